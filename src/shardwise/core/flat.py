@@ -1,4 +1,4 @@
-"""This module lays out tensors for ZeRO: end to end in one flat buffer, of which each rank has an equal range.
+"""This module lays out tensors for ZeRO: end to end in one flat buffer, which is divided equally among the ranks.
 
 Ranges are equal, padded and aligned, so that an all-gather or a reduce-scatter of the buffer copies nothing.  Only
 checkpoints need to know which boxes of which tensors a range holds.

@@ -18,7 +18,7 @@ class Op(StrEnum):
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"  # Run forward again from the kept inputs, just before backward.
     BACKWARD = "BACKWARD"
-    BACKWARD_INPUT = "BACKWARD_INPUT"  # Run backward, but keep the operands of products for their weight gradients.
+    BACKWARD_INPUT = "BACKWARD_INPUT"  # Run backward without the weight gradients of products, and keep their operands.
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # Compute the weight gradients from these operands; this reads no parameters.
     GATHER = "GATHER"  # All-gather parameters from their shards, into a slot or their own buffer.
     ROUND = "ROUND"  # Cast a gradient buffer into a slot of the dtype in which it is summed over ranks.
@@ -100,7 +100,7 @@ class BufferKind(StrEnum):
     PARAM = "param"
     GRAD = "grad"
     STATE = "state"
-    BACKUP = "backup"  # the values before an update by this stage's norm alone
+    BACKUP = "backup"  # the values before an update by the norm of this stage alone
     # These are memory of a pool, which buckets use in turn.
     SLOT = "slot"  # whole parameters
     UNREDUCED = "unreduced"  # whole gradients that wait for their reduction

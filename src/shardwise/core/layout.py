@@ -73,8 +73,8 @@ class Box:
 class Factor:
     """A factor of a dim has a size and the mesh axes that shard it, the major axis first.
 
-    It may be a concatenation of ``parts``, given by their sizes, each of which is sharded by itself: a fused projection
-    has 8 heads of queries, 2 of keys and 2 of values, for example.
+    It may be a concatenation of ``parts``, given by their sizes, that are sharded one by one, such as the 8 heads of
+    queries, 2 of keys and 2 of values of a fused projection.
     """
 
     size: int

@@ -135,7 +135,7 @@ def _spread(places: NDArray[np.int64], size: int, total: int) -> NDArray[np.int6
 
 
 class _Prefetch:
-    """A thread that makes batches ahead of their use.  It ends on ``stop`` or with an exception."""
+    """This thread makes batches before they are asked for.  It ends on ``stop`` or with an exception."""
 
     def __init__(self, source: _Source, state: State) -> None:
         self.ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(AHEAD)
@@ -171,8 +171,8 @@ class Loader:
     """A loader is an endless iterator over this rank's part of each batch, which a thread reads a little ahead.
 
     A batch takes ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's last batch
-    has the rows that are left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, of which this
-    rank takes its part over the mesh axes ``dp_replicate`` and ``dp``; ranks that differ only in other axes get the
+    has the rows that are left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and this rank
+    takes its part of them over the mesh axes ``dp_replicate`` and ``dp``; ranks that differ only in other axes get the
     same rows.
 
     A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With

@@ -57,7 +57,7 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
 
     ConfigError, with the path, for a source that does not exist, cannot be read, or holds no text.
     """
-    found: dict[str, SourceFile] = {}  # by real path
+    found: dict[str, SourceFile] = {}  # the keys are real paths
     for source in [sources] if isinstance(sources, str) else sources:
         files = _stdlib() if source == STDLIB else list(_find(source))
         if not any(file.size for file in files):

@@ -25,7 +25,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class Tokenizer(Protocol):
-    """A tokenizer has ``vocabulary`` tokens, of which ``end``, called ``end_token``, ends every document. ``digest`` is
+    """A tokenizer has ``vocabulary`` tokens; the token ``end``, called ``end_token``, ends a document. ``digest`` is
     the same only for tokenizers that give the same tokens."""
 
     vocabulary: int
