@@ -71,7 +71,7 @@ OP_INFO: Mapping[Op, OpInfo] = {
 
 
 class Lane(StrEnum):
-    """A lane is the kind of work that an instruction belongs to; lanes run concurrently, each in issue order."""
+    """Lanes run concurrently; within a lane, each :attr:`Instruction.queue` runs in the order of issue."""
 
     COMPUTE = "compute"
     GATHER = "gather"
