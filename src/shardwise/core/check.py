@@ -1,22 +1,22 @@
 """Prove that programs neither race nor deadlock, on the worst backend that the rules allow.
 
-What is assumed of a backend:
+The deadlock check assumes this of a backend:
 
-* The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues, and
-  on the compute lane until the instruction is done.
+* The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues an instruction,
+  and on the compute lane until the instruction is done.
 * It blocks before the first use of a communicator that was not made beforehand, until all members have come to their
-  first use of it. So does the start of NCCL's communicators, those for messages between two ranks included.
-* Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer
-  and both of buckets, or neither.
-* A SEND and its RECEIVE are done only when both have started; a collective, when all members have.
+  first use of it.  Starting an NCCL communicator does this, also one for messages between two ranks.
+* Every other lane runs its instructions one at a time in the order of issue.  Messages are ordered like this only among
+  those with the same peer on the same channel.
+* A SEND and its RECEIVE are done only when both have started, and a collective is done when all members have started.
   Nothing is buffered: a program that needs small messages to be buffered is wrong.
 
-What is assumed to be *ordered* is less: on another backend compute is asynchronous too, and communicators have queues
-of their own.  So an access happens before another only if they are on one lane and of one communicator, in that order,
-or ``waits`` lead from the second to the first.
+The race check assumes less *order*: on another backend compute is asynchronous too, and every communicator has its own
+queue.  So one access happens before another only if both are on one lane and one communicator, in that order, or if
+``waits`` lead from the second to the first.
 
-All of this is deterministic, whatever the timing: one simulation decides.  Ranks of one class run the same
-program, so one rank for each class is simulated: a deadlock of the classes is one of the ranks.
+The result does not depend on timing, so one simulation decides.  Ranks of one class run the same program, so one rank
+of each class is simulated: a deadlock of the classes is a deadlock of the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.repeat import unrepeatable
 
 _Channel = tuple[list[Position], list[Position]]
-"""What is sent and what is received between two ranks, each in the order of issue."""
+"""A channel holds the SENDs and the RECEIVEs from one rank to another, each in the order of issue."""
 
 
 class ProgramError(ShardwiseError):
@@ -45,15 +45,15 @@ class ProgramError(ShardwiseError):
 def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | None = None) -> None:
     """Check the ``programs`` of all classes of ranks of ``mesh`` together.
 
-    ``made`` are the communicators that exist before the first step; by default all that the programs need.
+    ``made`` lists the communicators that exist before the first step; by default these are all that the programs need.
 
     Time and memory are linear in the number of instructions of all classes.
 
     Raises:
-        ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two
-            conflicting accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do
-            not run the same collectives in the same order; a message is not received, or is received as another; what
-            may be run again cannot be; or instructions wait for each other in a circle.
+        ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two conflicting
+            accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do not run the
+            same collectives in the same order; a message is not received, or is received as another; an instruction
+            that may have to run again cannot; or instructions wait for each other in a circle.
     """
     classes = _classes(programs, mesh)
     for program in {id(program): program for program in classes}.values():
@@ -71,7 +71,7 @@ def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | N
 
 
 def _classes(programs: Sequence[Program], mesh: Mesh) -> list[Program]:
-    """The program of each class that the fixed axes of all programs tell apart, in rank order."""
+    """Return the program of each class of ranks that the fixed axes of all programs tell apart, in rank order."""
     for program in programs:
         for axis, at in program.coordinates:
             if not 0 <= at < mesh.axis_size(axis):
@@ -90,7 +90,7 @@ def _classes(programs: Sequence[Program], mesh: Mesh) -> list[Program]:
 
 
 def _fixed(programs: Sequence[Program]) -> tuple[str, ...]:
-    """The axes that any of the programs fixes."""
+    """Return the axes that at least one of the programs fixes."""
     return tuple({axis: None for program in programs for axis, _ in program.coordinates})
 
 
@@ -99,7 +99,8 @@ def _fixed(programs: Sequence[Program]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Accesses:
-    """What an access of a buffer may conflict with: the last write, and the last read on each lane since."""
+    """This holds the accesses of a buffer that a new one may conflict with: the last write and, by the number of the
+    queue, the last read since then; each is a position, the write together with its queue."""
 
     write: tuple[int, int] | None
     reads: dict[int, int]
@@ -108,12 +109,12 @@ class _Accesses:
 def _check_races(program: Program) -> None:
     """Check that every two conflicting accesses are ordered.
 
-    A vector clock holds, for each lane, the last position known to be done when an instruction is.  Of the
-    earlier accesses only the last ones matter: those before were found to be ordered before these.
+    The vector clock of an instruction holds, for each queue, the last position that is known to be done when the
+    instruction is done.  Only the latest accesses matter: earlier ones have been found to be ordered before them.
     """
     lanes = {queue: number for number, queue in enumerate({one.queue: None for one in program.instructions})}
     start = (-1,) * len(lanes)
-    latest = [start] * len(lanes)  # the clock of the last instruction of each lane
+    latest = [start] * len(lanes)  # the clock of the last instruction in each queue
     clocks: list[tuple[int, ...]] = []
     accesses: dict[Buffer, _Accesses] = defaultdict(lambda: _Accesses(None, {}))
     freed: dict[Buffer, int] = {}
@@ -161,11 +162,11 @@ def _race(program: Program, kind: str, buffer: Buffer, first: int, second: int) 
     )
 
 
-# Which instructions belong together
+# Matching instructions across ranks
 
 
 def _collectives(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Event]]:
-    """The collectives of each communicator in the order of issue, each with one member for each class in its group."""
+    """Return the collectives of each communicator in the order of issue, with a member for each class in its group."""
     places = mesh.classes(_fixed(classes))
     issued: dict[tuple[object, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -193,8 +194,8 @@ def _collectives(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list
 def _is_made(
     classes: Sequence[Program], ranks: Sequence[int], mesh: Mesh, first: Position, made: frozenset[Members]
 ) -> bool:  # fmt: skip
-    """Whether the communicator of an instruction is there already; ``ranks`` has one of each class.  That of a unit is
-    its own affair: it blocks the compute lane anyway."""
+    """Return whether the communicator of an instruction exists already; ``ranks`` has one rank of each class.  One that
+    is used inside a unit counts as made, because such an instruction blocks the compute lane anyway."""
     number, position = first
     one, rank = classes[number].instructions[position], ranks[number]
     if one.lane is Lane.COMPUTE:
@@ -204,7 +205,7 @@ def _is_made(
 
 
 def _label(instruction: Instruction) -> tuple[object, ...]:
-    """What has to be the same on all members of a collective."""
+    """Return what has to be the same on all members of a collective."""
     return instruction.op, instruction.bucket, instruction.unit, instruction.microbatch
 
 
@@ -229,11 +230,10 @@ def _check_same_order(classes: Sequence[Program], a: int, ours: list[int], b: in
 
 
 def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Event]]:
-    """The pairs of a SEND and its RECEIVE, by communicator: those from one rank to another match in the order of issue,
-    gradients of buckets apart.
+    """Return the pairs of a SEND and its RECEIVE by communicator; messages from one rank to another on one channel
+    match in the order of issue.
 
-    Offsets wrap around; on an axis that does not tell classes apart, the other side is another rank of the
-    same class.
+    Offsets wrap around.  On an axis that does not tell classes apart, the other side is another rank of the same class.
     """
     places = mesh.classes(_fixed(classes))
     numbers = {place: number for number, place in enumerate(places)}
@@ -268,7 +268,8 @@ def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Ev
 
 
 def _check_one_lane(classes: Sequence[Program], messages: Sequence[Position]) -> None:
-    """Check that one lane has all messages between two ranks: on two, their order would be left to chance."""
+    """Check that one queue has all messages from one rank to another on a channel: in two, their order would be left to
+    chance."""
     for (number, first), (_, second) in pairwise(messages):
         program = classes[number]
         if program.instructions[first].queue != program.instructions[second].queue:
@@ -279,7 +280,7 @@ def _check_one_lane(classes: Sequence[Program], messages: Sequence[Position]) ->
 
 
 def _peer(program: Program, position: int, mesh: Mesh) -> tuple[str, int]:
-    """The peer of a message as (axis, offset), the offset taken into 1 … size-1."""
+    """Return the peer of a message as (axis, offset), with the offset reduced to 1 … size-1."""
     instruction = program.instructions[position]
     if instruction.op not in (Op.SEND, Op.RECEIVE) or instruction.peer is None or instruction.axes:
         name = describe(program, position)

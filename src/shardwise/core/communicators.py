@@ -1,8 +1,8 @@
-"""Which communicators a run needs: from the programs of all classes of ranks, in one order that does not depend on the
+"""This module lists the communicators of a run, from the programs of all classes of ranks, in the same order on every
 rank.
 
-Starting a communicator of NCCL, also one for messages between two ranks, blocks the host until all its members have
-come to it.  So all are made before the first step, by all ranks in the order given here: then no rank waits in one for
+Starting an NCCL communicator, also one for messages between two ranks, blocks the host until all its members start it.
+So all ranks make all communicators before the first step in the order given here: then no rank waits in one of them for
 a rank that waits in another.
 """
 
@@ -18,15 +18,15 @@ from shardwise.core.mesh import Axes, Mesh
 from shardwise.core.program import Program
 
 CONTROL = "control"
-"""The lane of what hosts tell each other: numbers of CPU tensors, and barriers."""
+"""This lane is for communication between hosts: collectives of CPU tensors, and barriers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """One communicator: the ranks that share it and what they use it for.
+    """The members of a communicator are the ranks that share it; ``lane`` says what they use it for.
 
-    That of collectives has its ranks in ascending order and a lane.  That of a ``pair`` has the sender and the
-    receiver, and its lane is a channel: messages the other way have one of their own.
+    A communicator for collectives has its ranks in ascending order.  One for a ``pair`` has the sender and the
+    receiver, and its lane is a channel; messages in the other direction have a communicator of their own.
     """
 
     ranks: tuple[int, ...]
@@ -40,9 +40,8 @@ class Members:
 
 
 def groups(mesh: Mesh, axes: Axes, lane: str, ranks: Iterable[int] | None = None) -> list[Members]:
-    """The communicators of collectives over ``axes`` that these ranks (by default all) are members of; none for groups
-    of one.
-    """
+    """Return the communicators for collectives over ``axes`` that these ranks (default: all) are members of; a group of
+    one rank has none."""
     found: list[Members] = []
     seen: set[int] = set()
     if mesh.axis_size(axes) == 1:
@@ -56,7 +55,7 @@ def groups(mesh: Mesh, axes: Axes, lane: str, ranks: Iterable[int] | None = None
 
 
 def pair_of(mesh: Mesh, rank: int, one: Instruction) -> Members:
-    """The communicator of a SEND or RECEIVE of ``rank``."""
+    """Return the communicator of the SEND or RECEIVE ``one`` of ``rank``."""
     assert one.peer is not None
     other = mesh.offset(rank, *one.peer, wrap=True)
     return Members((rank, other) if one.op is Op.SEND else (other, rank), one.channel, True)
@@ -65,10 +64,11 @@ def pair_of(mesh: Mesh, rank: int, one: Instruction) -> Members:
 def communicators(
     programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()
 ) -> tuple[Members, ...]:
-    """All that the ``programs`` of all classes of ranks use, and those of ``more`` pairs of axes and lane.
+    """Return the communicators that the ``programs`` of all classes of ranks use, and those of ``more``, pairs of axes
+    and lane.
 
-    What units communicate inside, on the compute lane, is not in programs: it belongs to ``more``.  The order is the
-    same whoever asks, and neighbours in it have few ranks in common, so that many can be made at the same time.
+    Communicators used inside units, on the compute lane, are not taken from programs but belong to ``more``.  The order
+    is the same on every rank, and neighbours in it share few ranks, so that many can be made at the same time.
     """
     found: dict[Members, None] = {}
     for axes, lane in more:
@@ -84,7 +84,7 @@ def communicators(
 
 
 def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> list[int]:
-    """The ranks in each of the :func:`communicators` that a rank which runs ``program`` is a member of."""
+    """Return the number of ranks in each of the :func:`communicators` of a rank that runs ``program``."""
     used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
     axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])
     pairs = {(one.op, one.peer, one.channel) for one in used if one.peer is not None}
@@ -97,7 +97,7 @@ def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -
 
 
 def _apart(wanted: Sequence[Members]) -> tuple[Members, ...]:
-    """In turns, in each of which a rank is a member of one at most; each comes as early as its members allow."""
+    """Sort communicators into turns, so that a rank is in at most one per turn, each as early as its members allow."""
     busy: dict[int, set[int]] = defaultdict(set)
     turns: dict[int, list[Members]] = defaultdict(list)
     for one in wanted:

@@ -1,4 +1,4 @@
-"""The options of a plan for data parallelism: who holds what, and when it is gathered and reduced."""
+"""This module has the options of a plan for data parallelism: which ranks hold what, and when it is communicated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
     ("R", "S", "S"): "ZeRO-2",
     ("S", "S", "S"): "ZeRO-3",
 }
-"""The data-parallel table: (rest, gradient between microbatches, optimizer state) and its usual name."""
+"""The data-parallel table maps (rest, gradient between microbatches, optimizer state) to its usual name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
-    """One row of the data-parallel table for the parameters whose name matches ``pattern`` (as in
-    :mod:`fnmatch`).
+    """A rule is one row of the data-parallel table, for parameters whose name matches ``pattern`` (:mod:`fnmatch`).
 
-    R is replicated, P a partial sum, S a flat shard over ``dp`` (replicated, or a partial sum, over ``dp_replicate``).
-    ``rest`` is the parameter between steps, ``grad`` its gradient between microbatches, ``state`` the optimizer's.
+    R means replicated, P a partial sum, and S a flat shard over ``dp`` (over ``dp_replicate`` S is replicated, or a
+    partial sum).  ``rest`` says this of the parameter between steps, ``grad`` of its gradient between microbatches, and
+    ``state`` of its optimizer state.
     """
 
     pattern: str
@@ -50,19 +50,19 @@ class ParameterRule:
 
     @property
     def sharded(self) -> bool:
-        """Whether anything of these parameters is sharded over ``dp``."""
+        """Return whether anything that belongs to these parameters is sharded over ``dp``."""
         return self.state == "S"
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Who holds which shards of parameters, gradients and optimizer states, and when they travel.
+    """These options say which ranks hold which shards, and when these are communicated.
 
     The first of ``parameters`` whose pattern matches a parameter's name is its rule.  ``gathered`` says how long
     parameters that rest sharded stay whole: for one use, from a microbatch's forward to its backward, or for the whole
     step; they are gathered ``prefetch`` units ahead.  ``reduced`` says when gradients that are sharded between
-    microbatches are reduced: after the unit's backward of every microbatch, or of the last.  ``reduce`` is the dtype in
-    which gradients are summed over ranks; "auto" is that in which they are kept, fp32 or fp64.
+    microbatches are reduced: after a unit's backward of every microbatch, or only of the last one.  ``reduce`` is the
+    dtype in which gradients are summed over ranks; "auto" is the dtype in which they are kept, fp32 or fp64.
     """
 
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
@@ -83,7 +83,7 @@ class DataOptions:
         object.__setattr__(self, "parameters", tuple(rules))
 
     def rule(self, name: str) -> ParameterRule:
-        """The rule of the parameter called ``name``: the first that matches."""
+        """Return the first rule that matches the parameter called ``name``; raise ConfigError if none does."""
         for rule in self.parameters:
             if fnmatchcase(name, rule.pattern):
                 return rule

@@ -1,4 +1,4 @@
-"""Whether the programs of all classes of ranks come to their end: one step of them, simulated.
+"""This module simulates one step of the programs of all classes of ranks to see whether they come to their end.
 
 The rules are those of :mod:`shardwise.core.check`.
 """
@@ -12,48 +12,49 @@ from shardwise.core.instruction import Instruction, Lane
 from shardwise.core.program import Program
 
 Position = tuple[int, int]
-"""An instruction: the class that runs it and its position in the program."""
+"""This identifies an instruction by the number of the class that runs it and its position in the program."""
 
 Event = tuple[Position, ...]
-"""The instructions that only complete together."""
+"""An event holds the instructions that only complete together."""
 
 
 def describe(program: Program, position: int) -> str:
-    """An instruction in messages."""
+    """Return the text by which messages name an instruction."""
     return f"{program.name} [{position}] {program.instructions[position]}"
 
 
 def _in_turn(one: Instruction) -> tuple[object, ...]:
-    """What a backend may run in sequence: all collectives of a lane, and messages with a peer in one channel."""
+    """Return the key of the queue in which a backend may run an instruction: the collectives of a lane share one, and
+    so do messages of a lane with the same peer and channel."""
     return one.lane, one.peer, one.channel
 
 
 class DeadlockSimulation:
-    """One step of all classes: every instruction runs as soon as the rules allow, until nothing more can.
+    """This simulates one step of all classes: every instruction runs as soon as the rules allow.
 
-    ``starts`` are the first events of communicators that are not there: of each member its first use.
+    ``starts`` holds the first event of every communicator that does not exist yet: the first use by each member.
     """
 
     def __init__(self, classes: Sequence[Program], events: Sequence[Event], starts: Sequence[Event]) -> None:
         self.classes = classes
         self.events = events
         self.starts = {member: event for event in starts for member in event}
-        self.come: set[Position] = set()  # of these, the instructions that their interpreters have come to
+        self.come: set[Position] = set()  # those instructions in ``starts`` that their interpreters have come to
         self.event = [[-1] * len(program.instructions) for program in classes]
         for number, event in enumerate(events):
             for member, position in event:
                 self.event[member][position] = number
-        self.missing = [len(event) for event in events]  # the members that have not started
+        self.missing = [len(event) for event in events]  # the number of members that have not started
         self.done = [bytearray(len(program.instructions)) for program in classes]
-        self.next = [0] * len(classes)  # the instruction that each interpreter is at
-        self.blocker = [-1] * len(classes)  # what each interpreter is blocked on
+        self.next = [0] * len(classes)  # the position that each interpreter is at
+        self.blocker = [-1] * len(classes)  # the position that each interpreter is blocked on
         self.queues: list[dict[object, deque[int]]] = [
             {_in_turn(one): deque() for one in program.instructions} for program in classes
         ]
         self.runnable = list(range(len(classes)))
 
     def run(self) -> str:
-        """Run to the end: nothing, or in words a circle of instructions that wait for each other."""
+        """Run to the end; return "", or the description of a circle of instructions that wait for each other."""
         while self.runnable:
             self._interpret(self.runnable.pop())
         stuck = next(((number, done.index(0)) for number, done in enumerate(self.done) if not all(done)), None)
@@ -87,7 +88,7 @@ class DeadlockSimulation:
         self.next[number] = len(instructions)
 
     def _has_communicator(self, member: Position) -> bool:
-        """Come to an instruction; False where its communicator has to be started and others have not come to that."""
+        """Note that a class has come to an instruction; return False while its communicator waits for other members."""
         event = self.starts.get(member)
         if event is None:
             return True
@@ -102,7 +103,7 @@ class DeadlockSimulation:
         return True
 
     def _start(self, number: int, position: int) -> None:
-        """Start an instruction, complete what only lacked this, and start what is next on those lanes."""
+        """Start an instruction, complete the event that only lacked it, and start what is next in those queues."""
         started = [(number, position)]
         while started:
             member = started.pop()
@@ -137,7 +138,7 @@ class DeadlockSimulation:
         return "deadlock, each waits for the next and the last for the first:\n" + "\n".join(lines)
 
     def _cause(self, stuck: Position) -> tuple[str, Position]:
-        """Why an instruction is not done, and the other instruction that has to happen first."""
+        """Return why an instruction is not done, and the other instruction that has to happen first."""
         number, position = stuck
         one = self.classes[number].instructions[position]
         queue = self.queues[number][_in_turn(one)]

@@ -1,10 +1,8 @@
-"""Models of devices: their speed, memory and links.  All that is known of one stands here, and everything that predicts
-asks here.
+"""This module has all that is known of device models: their speed, memory and links.  All predictions use it.
 
-Figures of GPUs are those of datasheets and architecture whitepapers of their makers: NVIDIA's of V100, A100, GA102,
-Ada, H100, H200 NVL, RTX Blackwell, HGX B200 and B300; AMD's of CDNA 2 to 4.  Memory is the total that the driver
-reports, some percent less than the name says, and the least that has been reported of a model; None where no report is
-known.
+The figures are from datasheets and architecture whitepapers of the makers: NVIDIA's of V100, A100, GA102, Ada, H100,
+H200 NVL, RTX Blackwell, HGX B200 and B300; AMD's of CDNA 2 to 4.  The memory is the total that the driver reports, some
+percent less than the name says, and the least that has been reported of a model; it is None if no report is known.
 """
 
 from __future__ import annotations
@@ -17,20 +15,16 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Dense peaks in TFLOP/s, without structured sparsity; None where the device has no such units or no figure is
-    published.
-    """
+    """These are peaks of dense products in TFLOP/s; None means that there are no such units or no published figure."""
 
-    fp64: float | None  # of the tensor cores where they have it
+    fp64: float | None  # that of the tensor cores if they compute in fp64
     fp32: float
     tf32: float | None
     bf16: float | None  # accumulated in fp32, as torch does
-    fp16: float | None = None  # the same; that of bf16 where it is None
+    fp16: float | None = None  # accumulated in fp32 too; None means the same as bf16
 
     def flops(self, precision: str, *, tf32: bool = False) -> float | None:
-        """The peak speed of products in a plan's ``precision``, in FLOP/s; ``tf32`` says that torch may use it for
-        fp32.
-        """
+        """Return the peak of products in a plan's ``precision``, in FLOP/s; ``tf32`` lets torch use TF32 for fp32."""
         fp32 = self.tf32 if tf32 and self.tf32 is not None else self.fp32
         fp16 = self.bf16 if self.fp16 is None else self.fp16
         tera = {"fp32": fp32, "bf16": self.bf16, "fp16": fp16, "fp64": self.fp64}[precision]
@@ -39,17 +33,17 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """One model of GPU.
+    """This describes one model of GPU.
 
     Attributes:
-        name: what ``--device`` calls it.
-        driver: a pattern of the whole name that the driver gives, without its maker's.  Slices of a device ("... MIG
-            1g.10gb"), laptop versions and other sizes, which have fewer or slower units, match nothing.
-        memory: GiB in total, as the driver says.
-        bandwidth: of its memory, TB/s.
-        link: to the other devices of its host, GB/s one way: NVLink or Infinity Fabric to all of them together, else
-        its PCIe slot.
-        peak: what it can compute.
+        name: The name that ``--device`` takes.
+        driver: A pattern of the whole name that the driver gives, without the maker.  Slices of a device ("... MIG
+            1g.10gb"), laptop versions and other sizes have fewer or slower units and match nothing.
+        memory: The total memory in GiB, as the driver reports it.
+        bandwidth: The bandwidth of its memory in TB/s.
+        link: The bandwidth to other devices of its host in GB/s one way: to all of them together over NVLink or
+            Infinity Fabric, else that of its PCIe slot.
+        peak: The peak speeds of dense products.
     """
 
     name: str
@@ -60,7 +54,7 @@ class DeviceModel:
     peak: Peak
 
 
-PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes, one way
+PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0  # the bandwidth of 16 lanes, in GB/s one way
 _V100 = Peak(7.8, 15.7, None, None, 125.0)
 _V100_PCIE = Peak(7.0, 14.0, None, None, 112.0)
 _A100 = Peak(19.5, 19.5, 156.0, 312.0)
@@ -116,11 +110,11 @@ MODELS: tuple[DeviceModel, ...] = (
 
 NAMED: Mapping[str, DeviceModel] = MappingProxyType({model.name: model for model in MODELS})
 ASSUMED = NAMED["H100-80GB"]
-"""What a GPU of an unknown model is taken to be as fast as."""
+"""A GPU of an unknown model is taken to be as fast as this one."""
 
 
 def model_of(name: str) -> DeviceModel | None:
-    """The model of a device by the name that its driver gives or that ``--device`` takes; None if it is not known."""
+    """Return the model of a device by the name that its driver gives or ``--device`` takes; None if it is not known."""
     if name in NAMED:
         return NAMED[name]
     short = re.sub(r"^(NVIDIA |Tesla |AMD )*", "", name.strip())
@@ -128,15 +122,15 @@ def model_of(name: str) -> DeviceModel | None:
 
 
 def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
-    """Whether one of ``kernels``, such as "sm_80" and "compute_90", runs on a card of a compute capability.
+    """Return whether one of ``kernels``, such as "sm_80" or "compute_90", runs on a card of a compute capability.
 
-    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all
-    that are not older; what is of one architecture (sm_90a) on that alone.
+    Machine code (sm) runs on cards of its own major version that are not older, and code for the driver to compile
+    (compute) on all cards that are not older.  Code for one architecture (sm_90a) runs on that architecture only.
     """
     for name in kernels:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
         if match is None:
-            return True  # a name that is unknown here: torch knows better
+            return True  # the name is unknown here, so the decision is left to torch
         made, exact = (int(match[2]), int(match[3])), match[4] == "a"
         if made == capability or (
             not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])

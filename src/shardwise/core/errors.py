@@ -1,4 +1,4 @@
-"""Errors that people read: they say what is wrong, where, the value found, and what would be legal."""
+"""This module defines errors for people: they say what is wrong, where, which value was found and what is legal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIBRARIES = (
 
 
 class ShardwiseError(Exception):
-    """Base class of every error that shardwise raises on purpose; ``cause`` is its kind, for programs."""
+    """This is the base class of every error that shardwise raises on purpose; programs read its kind from ``cause``."""
 
     cause = "shardwise"
 
@@ -24,7 +24,7 @@ class ShardwiseError(Exception):
 class ConfigError(ShardwiseError):
     """The user's input is wrong; the message names the key, the value and what is legal.
 
-    An error that :meth:`on` makes has the parts of its message as attributes; those of any other are empty.
+    An error made by :meth:`on` keeps the parts of its message as attributes; in any other error they are empty.
     """
 
     cause = "config"
@@ -32,26 +32,25 @@ class ConfigError(ShardwiseError):
 
     @staticmethod
     def on(field: str, wrong: str, legal: str, hint: str = "", *, part: str = "") -> ConfigError:
-        """The error ``field: wrong; legal: legal``, with ``hint`` at its end; of a ``part`` it reads ``field, part:
-        wrong``.
-        """
+        """Return the error ``field: wrong; legal: legal`` followed by ``hint``; with a ``part`` it begins with ``field,
+        part: wrong``."""
         error = ConfigError(f"{field}{part and ', '}{part}: {wrong}; legal: {legal}{hint}")
         vars(error).update(field=field, part=part, wrong=wrong, legal=legal, hint=hint)
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles leave ``__init__`` aside: the arguments of a subclass are not in its message."""
+        """Unpickle without calling ``__init__``, because the message does not hold the arguments of a subclass."""
         return ConfigError.__new__, (type(self), str(self)), vars(self)
 
 
 def did_you_mean(word: object, legal: Iterable[object]) -> str:
-    """``' Did you mean "x"?'`` for the legal word closest to ``word``, or ``""`` where none is close."""
+    """Return ``' Did you mean "x"?'`` for the legal word closest to ``word``, or ``""`` if none is close."""
     close = difflib.get_close_matches(str(word), [str(candidate) for candidate in legal], n=1, cutoff=0.6)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
 def check_value(field: str, value: object, holds: bool, legal: str) -> None:
-    """Raise :class:`ConfigError` on ``value`` unless what was asked of it ``holds``."""
+    """Raise :class:`ConfigError` about ``value`` unless its condition ``holds``."""
     if not holds:
         raise ConfigError.on(field, f"{value!r} is not legal", f"{legal}.")
 
@@ -84,7 +83,7 @@ def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (model.py:12, in build)``: an exception and the line of the user's code that it comes from."""
+    """Return ``KeyError: 'x' (model.py:12, in build)``: the exception and the line of user code that raised it."""
     message = " ".join(str(error).split())
     words = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:

@@ -1,7 +1,7 @@
-"""ZeRO's placement: equal ranges of a unit's tensors laid end to end.
+"""This module lays out tensors for ZeRO: end to end in one flat buffer, which is divided equally among the ranks.
 
-Ranges are equal, padded and aligned, so that an all-gather or a reduce-scatter of the buffer copies
-nothing.  Only checkpoints need to know which boxes of which tensors a range holds.
+Ranges are equal, padded and aligned, so that an all-gather or a reduce-scatter of the buffer copies nothing.  Only
+checkpoints need to know which boxes of which tensors a range holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.core.layout import Box
 
 @dataclass(frozen=True, slots=True)
 class FlatEntry:
-    """One tensor in a flat buffer; ``offset`` is that of its first element, in elements."""
+    """An entry is one tensor in a flat buffer; its first element is at ``offset``, counted in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,25 +24,25 @@ class FlatEntry:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
-        """The offset just past its last element."""
+        """Return the offset just past the last element, in elements."""
         return self.offset + self.numel
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Tensors of one dtype end to end, ordered by optimizer group.
+    """A flat buffer holds tensors of one dtype end to end, ordered by optimizer group.
 
     Args:
-        entries: the tensors in order of their offsets, each aligned to ``align`` bytes.
-        numel: the elements of the whole buffer with all padding.
-        itemsize: the bytes of an element.
-        segments: ``(optimizer group, start, stop)`` in elements: one contiguous range for each group.
-        align: the alignment of entries and shards, in bytes.
+        entries: The tensors in order of their offsets, each aligned to ``align`` bytes.
+        numel: The number of elements of the whole buffer with all padding.
+        itemsize: The size of an element in bytes.
+        segments: One contiguous range ``(optimizer group, start, stop)`` for each group, in elements.
+        align: The alignment of entries and shards in bytes.
     """
 
     entries: tuple[FlatEntry, ...]
@@ -57,8 +57,8 @@ class FlatBuffer:
     ) -> FlatBuffer:
         """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
 
-        Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of
-        ``items`` is kept.
+        Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of ``items`` is
+        kept.  :class:`ShardwiseError` if a name comes twice or elements of ``itemsize`` bytes cannot be aligned.
         """
         if parts < 1 or itemsize < 1 or align % itemsize:
             raise ShardwiseError(f"cannot pack for {parts} parts with items of {itemsize} bytes aligned to {align}")
@@ -80,19 +80,19 @@ class FlatBuffer:
         return FlatBuffer(tuple(entries), _round_up(end, parts * unit), itemsize, tuple(segments), align)
 
     def entry(self, name: str) -> FlatEntry:
-        """The entry called ``name``; :class:`ShardwiseError` where there is none."""
+        """Return the entry called ``name``; raise :class:`ShardwiseError` if there is none."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
         raise ShardwiseError(f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}")
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The ranges of padding: elements of no tensor."""
+        """Return the ranges (start, stop) of padding, whose elements belong to no tensor."""
         edges = [0, *(edge for entry in self.entries for edge in (entry.offset, entry.stop)), self.numel]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
     def shard(self, parts: int, index: int) -> FlatShard:
-        """Range ``index`` of ``parts`` equal ones; ShardwiseError if the buffer is not packed for them."""
+        """Return shard ``index`` of ``parts`` equal ones; raise ShardwiseError if the buffer is not packed for them."""
         if not 0 <= index < parts:
             raise ShardwiseError(f"shard {index} of {parts} does not exist; legal: 0 to {parts - 1}")
         if self.numel * self.itemsize % (parts * self.align):
@@ -105,23 +105,23 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """The elements ``start`` to ``stop`` of a flat buffer."""
+    """A flat shard is the elements ``start`` to ``stop`` - 1 of a flat buffer."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """The number of elements, padding included."""
+        """Return the number of elements, padding included."""
         return self.stop - self.start
 
     def segments(self, buffer: FlatBuffer) -> tuple[tuple[str, int, int], ...]:
-        """``(optimizer group, start, stop)`` of what it holds of each group, in elements of the buffer."""
+        """Return ``(optimizer group, start, stop)`` of this shard's part of each group, in elements of the buffer."""
         cut = ((group, max(start, self.start), min(stop, self.stop)) for group, start, stop in buffer.segments)
         return tuple((group, start, stop) for group, start, stop in cut if start < stop)
 
     def boxes(self, buffer: FlatBuffer) -> list[tuple[str, Box]]:
-        """What this shard holds, as (name, box) in the order of its elements; padding is in no box."""
+        """Return the boxes of tensors in this shard, as (name, box) in the order of its elements, without padding."""
         found = []
         for entry in buffer.entries:
             start, stop = max(self.start, entry.offset), min(self.stop, entry.stop)
@@ -131,10 +131,10 @@ class FlatShard:
 
 
 def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a row-major tensor as boxes in order, at most 2n - 1 for n dims.
+    """Return elements ``start`` to ``stop`` - 1 of a row-major tensor as boxes in order, at most 2n - 1 for n dims.
 
-    A range is a piece of its first row, whole rows, and a piece of its last: pieces of rows split on
-    again, but only on one side each.
+    A range consists of a piece of its first row, whole rows, and a piece of its last row.  The pieces of rows are split
+    in the same way, but each of them only on one side.
     """
     if start >= stop:
         return []

@@ -1,8 +1,7 @@
-"""Training, one instruction at a time.
+"""This module defines the instructions of a training step.
 
-A :class:`Program` is a flat list of these records.  They are data: the runtime executes them, `estimate`
-prices them, `report` draws them and :func:`shardwise.core.check.check` proves that they neither race nor
-deadlock.
+A :class:`Program` is a flat list of these records.  They are data: the runtime executes them, `estimate` prices them,
+`report` draws them and :func:`shardwise.core.check.check` proves that they neither race nor deadlock.
 """
 
 from __future__ import annotations
@@ -13,41 +12,39 @@ from enum import StrEnum
 
 
 class Op(StrEnum):
-    """What an instruction does."""
+    """The op of an instruction says what it does."""
 
-    COUNT = "COUNT"  # weights of the microbatches: count the targets, sum over the ranks
+    COUNT = "COUNT"  # Weigh the microbatches: count their targets and sum them over ranks.
     FORWARD = "FORWARD"
-    RECOMPUTE = "RECOMPUTE"  # forward again, from the kept inputs, just before backward
+    RECOMPUTE = "RECOMPUTE"  # Run forward again from the kept inputs, just before backward.
     BACKWARD = "BACKWARD"
-    BACKWARD_INPUT = "BACKWARD_INPUT"  # BACKWARD without the weight gradients of products, whose operands it leaves
-    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # the weight gradients of products, from these operands; reads no parameters
-    GATHER = "GATHER"  # make parameters whole from their shards, in a slot or in their own buffer
-    ROUND = "ROUND"  # a gradient buffer into a slot of the dtype in which it is summed over ranks
-    REDUCE = "REDUCE"  # sum a gradient buffer or a slot over mesh axes, or the loss, or the norms
-    ADD = "ADD"  # a reduced slot's own shard to the gradient
-    NORM = "NORM"  # norms of this rank's shards of all gradients
-    DECIDE = "DECIDE"  # from all norms: the global one, clipping coefficient, skip flag, loss scale
-    STASH = "STASH"  # a copy of parameters in a slot, before they are updated: microbatches under way use them still
-    BACKUP = "BACKUP"  # a copy of all that STEP changes of a bucket, in case that VALIDATE finds it wrong
-    STEP = "STEP"  # optimizer update of one bucket
-    # the norm over all stages is here: if the update by this one's alone was wrong, go back to before it
+    BACKWARD_INPUT = "BACKWARD_INPUT"  # Run backward without the weight gradients of products, and keep their operands.
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # Compute the weight gradients from these operands; this reads no parameters.
+    GATHER = "GATHER"  # All-gather parameters from their shards, into a slot or their own buffer.
+    ROUND = "ROUND"  # Cast a gradient buffer into a slot of the dtype in which it is summed over ranks.
+    REDUCE = "REDUCE"  # Sum a gradient buffer or a slot over mesh axes, or the loss, or the norms.
+    ADD = "ADD"  # Add this rank's shard of a slot, or the gradient of a tied bucket from another rank.
+    NORM = "NORM"  # Compute the norm of this rank's shards of all gradients.
+    DECIDE = "DECIDE"  # Compute from all norms the global one, the clipping coefficient, skip flag and loss scale.
+    STASH = "STASH"  # Copy parameters to a slot before their update, because microbatches under way still use them.
+    BACKUP = "BACKUP"  # Copy all that STEP changes of a bucket, in case VALIDATE finds the update wrong.
+    STEP = "STEP"  # Update one bucket with the optimizer.
+    # Check the update that used the norm of this stage alone against the norm of all stages; undo it if it was wrong.
     VALIDATE = "VALIDATE"
-    REPORT = "REPORT"  # the loss and the norm of a batch are known
-    SEND = "SEND"  # live tensors, or their gradients, to another stage
+    REPORT = "REPORT"  # Report the loss and the norm of a batch, which are known now.
+    SEND = "SEND"  # Send live tensors or their gradients to another stage, or the gradients of a bucket.
     RECEIVE = "RECEIVE"
 
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What is true of every instruction of an op."""
+    """This holds for every instruction of an op."""
 
-    does: str  # in words
-    task: str = (
-        ""  # the kind of task in a timetable that it is a part of: F, B, I or W (a RECOMPUTE may be a part of I)
-    )
-    carries: str = ""  # what it communicates: inside of its unit, of a bucket, or of a batch
-    runs_unit: bool = False  # it runs the graph of its unit, which reads parameters and may communicate
-    repeats: bool = False  # it may be run again where an update turns out to be wrong
+    does: str  # what it does, in words
+    task: str = ""  # the kind of timetable task that it is part of: F, B, I or W (a RECOMPUTE may be part of I)
+    carries: str = ""  # what it communicates, inside its unit, for a bucket or for a batch
+    runs_unit: bool = False  # whether it runs the graph of its unit, which reads parameters and may communicate
+    repeats: bool = False  # whether it may run again when VALIDATE finds an update wrong
 
 
 OP_INFO: Mapping[Op, OpInfo] = {
@@ -74,7 +71,7 @@ OP_INFO: Mapping[Op, OpInfo] = {
 
 
 class Lane(StrEnum):
-    """The queue that an instruction occupies; lanes run concurrently, each in issue order."""
+    """Lanes run concurrently; within a lane, each :attr:`Instruction.queue` runs in the order of issue."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -85,53 +82,51 @@ class Lane(StrEnum):
 
 
 class Category(StrEnum):
-    """What memory is held for.  The first three are model states, the others residual states."""
+    """A category says what memory is held for.  The first three are model states, the others residual states."""
 
-    PARAMETERS = "parameters"  # at rest and in slots, and the model's buffers
-    GRADIENTS = "gradients"  # and whole ones in slots
-    OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
-    ACTIVATIONS = (
-        "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
-    )
-    TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
-    RESERVE = "reserve"  # of the allocator: rounding and fragmentation
+    PARAMETERS = "parameters"  # parameters at rest and in slots, and the model's buffers
+    GRADIENTS = "gradients"  # gradients at rest, and whole ones in slots
+    OPTIMIZER = "optimizer"  # optimizer state, and the fp32 masters of parameters in lower precision
+    # the batch, live, saved and kept tensors, and the gradients that wait for their unit
+    ACTIVATIONS = "activations"
+    TEMPORARY = "temporary"  # memory that an instruction needs only while it runs, and scalars of the step
+    RESERVE = "reserve"  # rounding and fragmentation of the allocator
 
 
 class BufferKind(StrEnum):
-    """What a buffer holds."""
+    """The kind of a buffer says what it holds."""
 
-    # Of a bucket, from step to step.
+    # These belong to a bucket and last from step to step.
     PARAM = "param"
     GRAD = "grad"
     STATE = "state"
-    BACKUP = "backup"  # what an update by this stage's norm alone has changed
-    # Memory of a pool, which buckets take in turn.
+    BACKUP = "backup"  # the values before an update by the norm of this stage alone
+    # These are memory of a pool, which buckets use in turn.
     SLOT = "slot"  # whole parameters
-    UNREDUCED = "unreduced"  # whole gradients on their way to their shard
+    UNREDUCED = "unreduced"  # whole gradients that wait for their reduction
     STASH = "stash"  # parameters as they were before an update
-    # Of a unit and microbatch.
-    ACTIVATION = "activation"  # its live outputs
-    SAVED = "saved"  # what autograd keeps inside of it
-    KEPT = "kept"  # what selective recomputation keeps
-    GRADIENT = "gradient"  # of its outputs
-    RECEIVED = "received"  # the same from another rank, whose coordinate on ``pp`` is the ``version``
-    DEFERRED = (
-        "deferred"  # what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT: inputs and output gradients of products
-    )
-    # Of a batch, whose number is the ``version``.
+    # These belong to a unit and a microbatch.
+    ACTIVATION = "activation"  # the unit's live outputs
+    SAVED = "saved"  # the tensors that autograd saves inside the unit
+    KEPT = "kept"  # the tensors that selective recomputation keeps
+    GRADIENT = "gradient"  # the gradients of the unit's outputs
+    RECEIVED = "received"  # gradients from another rank, whose coordinate on ``pp`` is the ``version``
+    # the inputs and output gradients of products, which a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT
+    DEFERRED = "deferred"
+    # These belong to the batch whose number is the ``version``.
     BATCH = "batch"  # this rank's rows
-    WEIGHT = "weight"  # of the microbatches
+    WEIGHT = "weight"  # the weights of the microbatches
     LOSS = "loss"
     NORM = "norm"
-    VERDICT = "verdict"  # what follows from the norm
-    # What no instruction names.
-    BUFFER = "buffer"  # all of the model's
-    UPDATE = "update"  # new values of those that a unit writes
+    VERDICT = "verdict"  # the decision that follows from the norm
+    # No instruction names these.
+    BUFFER = "buffer"  # all buffers of the model
+    UPDATE = "update"  # new values of the model's buffers that a unit writes
     UNUSED = "unused"  # parameters that no unit reads
-    SCALAR = "scalar"  # flags, loss scale
+    SCALAR = "scalar"  # flags and the loss scale
 
     def of(self, index: int = -1, microbatch: int = -1, version: int = 0) -> Buffer:
-        """The buffer of this kind that belongs to them."""
+        """Return the buffer of this kind with this index, microbatch and version."""
         return Buffer(self, index, microbatch, version)
 
 
@@ -153,9 +148,9 @@ CATEGORY: Mapping[BufferKind, Category] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Buffer:
-    """A named piece of a rank's memory: the unit of conflict between instructions.
+    """A buffer is a named piece of a rank's memory; instructions conflict when they access the same buffer.
 
-    ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch.
+    ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 if the buffer does not belong to one.
     """
 
     kind: BufferKind
@@ -172,53 +167,49 @@ class Buffer:
 Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, str]
 
 CHANNELS = ("tensors", "gradients")
-"""The channels of messages: one for what units exchange, one for the gradients of buckets, exchanged once a batch."""
+"""Messages have two channels: "tensors" for units, and "gradients" for those of buckets, exchanged once per batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation of one class of ranks."""
+    """An instruction is one operation of one class of ranks."""
 
     op: Op
     unit: int = -1
-    bucket: int = -1  # a flat buffer of parameters
+    bucket: int = -1  # the number of a flat buffer of parameters
     microbatch: int = -1
-    slot: int = (
-        -1
-    )  # where a GATHER puts whole parameters, or where the whole gradient is that a ROUND, REDUCE or ADD handles
-    # Of the weights that a unit uses, or that a STASH keeps: the number of updates since the begin of the program.  Of
-    # what is done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT): the number of the batch.
+    # the slot that a GATHER or STASH fills with parameters, or that has the whole gradient for a ROUND, REDUCE or ADD
+    slot: int = -1
+    # For units and STASH this is the version of the weights: the number of updates since the program began.  For COUNT,
+    # NORM, DECIDE, BACKUP, STEP, VALIDATE and REPORT it is the number of the batch, for ADD the RECEIVED buffer's.
     version: int = 0
     peer: tuple[str, int] | None = None  # (axis, offset) of the other side of a SEND or RECEIVE
-    tensors: tuple[str, ...] = ()  # the names of what a SEND or RECEIVE carries
-    axes: tuple[
-        str, ...
-    ] = ()  # of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
+    tensors: tuple[str, ...] = ()  # the names of the tensors that a SEND or RECEIVE carries
+    # the axes of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
+    axes: tuple[str, ...] = ()
     lane: Lane = Lane.COMPUTE
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
-    # The buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so overwrites; to all
-    # others it adds.  What none has written when the gradient is first read is zero.
+    # A BACKWARD (or a part of one), REDUCE or ADD overwrites the gradients of these buckets, because it is the first to
+    # write them, and adds to all others.  Elements that nothing has written when the gradient is read are zero.
     first: tuple[int, ...] = ()
-    slots: tuple[
-        tuple[int, int], ...
-    ] = ()  # (bucket, slot) of the whole gradients that a BACKWARD or its part writes to slots
-    scatters: bool = False  # this REDUCE leaves each rank its shard of the sum
-    # The sender sends before a VALIDATE what this RECEIVE gets after its own: if that finds the update wrong, what has
-    # been sent is dropped, and comes once more.
+    slots: tuple[tuple[int, int], ...] = ()  # (bucket, slot) of gradients that a BACKWARD or its part writes to slots
+    scatters: bool = False  # whether this REDUCE leaves each rank only its shard of the sum
+    # Whether the message of this RECEIVE was sent before the sender's VALIDATE and is received after the receiver's: if
+    # the update was wrong, the message is dropped and comes again.
     crosses: bool = False
-    frees: tuple[Buffer, ...] = ()  # whose content ends with this instruction
+    frees: tuple[Buffer, ...] = ()  # the buffers whose content ends with this instruction
     waits: tuple[int, ...] = ()  # the positions of earlier instructions, in other queues, that must be complete
 
     @property
     def channel(self) -> str:
-        """That of a message, else empty."""
+        """Return the channel of a message, and "" for other instructions."""
         return CHANNELS[self.bucket >= 0] if self.peer is not None else ""
 
     @property
     def queue(self) -> Queue:
-        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has
-        its axes; that of messages the peer and the channel.  Different ones do not wait for each other."""
+        """Return the key of the queue in whose order the instruction runs: its lane and, off the compute lane, its
+        communicator: the axes of a collective, or the peer and the channel of a message.  Queues run independently."""
         axes = self.axes if self.lane is not Lane.COMPUTE else ()
         return self.lane, axes, self.peer, self.channel
 

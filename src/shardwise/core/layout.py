@@ -1,8 +1,7 @@
-"""Where one tensor lives on a mesh.
+"""This module defines the layout of a tensor on a mesh.
 
-Each mesh axis shards a tensor or has the whole of it on all its ranks.  Dims are factored: a fused qkv dim of
-3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces of a rank need not be
-contiguous in the dim.
+Each mesh axis either shards a tensor or replicates it.  Dims are factored: a fused qkv dim of 3 x heads x head_size is
+three factors, and an axis shards one of them, so that the pieces of a rank need not be contiguous in the dim.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from shardwise.core.mesh import Axes, Mesh, joined
 
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Part ``index`` of ``size`` things in ``parts`` balanced parts, as (start, stop).
+    """Return part ``index`` of ``size`` elements split into ``parts`` balanced parts, as (start, stop).
 
-    Sizes of parts differ by at most one.  The cuts for ``a`` parts are among those for ``a * b`` parts, so
-    that gathering the minor of two axes gives exactly the shards of the major one, uneven or not.
+    The sizes of parts differ by at most one.  The boundaries of ``a`` parts are among those of ``a * b`` parts, so
+    gathering over the minor of two axes gives exactly the shards of the major one, even if they are uneven.
     """
     if parts < 1 or not 0 <= index < parts:
         raise ShardwiseError(f"part {index} of {parts} does not exist; legal: 0 to {parts - 1} of at least 1")
@@ -28,13 +27,13 @@ def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def shard_sizes(size: int, parts: int) -> list[int]:
-    """How much each of the parts has."""
+    """Return the number of elements in each of the parts of :func:`shard_range`."""
     return [stop - start for start, stop in (shard_range(size, parts, index) for index in range(parts))]
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a tensor: ``start[d] <= index[d] < stop[d]`` on each dim ``d``."""
+    """A box is a rectangle of a tensor: ``start[d] <= index[d] < stop[d]`` on each dim ``d``."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -45,37 +44,37 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extent on each dim, 0 where stop is not beyond start."""
+        """Return the extent on each dim, which is 0 if stop is not beyond start."""
         return tuple(max(stop - start, 0) for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of an array that selects the box."""
+        """Return the index that selects the box in an array."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both boxes, or None where there are none."""
+        """Return the box of the elements in both boxes, or None if there are none."""
         start = tuple(map(max, zip(self.start, other.start, strict=True)))
         stop = tuple(map(min, zip(self.stop, other.stop, strict=True)))
         box = Box(start, stop)
         return box if box.numel else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` is in this box."""
+        """Return whether every element of ``other`` is in this box."""
         return not other.numel or self.intersect(other) == other
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One factor of a dim and the mesh axes that shard it, the major axis first.
+    """A factor of a dim has a size and the mesh axes that shard it, the major axis first.
 
-    It may be a concatenation of ``parts``, by their sizes, each of which is sharded by itself: a fused projection of 8
-    heads of queries, 2 of keys and 2 of values.
+    It may be a concatenation of ``parts``, given by their sizes, that are sharded one by one, such as the 8 heads of
+    queries, 2 of keys and 2 of values of a fused projection.
     """
 
     size: int
@@ -94,7 +93,7 @@ class Factor:
             )
 
     def ranges(self, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
-        """The (start, stop) in this factor that ``rank`` owns, in order; those that touch are one."""
+        """Return the ranges (start, stop) of this factor that ``rank`` owns, in order; adjacent ranges are merged."""
         if not self.axes:
             return [(0, self.size)]
         found: list[tuple[int, int]] = []
@@ -110,7 +109,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The placement of one tensor: its dims, each a row-major product of factors."""
+    """A layout is the placement of one tensor: each of its dims is a row-major product of factors."""
 
     dims: tuple[tuple[Factor, ...], ...]
 
@@ -123,12 +122,12 @@ class Layout:
 
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:
-        """The whole tensor on every rank."""
+        """Return the layout of a tensor of this shape that is whole on every rank."""
         return Layout(tuple((Factor(size),) for size in shape))
 
     @staticmethod
     def sharded(shape: Sequence[int], dims: Mapping[int, Axes]) -> Layout:
-        """``Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")})``: sharded dims and their axes, major first."""
+        """Return a layout by dims and the axes that shard them, major first: ``sharded((8, 6), {1: ("x", "y")})``."""
         unknown = [dim for dim in dims if not 0 <= dim < len(shape)]
         if unknown:
             raise ShardwiseError(f"dim {unknown[0]} of a tensor of shape {tuple(shape)} does not exist")
@@ -137,41 +136,40 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
 
     @property
     def sharding_axes(self) -> frozenset[str]:
-        """The axes that shard the tensor."""
+        """Return the axes that shard the tensor."""
         return frozenset(axis for dim in self.dims for factor in dim for axis in factor.axes)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of the piece on ``rank``."""
+        """Return the shape of the local tensor on ``rank``."""
         return tuple(math.prod(factor_shape) for factor_shape in self.local_factors(mesh, rank))
 
     def local_factors(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The local size of each factor of each dim on ``rank``."""
+        """Return the local size of each factor of each dim on ``rank``."""
         return tuple(tuple(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
 
     def nbytes(self, itemsize: int, mesh: Mesh, rank: int) -> int:
-        """The bytes that the piece on ``rank`` takes, at ``itemsize`` bytes an element."""
+        """Return the number of bytes of the local tensor on ``rank``, at ``itemsize`` bytes per element."""
         return math.prod(self.local_shape(mesh, rank)) * itemsize
 
     def boxes(self, mesh: Mesh, rank: int) -> list[Box]:
-        """The boxes of the whole tensor that ``rank`` owns, in row-major order; none where it owns nothing.
+        """Return the boxes of the whole tensor that ``rank`` owns, in row-major order, or none if it owns nothing.
 
-        Several where a minor factor of a dim is sharded.  Concatenating them dim by dim gives the local
-        tensor.
+        There are several if a minor factor of a dim is sharded; concatenated dim by dim they are the local tensor.
         """
         cells = product(*self.intervals(mesh, rank))
         return [Box(tuple(start for start, _ in cell), tuple(stop for _, stop in cell)) for cell in cells]
 
     def intervals(self, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
-        """For each dim, the ranges (start, stop) that ``rank`` owns, in order."""
+        """Return for each dim the ranges (start, stop) that ``rank`` owns, in order."""
         return [_intervals([(f.size, f.ranges(mesh, rank)) for f in dim]) for dim in self.dims]
 
     def __str__(self) -> str:
-        """``[8:dp, 3*4:tp*16, 8+2+2:tp*16]``."""
+        """Return a text such as ``[8:dp, 3*4:tp*16, 8+2+2:tp*16]``."""
         dims = (
             "*".join(
                 ":".join(
@@ -188,7 +186,7 @@ class Layout:
 
 
 def _intervals(factors: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[tuple[int, int]]:
-    """The intervals of a dim that a rank owns, from the (size, owned ranges) of its factors, major first."""
+    """Return the intervals of a dim that a rank owns, from the (size, owned ranges) of its factors, major first."""
     if not factors:
         return [(0, 1)]
     (_, ranges), minor = factors[0], factors[1:]

@@ -1,4 +1,4 @@
-"""The options of a plan that spend time to save memory on the device."""
+"""This module has the options of a plan that spend time to save device memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What is computed again, and what is kept on the host.
+    """These options say what is recomputed and what is kept on the host.
 
-    ``recompute`` says whether units are run forward again in backward, under "selective" without their matrix products,
-    convolutions and attention.  ``offload = "optimizer"`` keeps master weights and optimizer state on the host, which
-    also takes the step (ZeRO-Offload, arXiv 2101.06840); "activations" keeps there what autograd keeps between forward
-    and backward, which only accelerators can do; "all" does both.
+    ``recompute`` says whether units run forward again during backward; under "selective" their matrix products,
+    convolutions and attention are kept instead.  ``offload = "optimizer"`` keeps master weights and optimizer state on
+    the host, which also runs the optimizer step (ZeRO-Offload, arXiv 2101.06840); "activations" moves to the host what
+    autograd saves between forward and backward, which only accelerators can do; "all" does both.
     """
 
     recompute: Recompute = word("none", get_args(Recompute))
@@ -30,16 +30,16 @@ class MemoryOptions:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and optimizer state are on the host."""
+        """Return whether master weights and optimizer state are on the host."""
         return self.offload in ("optimizer", "all")
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether what autograd keeps goes to the host until backward."""
+        """Return whether the tensors that autograd saves are on the host until backward."""
         return self.offload in ("activations", "all")
 
     def check_device(self, kind: str) -> None:
-        """:class:`ConfigError` if devices of this ``kind``, "cpu" or "gpu", cannot keep on the host what is asked."""
+        """Raise :class:`ConfigError` if devices of this ``kind``, "cpu" or "gpu", cannot offload as asked."""
         if self.offloads_activations and kind == "cpu":
             wrong = f'"{self.offload}" is not legal on a CPU, whose memory is the host\'s'
             raise ConfigError.on("offload", wrong, '"none", "optimizer".')

@@ -1,11 +1,10 @@
-"""The mesh: ranks arranged on named axes.
+"""This module defines the mesh: ranks arranged on named axes.
 
-"Axis" is always the mesh's word, "dim" always a tensor's.  Rank order is row-major: the first axis varies
-slowest.
+"Axis" is always used for a mesh and "dim" for a tensor.  Ranks are in row-major order: the first axis varies slowest.
 
-An axis ``tp`` of n ranks can be taken as two: ``tp//m`` of n/m, and within it ``tp%m`` of m, named as a rank's places
-on them follow from that on ``tp``.  They need no declaring: whatever takes names of axes takes those of these
-*sub-axes* too.
+An axis ``tp`` of n ranks can be split into two *sub-axes*: ``tp//m`` of n/m ranks and within it ``tp%m`` of m ranks.
+Their names say how the coordinates on them follow from the coordinate on ``tp``.  Sub-axes need no declaration: a
+function that takes names of axes takes names of sub-axes too.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from shardwise.core.errors import (
 )
 
 Axes: TypeAlias = str | tuple[str, ...]
-"""One axis of a mesh, or several in the order of their coordinates, by name."""
+"""This names one axis of a mesh, or several in the order of their coordinates."""
 
 Coordinates = tuple[tuple[str, int], ...]
-"""Some axes of a mesh, each with a coordinate: the fixed part of a class of ranks."""
+"""These are pairs of an axis and a coordinate; a class of ranks is defined by the coordinates that it fixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis."""
+    """An axis has a name and a size, the number of ranks along it."""
 
     name: str
     size: int
@@ -51,19 +50,17 @@ def _names(names: Axes) -> tuple[str, ...]:
 
 
 def sub_axes(axis: str, m: int) -> tuple[str, str]:
-    """The names of the two that ``axis`` is made of, the major one first: over each coordinate on it there are ``m``
-    ranks of the other.
-    """
+    """Return the names of the two sub-axes of ``axis``, the major one first; the minor one has ``m`` ranks."""
     return f"{axis}//{m}", f"{axis}%{m}"
 
 
 def axis_of(name: str) -> str:
-    """The axis that a name is of, be it that of a sub-axis."""
+    """Return the axis that a sub-axis belongs to; the name of an axis is returned unchanged."""
     return _parsed(name)[0]
 
 
 def joined(names: Iterable[str]) -> tuple[str, ...]:
-    """``names`` with the two sub-axes of an axis, one behind the other, as that."""
+    """Return ``names`` with every two adjacent sub-axes of one axis, major before minor, replaced by that axis."""
     found: list[str] = []
     for name in names:
         axis, sign, m = _parsed(name)
@@ -76,7 +73,7 @@ def joined(names: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def _parsed(name: str) -> tuple[str, str, int]:
-    """(axis, "//" or "%" or "", m) of the name of a sub-axis or of an axis."""
+    """Split the name of a sub-axis into (axis, "//" or "%", m), and that of an axis into (axis, "", 1)."""
     for sign in ("//", "%"):
         axis, found, m = name.partition(sign)
         if found:
@@ -85,22 +82,21 @@ def _parsed(name: str) -> tuple[str, str, int]:
 
 
 def _place(name: str, size: int, at: int) -> tuple[int, int]:
-    """The size of ``name``, an axis of ``size`` ranks or a sub-axis of one, and the coordinate on it of what is ``at``
-    on the axis.
-    """
+    """Return the size of ``name``, which is an axis of ``size`` ranks or a sub-axis of one, and the coordinate on
+    ``name`` of a rank that is ``at`` on the axis."""
     _, sign, m = _parsed(name)
     return (min(size, m), at % m) if sign == "%" else (size // m, at // m)
 
 
 def _moved(name: str, at: int, place: int) -> int:
-    """The coordinate on an axis of what is ``at`` on it, if it moves to ``place`` on ``name``."""
+    """Return the coordinate on an axis of a rank that is ``at`` on it, once it moves to ``place`` on ``name``."""
     _, sign, m = _parsed(name)
     return at // m * m + place if sign == "%" else place * m + at % m
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks ``0 … size-1`` on named axes.  An axis that the mesh does not have counts as one of size 1."""
+    """A mesh arranges ranks ``0 … size-1`` on named axes.  An axis that it does not have counts as one of size 1."""
 
     axes: tuple[Axis, ...]
 
@@ -113,12 +109,12 @@ class Mesh:
 
     @staticmethod
     def of(**sizes: int) -> Mesh:
-        """``Mesh.of(dp=2, tp=4)``: axes in the order given, the first varying slowest."""
+        """Return a mesh of axes in the order given, the first varying slowest: ``Mesh.of(dp=2, tp=4)``."""
         return Mesh(tuple(Axis(name, size) for name, size in sizes.items()))
 
     @staticmethod
     def spanned(sizes: Mapping[str, int]) -> Mesh:
-        """The mesh of the axes that these sub-axes, and axes, with their sizes are of."""
+        """Return the mesh of the axes that these axes and sub-axes, given with their sizes, belong to."""
         found: dict[str, int] = {}
         for name, size in sizes.items():
             found[axis_of(name)] = found.get(axis_of(name), 1) * size
@@ -126,21 +122,21 @@ class Mesh:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, slowest first."""
+        """Return the names of the axes, slowest first."""
         return tuple(axis.name for axis in self.axes)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, slowest first."""
+        """Return the sizes of the axes, slowest first."""
         return tuple(axis.size for axis in self.axes)
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return math.prod(self.shape)
 
     def axis_size(self, names: Axes) -> int:
-        """The number of ranks along ``names`` together; an absent axis counts as 1."""
+        """Return the number of ranks along ``names`` together; an absent axis counts as 1."""
         key = _names(names)
         found = self._along.get(key)
         if found is None:
@@ -150,7 +146,7 @@ class Mesh:
 
     @cached_property
     def _along(self) -> dict[tuple[str, ...], int]:
-        """What :meth:`axis_size` has found, which is asked for again and again."""
+        """Return the results of :meth:`axis_size` so far; they are kept because they are needed often."""
         return {}
 
     @cached_property
@@ -159,17 +155,17 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """How far apart neighbours on each axis are, in ranks."""
+        """Return, for each axis, the distance in ranks between neighbours on it."""
         return {name: math.prod(self.shape[i + 1 :]) for i, name in enumerate(self.names)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of ``rank`` on every axis."""
+        """Return the coordinate of ``rank`` on every axis; ShardwiseError if the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ShardwiseError(f"rank {rank} is not in the mesh; legal: 0 to {self.size - 1}.")
         return {name: rank // stride % self._sizes[name] for name, stride in self._strides.items()}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at ``coordinates``; an axis not named is at 0, an absent axis must be at 0."""
+        """Return the rank at ``coordinates``, where an axis not named is at 0; ShardwiseError if there is none."""
         for name, value in coordinates.items():
             size = self.axis_size(name)
             if not 0 <= value < size:
@@ -178,11 +174,11 @@ class Mesh:
         return self._at(coordinates)
 
     def _at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at coordinates that are known to be legal."""
+        """Return the rank at coordinates that are known to be legal."""
         return sum(coordinates.get(name, 0) * stride for name, stride in self._strides.items())
 
     def group(self, rank: int, names: Axes) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only on the axes ``names``, the first of them slowest."""
+        """Return the ranks that differ from ``rank`` only on the axes ``names``, the first axis varying slowest."""
         here = self.coordinates(rank)
         wanted = [name for name in _names(names) if axis_of(name) in here]
         found = []
@@ -194,7 +190,7 @@ class Mesh:
         return tuple(found)
 
     def index(self, rank: int, names: Axes) -> int:
-        """The position of ``rank`` in ``group(rank, names)``."""
+        """Return the position of ``rank`` in ``group(rank, names)``."""
         here = self.coordinates(rank)
         position = 0
         for name in _names(names):
@@ -204,7 +200,7 @@ class Mesh:
         return position
 
     def beside(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The axes that ``names`` leave; of an axis of which they have one sub-axis, the other."""
+        """Return the axes that are not in ``names``; of an axis with one sub-axis in ``names``, return the other."""
         given = tuple(names)
         known = {axis_of(name): name for name in given}
         known |= {axis_of(name): axis_of(name) for name in given if {*sub_axes(*_parsed(name)[::2])} <= {*given}}
@@ -215,19 +211,17 @@ class Mesh:
         return tuple(found)
 
     def places(self, rank: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        """For each of the axes ``names`` the number of ranks along it, and which of them ``rank`` is."""
+        """Return for each of the axes ``names`` the number of ranks along it and the coordinate of ``rank`` on it."""
         return {name: (self.axis_size(name), self.index(rank, name)) for name in names}
 
     def links(self, per_host: int) -> dict[str, str]:
-        """For each axis of several ranks what its groups reach over, if every ``per_host`` ranks in turn are on one
-        host: "host" where a group has ranks on several, else "device"."""
+        """Return for each axis of several ranks "host" if one of its groups spans several hosts, else "device"; each
+        ``per_host`` consecutive ranks are on one host."""
         check_count("ranks of a host", per_host)
         found, stride = dict[str, str](), self.size
         for axis in self.axes:
-            span, stride = (
-                stride,
-                stride // axis.size,
-            )  # ranks from one group's first to the next one's; between neighbours in a group
+            # Groups repeat every ``span`` ranks; neighbours in a group are ``stride`` ranks apart.
+            span, stride = stride, stride // axis.size
             firsts = (base + at for base in range(0, self.size, span) for at in range(stride))
             across = any(first // per_host != (first + span - stride) // per_host for first in firsts)
             if axis.size > 1:
@@ -235,7 +229,7 @@ class Mesh:
         return found
 
     def offset(self, rank: int, axis: str, k: int, wrap: bool = False) -> int:
-        """The rank ``k`` further along ``axis``; past the end it wraps around or raises ShardwiseError."""
+        """Return the rank ``k`` further along ``axis``; past the end, ``wrap`` around or raise ShardwiseError."""
         here = self.coordinates(rank)
         size = self.axis_size(axis)
         there = here.get(axis, 0) + k
@@ -244,13 +238,13 @@ class Mesh:
         return self.rank({**{name: at for name, at in here.items() if name != axis}, axis: there})
 
     def classes(self, names: Axes) -> tuple[Coordinates, ...]:
-        """The classes of ranks that the axes ``names`` tell apart: their fixed coordinates, in rank order."""
+        """Return the classes of ranks that the axes ``names`` tell apart, as their fixed coordinates in rank order."""
         wanted = tuple(name for name in self.names if name in _names(names))
         places = product(*(range(self.axis_size(name)) for name in wanted))
         return tuple(tuple(zip(wanted, place, strict=True)) for place in places)
 
     def members(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """The ranks at these fixed ``coordinates``, in rank order."""
+        """Return the ranks at these fixed ``coordinates``, in rank order."""
         fixed = dict(coordinates)
         free = tuple(name for name in self.names if name not in fixed)
         return self.group(self.rank(fixed), free)

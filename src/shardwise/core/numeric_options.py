@@ -1,4 +1,4 @@
-"""The options of a plan that say in which numbers the model computes."""
+"""This module has the options of a plan for the precision in which the model computes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Dropout = Literal["exact", "fast"]
 
 LOW_PRECISIONS = ("bf16", "fp16")
-"""The precisions that compute with copies of fp32 masters."""
+"""These precisions compute with low-precision copies of fp32 master weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumericOptions:
-    """``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the
-    layout.
-    """
+    """``precision`` is the dtype in which the model computes; ``dropout = "fast"`` allows fused kernels whose masks
+    depend on the layout."""
 
     precision: Precision = word("fp32", get_args(Precision))
     dropout: Dropout = word("exact", get_args(Dropout))

@@ -1,4 +1,4 @@
-"""The choice of an optimizer and its learning-rate schedule: frozen data, checked when made."""
+"""This module defines the choice of an optimizer and its learning-rate schedule: frozen data, checked when made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("constant", "cosine", "wsd"),
     "decay": ("matrices", "all"),
 }
-"""The fields of an optimizer choice that are one word, with the legal words."""
+"""These fields of an optimizer choice each take one of the listed words."""
 
 APPLIES: Mapping[str, tuple[str, ...]] = {
     "betas": ("adamw", "adam", "nadam", "radam"),
@@ -27,24 +27,24 @@ APPLIES: Mapping[str, tuple[str, ...]] = {
     "alpha": ("rmsprop",),
     "momentum_decay": ("nadam",),
 }
-"""The fields that only some optimizers have, with these."""
+"""These fields exist only for the listed optimizers."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "gpu": ("adamw", "adam", "sgd")}
-"""The optimizers for which the oldest torch that we support has fused kernels, by type of device."""
+"""For each type of device, these optimizers have fused kernels in the oldest torch that shardwise supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """An optimizer by its name in :mod:`torch.optim`, its numbers and its learning rate over the steps.
+    """An optimizer choice has a name in :mod:`torch.optim`, hyperparameters and a learning rate for every step.
 
-    The numbers mean what they mean there, and ``eps`` and ``weight_decay`` are by default what they are there
-    (the decay of ``adamw`` is decoupled, of all others a term of the gradient).  ``decay = "matrices"`` keeps
-    weight decay off norms and biases, that is off parameters of fewer than two dims.
+    The hyperparameters have the meaning, and ``eps`` and ``weight_decay`` the defaults, that they have in
+    :mod:`torch.optim`; weight decay is decoupled for ``adamw`` and a term of the gradient for all others.
+    ``decay = "matrices"`` applies weight decay only to parameters of two dims or more, so not to norms and biases.
 
-    The learning rate rises linearly over ``warmup_steps`` to ``lr`` and then stays there (``constant``),
-    falls as half a cosine until the last of ``total_steps`` (``cosine``), or stays and falls linearly over
-    the last ``decay_fraction`` of all steps (``wsd``: warm-up, stable, decay; Hu et al. 2024, arXiv
-    2404.06395), in both cases to ``min_lr_ratio * lr``.
+    The learning rate rises linearly over ``warmup_steps`` to ``lr``.  Then it stays there (``constant``), falls as half
+    a cosine until the last of ``total_steps`` (``cosine``), or stays and falls linearly over the last
+    ``decay_fraction`` of all steps (``wsd``: warm-up, stable, decay; Hu et al. 2024, arXiv 2404.06395).  It falls to
+    ``min_lr_ratio * lr``.
 
     :class:`ConfigError` names the field, its value and what is legal.
     """
@@ -77,10 +77,10 @@ class OptimizerChoice:
             raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of update ``step``, counted from 0.
+        """Return the learning rate of update ``step``, counted from 0.
 
-        It is ``lr`` at step ``warmup_steps - 1`` and at step ``warmup_steps``, and ``min_lr_ratio * lr`` at
-        step ``total_steps - 1`` and after it, unless the schedule is constant.
+        It is ``lr`` at step ``warmup_steps - 1`` and, unless ``wsd`` has begun to decay, at step ``warmup_steps``; from
+        step ``total_steps - 1`` on it is ``min_lr_ratio * lr``, unless the schedule is constant.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
@@ -95,7 +95,7 @@ class OptimizerChoice:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether weight decay applies to the parameter called ``name`` of this ``shape``."""
+        """Return whether weight decay applies to the parameter called ``name`` of this ``shape``."""
         return self.decay == "all" or len(shape) >= 2
 
     def _check_numbers(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of a plan: fields of frozen dataclasses that carry what is legal for them."""
+"""This module defines options of a plan: fields of frozen dataclasses whose metadata says what is legal for them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from shardwise.core.errors import check_choice, check_count
 
 
 def word(default: str, legal: Sequence[str], key: str = "") -> Any:
-    """An option that is one of the ``legal`` words.  Users write it under ``key``, by default the field's name."""
+    """Return an option that is one of the ``legal`` words; users write it as ``key``, by default the field's name."""
     return field(default=default, metadata={"legal": tuple(legal), "key": key})
 
 
 def count(default: int, least: int = 1, key: str = "") -> Any:
-    """An option that is an integer of at least ``least``; ``key`` as above."""
+    """Return an option that is an integer of at least ``least``; users write it as ``key``, as in :func:`word`."""
     return field(default=default, metadata={"least": least, "key": key})
 
 
 def key_of(option: Field[Any]) -> str:
-    """The name that users write: in TOML, in a config and in :meth:`shardwise.Plan.of`."""
+    """Return the name of an option that users write: in TOML, in a config and in :meth:`shardwise.Plan.of`."""
     return option.metadata.get("key") or option.name
 
 
 def check_options(options: Any) -> None:
-    """:class:`ConfigError` unless all words and counts of the dataclass ``options`` are legal."""
+    """Raise :class:`ConfigError` unless all words and counts of the dataclass ``options`` are legal."""
     for option in fields(options):
         value = getattr(options, option.name)
         if "legal" in option.metadata:

@@ -1,7 +1,7 @@
-"""Which elements of a whole tensor a rank's local one has, in boxes of both.
+"""This module maps between a rank's local tensor and the whole tensor, box by box.
 
-On each dim a rank owns intervals of the whole tensor, several where a minor factor of the dim is sharded; in its local
-tensor they lie end to end.  So what it owns is a grid of boxes, each a rectangle of both tensors.
+On each dim a rank owns intervals of the whole tensor, several if a minor factor of the dim is sharded; in its local
+tensor they lie end to end.  So the rank owns a grid of boxes, each of which is a rectangle in both tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.core.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle that is ``local`` in a rank's tensor and ``whole`` in that of all ranks."""
+    """A part is a rectangle that is at ``local`` in a rank's tensor and at ``whole`` in the whole tensor."""
 
     local: Box
     whole: Box
 
     def within(self, box: Box) -> Part | None:
-        """What of it is in a ``box`` of the local tensor, None if that is nothing."""
+        """Return what this part and a ``box`` of the local tensor have in common, or None if they do not overlap."""
         local = self.local.intersect(box)
         if local is None:
             return None
@@ -32,20 +32,20 @@ class Part:
 
 
 def parts(layout: Layout, mesh: Mesh, rank: int) -> list[Part]:
-    """What ``rank`` owns, in row-major order: nothing, if that is empty."""
+    """Return the parts that ``rank`` owns, in row-major order; there are none if its local tensor is empty."""
     dims = [_end_to_end(intervals) for intervals in layout.intervals(mesh, rank)]
     return [Part(_box([local for local, _ in cell]), _box([whole for _, whole in cell])) for cell in product(*dims)]
 
 
 def range_parts(layout: Layout, mesh: Mesh, rank: int, start: int, stop: int) -> Iterator[Part]:
-    """The elements ``start`` to ``stop`` of the local tensor of ``rank``, row-major, each in one part."""
+    """Yield parts that cover the row-major elements ``start`` to ``stop`` - 1 of the local tensor of ``rank``."""
     owned = parts(layout, mesh, rank)
     for box in range_boxes(layout.local_shape(mesh, rank), start, stop):
         yield from (found for one in owned if (found := one.within(box)) is not None)
 
 
 def _end_to_end(intervals: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Each interval of a dim where it lies in the local tensor, and where in the whole one."""
+    """Return each interval of a dim as (start, stop) in the local tensor and (start, stop) in the whole one."""
     found, end = [], 0
     for start, stop in intervals:
         found.append(((end, end + stop - start), (start, stop)))

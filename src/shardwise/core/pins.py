@@ -1,4 +1,5 @@
-"""Where users want a tensor cut: ``"column"``, ``"0@tp_i, 1@tp_j"``, ``"whole"``."""
+"""This module reads pins, with which users say how a tensor is sharded: ``"column"``, ``"0@tp_i, 1@tp_j"``,
+``"whole"``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from shardwise.core.errors import ConfigError, did_you_mean
 
 PLANS = ("propagate", "table")
-"""The words of ``tensor_plan`` under which layouts follow from pins."""
+"""These are the values of ``tensor_plan`` under which layouts follow from pins."""
 
 LEGAL = (
     '"column" (what a product keeps of a weight), "row" (what it sums over), a dim such as "0" or "-1", "0/3" for each '
@@ -22,8 +23,8 @@ _ONE = re.compile(r"(?:(?P<word>column|row|whole)|(?P<dim>-?\d+)(?:/(?P<parts>[1
 
 @dataclass(frozen=True, slots=True)
 class PinnedCut:
-    """Of a tensor on one axis: ``side`` is "column", "row" or "whole", or "" for dim ``dim``, of which each of
-    ``parts`` equal parts is cut (None: as what it is made of has it)."""
+    """A pinned cut says how a mesh axis shards a tensor.  ``side`` is "column", "row", "whole", or "" for dim ``dim``;
+    then each of ``parts`` equal parts of the dim is sharded (None: the parts follow from what the dim is made of)."""
 
     side: str = ""
     dim: int = 0
@@ -31,9 +32,8 @@ class PinnedCut:
 
 
 def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut]:
-    """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says
-    nothing legal.
-    """
+    """Return the cut that the pin ``pattern = text`` sets for each of the ``axes`` it covers; raise
+    :class:`ConfigError` if the pin is not legal."""
     pin = f'"{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
     found: dict[str, PinnedCut] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
@@ -58,5 +58,5 @@ def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut
 
 
 def starred(name: str, count: int = 0) -> str:
-    """The pattern of a name and of those that differ only in the numbers of blocks, or in the first ``count``."""
+    """Return ``name`` with its block numbers, or only the first ``count`` of them, replaced by ``*``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name, count=count)

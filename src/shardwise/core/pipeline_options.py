@@ -1,4 +1,4 @@
-"""The options of a plan for pipelines: which rank over the axis ``pp`` computes what, and when it updates."""
+"""This module has the options of a plan for pipelines: which rank over the axis ``pp`` computes what, and when."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Norm = Literal["barrier", "post-validate"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How the microbatches of a step go through the stages of a pipeline.
+    """These options say how the microbatches of a step go through the stages of a pipeline.
 
-    Each rank has ``stages_per_rank`` stages, which ``schedule`` orders; ``stages`` are the numbers of units in each
-    stage, by default those that balance the stages' costs.  Schedule "auto" goes by ``timetable``, a text for each
-    rank (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in the order in which
-    the rank computes them.
+    Each rank has ``stages_per_rank`` stages and computes in the order of ``schedule``.  ``stages`` has the number of
+    units in each stage; by default these balance the stages' costs.  Schedule "auto" goes by ``timetable``, a text for
+    each rank (``core/timetable.py``) such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in the
+    order in which the rank computes them.
 
     Under ``norm = "post-validate"`` stages update by the norm of their own gradients and go on with the next batch;
-    once the norm of all is there, a stage that should have clipped or skipped goes back (Qi et al., arXiv 2401.10241,
-    section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window`` batches.  Under
-    ``vertical_sync`` all stages of PipeDream use the first stage's version of the weights.
+    once the norm over all stages is known, a stage that should have clipped or skipped undoes its update (Qi et al.,
+    arXiv 2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every
+    ``window`` batches.  With ``vertical_sync`` all stages of PipeDream use the first stage's version of the weights.
     """
 
     schedule: str = word("1f1b", (*SCHEDULES, AUTO))
@@ -51,7 +51,7 @@ class PipelineOptions:
             raise ConfigError.on("vertical_sync", wrong, f"false, or schedule {others}.")
 
     def _check_timetable(self) -> None:
-        """Whether there is one where one is needed; :meth:`check_ranks` reads it."""
+        """Check that there is a timetable exactly under "auto"; :meth:`check_ranks` checks what it says."""
         if self.timetable and self.schedule != AUTO:
             wrong = f'"{self.schedule}" has its own'
             raise ConfigError.on("timetable", wrong, 'schedule = "auto" with a timetable.')
@@ -63,7 +63,7 @@ class PipelineOptions:
             object.__setattr__(self, "timetable", tuple(self.timetable or ()))
 
     def check_ranks(self, ranks: int, microbatches: int) -> None:
-        """:class:`ConfigError` unless ``ranks`` over pp can compute a step of ``microbatches`` in this way."""
+        """Raise :class:`ConfigError` unless ``ranks`` over pp can compute a step of ``microbatches`` in this way."""
         each, kind = self.stages_per_rank, traits(self.schedule)
         if self.stages and len(self.stages) != ranks * each:
             wrong = f"{list(self.stages)} are {len(self.stages)} stages"

@@ -1,4 +1,5 @@
-"""The plan: how the work of a step is divided.  Frozen data, checked when made; TOML in and out."""
+"""This module defines the plan, which says how the work of a step is divided: frozen data, checked when made, that can
+be written as TOML and read back."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ ONE_RANK = Mesh.of(dp=1)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a step is divided over the ranks of ``mesh``: over its axes ``pp`` by layers, over ``dp_replicate`` and
-    ``dp`` by rows, over any other by dims of parameters.
+    """A plan divides a step over the ranks of ``mesh``: over its axis ``pp`` by layers, over ``dp_replicate`` and
+    ``dp`` by rows, and over any other axis by dims of parameters.
 
-    ``microbatches`` is the number of them in a step.  All other options are in groups, each of which says what it means
-    and checks what it alone can know; here is checked what lies between them.  Users and TOML write all options flat,
-    as in :meth:`of`.  :class:`ConfigError` names the option, the value and what is legal.
+    ``microbatches`` is the number of microbatches in a step.  All other options are in groups, which document and check
+    their own options; the plan checks what involves several groups.  Users and TOML write all options flat, as in
+    :meth:`of`.  :class:`ConfigError` names the option, the value and what is legal.
     """
 
     mesh: Mesh = ONE_RANK
@@ -57,11 +58,11 @@ class Plan:
 
     @staticmethod
     def of(mesh: Mesh = ONE_RANK, **options: Any) -> Plan:
-        """A plan of flat options: ``Plan.of(Mesh.of(pp=2), microbatches=4, schedule="gpipe")``."""
+        """Return a plan from flat options: ``Plan.of(Mesh.of(pp=2), microbatches=4, schedule="gpipe")``."""
         return Plan().replace(mesh=mesh, **options)
 
     def replace(self, **changes: Any) -> Plan:
-        """The plan with some of its flat options changed, checked anew."""
+        """Return the plan with some of its flat options changed, checked again."""
         check_keys("plan", changes, (*OWN, *OPTIONS))
         own = {key: value for key, value in changes.items() if key in OWN}
         groups: dict[str, dict[str, Any]] = {}
@@ -72,36 +73,36 @@ class Plan:
 
     @property
     def _pipelined(self) -> bool:
-        """Whether there is a pipeline of several ranks."""
+        """Return whether there is a pipeline of several ranks."""
         return self.mesh.axis_size("pp") > 1
 
     @property
     def asynchronous(self) -> bool:
-        """Whether weights are updated while microbatches of other batches are in the pipeline."""
+        """Return whether weights are updated while microbatches of other batches are in the pipeline."""
         return self._pipelined and traits(self.pipeline.schedule).asynchronous
 
     @property
     def stages_alone(self) -> bool:
-        """Whether each stage updates its weights by itself, without waiting for the others."""
+        """Return whether each stage updates its weights by itself, without waiting for the others."""
         return self._pipelined and traits(self.pipeline.schedule).stages_alone
 
     @property
     def double_buffered(self) -> bool:
-        """Whether a batch is updated only before the next but one needs its weights."""
+        """Return whether the next batch still uses the weights from before a batch's update, as 2BW does."""
         return self._pipelined and traits(self.pipeline.schedule).double_buffered
 
     @property
     def post_validates(self) -> bool:
-        """Whether stages update before the norm over all of them is known."""
+        """Return whether stages update before the norm over all stages is known."""
         return self._pipelined and self.pipeline.norm == "post-validate"
 
     @property
     def overlaps(self) -> bool:
-        """Whether a program is of a window of batches, of which one begins before the last is over on all ranks."""
+        """Return whether a program runs a window of batches, in which one begins before the last is over everywhere."""
         return self.asynchronous or self.post_validates
 
     def to_toml(self) -> str:
-        """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
+        """Return the plan as TOML; :meth:`from_toml` reads it back unchanged."""
         values = {key: getattr(getattr(self, group), option.name) for key, (group, option) in OPTIONS.items()}
         lines = [f"microbatches = {self.microbatches}", *(f"{key} = {values[key]}" for key in COUNTS)]
         lines += [f"vertical_sync = {str(self.pipeline.vertical_sync).lower()}"]
@@ -120,7 +121,7 @@ class Plan:
 
     @staticmethod
     def from_toml(text: str) -> Plan:
-        """Read a plan; what is left out has its default, what is unknown or wrong raises ConfigError."""
+        """Read a plan; options that are left out have their defaults, unknown or wrong ones raise ConfigError."""
         try:
             values: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -134,7 +135,7 @@ class Plan:
 
 
 OWN = ("mesh", "microbatches")
-"""The options that are in no group."""
+"""These options are in no group."""
 
 OPTIONS: Mapping[str, tuple[str, Field[Any]]] = {
     key_of(option): (group.name, option)
@@ -142,23 +143,23 @@ OPTIONS: Mapping[str, tuple[str, Field[Any]]] = {
     if group.name not in OWN
     for option in fields(getattr(Plan(), group.name))
 }
-"""All others by the names that users write: the group, and the field there."""
+"""This maps the name that users write of every other option to its group and its field there."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     key: option.metadata["legal"] for key, (_, option) in OPTIONS.items() if "legal" in option.metadata
 }
-"""The options that are one word, with the legal words."""
+"""These options each take one of the listed words."""
 
 COUNTS = ("prefetch", "stages_per_rank", "window", "tensor_bytes")
 WORDS = (
     "recompute", "precision", "schedule", "norm", "tensor", "tensor_plan", "dropout", "offload", "gathered", "reduced",
     "reduce",
 )  # fmt: skip
-"""The order in which TOML has the numbers and the words, which files of old runs have, too."""
+"""TOML has the counts and the words in these orders, so that it stays the same as in files of old runs."""
 
 
 def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: bool) -> None:
-    """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
+    """Raise :class:`ConfigError` if an asynchronous schedule cannot be combined with these other options."""
     kind, illegal = traits(schedule), f'not legal with schedule "{schedule}"'
     if not kind.asynchronous:
         return
@@ -172,7 +173,7 @@ def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: b
 
 
 def _records(where: str, items: object, kind: type[Any]) -> list[Any]:
-    """The records of type ``kind`` in the array of tables ``items``."""
+    """Return the records of type ``kind`` in the array of tables ``items``."""
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"{where}: {items!r} is not legal; legal: tables, each under [[{where}]].")
     required = [field.name for field in fields(kind)][: 1 if kind is ParameterRule else 2]
@@ -185,5 +186,5 @@ def _records(where: str, items: object, kind: type[Any]) -> list[Any]:
 
 
 def _quote(text: str) -> str:
-    """``text`` as a basic TOML string: JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    """Return ``text`` as a basic TOML string.  JSON and TOML escape alike, but for DEL, which only TOML escapes."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

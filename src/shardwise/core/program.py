@@ -1,4 +1,4 @@
-"""The program of a step: what one class of ranks executes, as a flat list of instructions."""
+"""This module defines the program of a step: the flat list of instructions that one class of ranks executes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BUFFERS = ("reads", "writes", "frees")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The instructions of one class of ranks.
+    """A program has the instructions of one class of ranks.
 
-    A class is all the ranks at the fixed ``coordinates`` (pairs of axis and coordinate; none: every
-    rank).  Ranks of one class run the same list: peers and groups in it are relative to the mesh and
-    resolved when it runs.  ``slots``, ``unreduced`` and ``stashes`` are pools: for each slot the buckets that it
-    has to hold, one at a time.  The program runs ``batches`` batches.
+    A class consists of all ranks at the fixed ``coordinates`` (pairs of axis and coordinate; without any, all ranks).
+    They run the same list: its peers and groups are relative to the mesh and resolved when it runs.  ``slots``,
+    ``unreduced`` and ``stashes`` are pools: they list for each slot the buckets that it has to hold, one at a time.
+    The program runs ``batches`` batches.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Program:
     batches: int = 1
 
     def text(self) -> str:
-        """One instruction a line: position, lane, instruction, ``reads → writes``."""
+        """Return the program as text, with an instruction per line: position, lane, instruction, ``reads → writes``."""
         place = " ".join(f"{axis}={at}" for axis, at in self.coordinates) or "every rank"
         lines = [f"{self.name}: {place}, {len(self.instructions)} instructions"]
         digits = len(str(max(len(self.instructions) - 1, 0)))
@@ -45,7 +45,7 @@ class Program:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The program as JSON, defaults left out; :meth:`from_json` reads it back unchanged."""
+        """Return the program as JSON, without defaults; :meth:`from_json` reads it back unchanged."""
         return json.dumps(
             {
                 "name": self.name,
@@ -60,7 +60,7 @@ class Program:
 
     @staticmethod
     def from_json(text: str) -> Program:
-        """Read what :meth:`to_json` wrote; :class:`ShardwiseError` where it is something else."""
+        """Read what :meth:`to_json` wrote; raise :class:`ShardwiseError` if it is something else."""
         try:
             data = json.loads(text)
             instructions = tuple(_from_dict(item) for item in data["instructions"])
@@ -79,7 +79,7 @@ class Program:
 
 
 def class_of(programs: Sequence[Program], mesh: Mesh, rank: int) -> Program:
-    """The one program that ``rank`` runs; :class:`ShardwiseError` where there is none or more than one."""
+    """Return the one program that ``rank`` runs; raise :class:`ShardwiseError` if there is none or more than one."""
     here = mesh.coordinates(rank)
     found = [program for program in programs if all(here.get(axis, 0) == at for axis, at in program.coordinates)]
     if len(found) == 1:

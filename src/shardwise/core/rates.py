@@ -1,4 +1,4 @@
-"""How fast devices compute and links carry: plain numbers, from which seconds of a step are predicted."""
+"""This module has the speeds of devices and links, as plain numbers from which the seconds of a step are predicted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.core.devices import ASSUMED, DeviceModel
 from shardwise.core.errors import ConfigError
 
 PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
-"""How often a ring sends (n-1)/n of a whole."""
+"""For each collective, this is the number of times that each rank of a ring of n sends (n-1)/n of the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """``latency`` α in seconds a collective, ``bandwidth`` β in bytes a second that a rank sends."""
+    """A link has a ``latency`` α in seconds per collective and a ``bandwidth`` β in bytes per second sent by a rank."""
 
     latency: float
     bandwidth: float
@@ -29,8 +29,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speeds of one device: FLOP/s of products and bytes a second of its memory; ``link`` is the link between
-    devices, ``links`` are those of axes that have others.
+    """These are the speeds of one device: ``flops`` of matrix products in FLOP/s and ``memory`` in bytes per second.
+    ``link`` connects devices; ``links`` has the links of those mesh axes that use other ones.
     """
 
     flops: float
@@ -44,16 +44,16 @@ class Rates:
 
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs that the device computes while it moves a byte."""
+        """Return how many FLOPs the device computes in the time in which it reads or writes a byte of memory."""
         return self.flops / self.memory
 
     def computing(self, flops: float, nbytes: float) -> float:
-        """Seconds for ``flops`` FLOPs that read and write ``nbytes`` bytes: the slower of the two."""
+        """Return the seconds that ``flops`` FLOPs take, or reading and writing ``nbytes`` bytes if that is slower."""
         return max(flops / self.flops, nbytes / self.memory)
 
     def collective(self, kind: str, nbytes: float, axes: Sequence[str], parts: int) -> float:
-        """Seconds of a collective of ``nbytes`` of a whole in a ring over the ``parts`` ranks along ``axes``: α +
-        bytes/β.
+        """Return the seconds α + bytes/β of a collective in a ring over the ``parts`` ranks along ``axes``; ``nbytes``
+        is the size of the whole tensor.
         """
         if parts == 1:
             return 0.0
@@ -64,17 +64,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``.
+    """A machine defines what a solver minimises: the seconds of a microbatch of ``rows`` rows per rank, at ``rates``.
 
-    ``memory`` are the bytes, of all stages of a pipeline together, for parameters with what belongs to them, ``beside``
-    bytes for each element that learns, and for what is kept for backward of ``live`` microbatches; None: any number.
-    ``kind`` is that of the devices, "gpu" or "cpu"; None: where the model is traced.
+    ``memory`` is the limit in bytes, over all stages of a pipeline together, for parameters, their gradients and
+    optimizer states (``beside`` bytes per trainable element) and the activations saved for backward of ``live``
+    microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the model is traced.
     """
 
     rates: Rates
     rows: int
     memory: int | None = None
-    beside: float = 12  # gradient and two moments in fp32
+    beside: float = 12  # the gradient and Adam's two moments in fp32
     live: int = 1
     kind: str | None = None
 
@@ -85,32 +85,32 @@ class Machine:
 
 
 def rates(kind: str, precision: str, across: Iterable[str] = (), model: DeviceModel | None = None) -> Rates:
-    """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach
-    ``across`` hosts, where nobody says more.
+    """Return the speeds that are assumed of a device ``kind`` ("gpu" or "cpu") computing in ``precision``, and of mesh
+    axes that reach ``across`` hosts, if nothing was measured.  :class:`ConfigError` for an unknown precision.
 
-    gpu: its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`), and of its data sheet as much
-    as is measured of that one: the fastest of many bf16 products reaches 794 of 989 TFLOP/s (ml-engineering, MAMF);
-    over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8 ranks, and of 256 MiB a rank sends 305
-    to 431 of 450 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Between hosts each has an adapter of 400 Gb/s
-    (DGX H100 data sheet), 50 GB/s; a step of a small ring takes 2.7 µs there and 0.6 over NVLink (NCCL 2.19,
-    src/graph/tuning.cc), so 4 to 29 µs more for an all-reduce of 2 to 8 ranks: 20 µs.  NCCL may carry a ring by all
-    adapters of a host, which is not counted on. cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32
-    matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass 2 GB/s through shared memory at 50 µs a collective;
-    hosts are taken to have 10 Gb/s Ethernet, 1.25 GB/s, and as long again for TCP: 100 µs.
+    A GPU is its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`); it is assumed to reach the
+    part of its data sheet that an H100 was measured to reach.  There the fastest of many bf16 products has 794 of 989
+    TFLOP/s (ml-engineering, MAMF).  Over NVLink, NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8
+    ranks, and for 256 MiB a rank sends 305 to 431 of 450 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s are
+    assumed.  Between hosts each GPU has an adapter of 400 Gb/s (DGX H100 data sheet), 50 GB/s.  A step of a small ring
+    takes 2.7 µs there and 0.6 µs over NVLink (NCCL 2.19, src/graph/tuning.cc), so an all-reduce of 2 to 8 ranks takes 4
+    to 29 µs more: 20 µs are assumed.  That NCCL may use all adapters of a host for a ring is ignored.  A CPU core has
+    90 GFLOP/s in fp32 (docs/performance.md, "float32 matmul"), half in fp64, and 10 GB/s of memory.  Ranks of a host
+    pass 2 GB/s through shared memory at 50 µs per collective; between hosts 10 Gb/s Ethernet (1.25 GB/s) takes 100 µs.
     """
     if precision not in _CORE:
         raise ConfigError(f"rates: precision {precision} is not known; legal: {', '.join(_CORE)}")
     if kind != "gpu":
         return Rates(_CORE[precision], 10e9, Link(50e-6, 2e9), dict.fromkeys(across, Link(100e-6, 1.25e9)))
     model = model or ASSUMED
-    # Where a device has no units for a precision, or none are published, it computes as in fp32, and fp64 at half of
-    # that at most.
+    # A device that has no units for a precision, or no published figure, is taken to compute as in fp32; for fp64 half
+    # of that is assumed.
     flops = model.peak.flops(precision) or model.peak.fp32 * 1e12 / (2 if precision == "fp64" else 1)
     link = Link(10e-6, model.link * 1e9 * REACHED_LINK)
     return Rates(flops * REACHED_FLOPS, model.bandwidth * 1e12, link, dict.fromkeys(across, Link(20e-6, 50e9)))
 
 
 REACHED_FLOPS, REACHED_LINK = 794 / 989, 330 / 450
-"""What part of an H100's data sheet is measured: of its peak, and of its links."""
+"""These are the measured parts of an H100's data sheet: of its peak FLOP/s and of the bandwidth of its links."""
 _CORE: Mapping[str, float] = MappingProxyType({"fp32": 90e9, "bf16": 90e9, "fp16": 90e9, "fp64": 45e9})
-"""FLOP/s of one core of a CPU."""
+"""One core of a CPU has these FLOP/s in each precision."""

@@ -1,10 +1,10 @@
-"""What is run again where an update turns out to be wrong (VALIDATE), and whether that can be done on all ranks
-together.
+"""This module finds the instructions that run again when VALIDATE finds an update wrong, and checks that all ranks can
+run them again together.
 
-A rank runs again what lies between what it had decided and the VALIDATE.  So nothing in there may add to what is there
-from before, and what it communicates has to be done again on the other side too: a message that is received only behind
-the receiver's VALIDATE comes twice, and says so (``crosses``); one that is sent behind the sender's must not be awaited
-before the receiver's.
+A rank runs the instructions between its decision and the VALIDATE again.  So none of them may add to a value from
+before, and what they communicate has to be done again on the other side too.  A message that is sent before the
+sender's VALIDATE and received after the receiver's comes twice, and its RECEIVE says so (``crosses``).  A message that
+is sent after the sender's VALIDATE must not be awaited before the receiver's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardwise.core.program import Program
 
 
 def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
-    """By batch that is validated: the positions that are run again if it was wrong, behind the decision and what it
-    needs.
+    """Return, for each batch that is validated, the positions that run again if its update was wrong: from behind the
+    last instruction that takes part in its decision up to its VALIDATE.
     """
     stop = {one.version: at for at, one in enumerate(instructions) if one.op is Op.VALIDATE}
-    if not stop:  # as in most programs, which are asked at every step
+    if not stop:  # a shortcut for most programs, since this runs at every step
         return {}
     begin = {
         one.version: at + 1 for at, one in enumerate(instructions) if one.op in (Op.DECIDE, Op.BACKUP) or of_norm(one)
@@ -29,7 +29,7 @@ def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
 
 
 def of_norm(one: Instruction) -> bool:
-    """Whether it sums the norms of ranks."""
+    """Return whether the instruction sums the norms of ranks."""
     return one.op is Op.REDUCE and any(buffer.kind == BufferKind.NORM for buffer in one.reads)
 
 
@@ -38,9 +38,10 @@ def unrepeatable(
     collectives: Sequence[Sequence[tuple[int, int]]],
     messages: Sequence[Sequence[tuple[int, int]]],
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """The instructions, as (class, position), that cannot be run again as they should be, and why.
+    """Yield the instructions, as (class, position), that cannot run again as they should, each with the reason.
 
-    ``collectives`` and ``messages`` are what completes together; of a message first the SEND, then the RECEIVE.
+    Each item of ``collectives`` and ``messages`` lists the instructions that complete together: of a message first the
+    SEND, then the RECEIVE.
     """
     spans = [repeated(program.instructions) for program in classes]
     batch = [{at: k for k, span in mine.items() for at in span} for mine in spans]

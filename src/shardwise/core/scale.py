@@ -1,4 +1,4 @@
-"""The choice of a loss scale for fp16: frozen data, checked when made."""
+"""This module defines the choice of a loss scale for fp16: frozen data, checked when made."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardwise.core.errors import check_count, check_value
 
 @dataclass(frozen=True, slots=True)
 class ScaleChoice:
-    """What the loss is multiplied by before backward, so that small gradients are not zero in fp16.
+    """The loss is multiplied by a scale before backward, so that small gradients do not become zero in fp16.
 
-    Dynamic scaling (Micikevicius et al. 2018, arXiv 1710.03740): a step whose gradients overflow is skipped and the
-    scale multiplied by ``backoff``; after ``interval`` steps without that it is multiplied by ``growth``.  The numbers
-    are those of :class:`torch.amp.GradScaler`.  ``patience`` overflows in a row end the run: from the first scale that
-    is down to 2**-16, where it is not the scale that makes gradients infinite.
+    Under dynamic scaling (Micikevicius et al. 2018, arXiv 1710.03740) a step whose gradients overflow is skipped and
+    the scale is multiplied by ``backoff``; after ``interval`` steps without overflow it is multiplied by ``growth``.
+    The defaults of these are those of :class:`torch.amp.GradScaler`.  ``patience`` overflows in a row end the run: by
+    default the scale is then down from 2**16 to 2**-16 and cannot be the reason for infinite gradients.
 
     :class:`ConfigError` names the field, its value and what is legal.
     """
@@ -36,7 +36,7 @@ class ScaleChoice:
 
     @staticmethod
     def fixed(scale: float) -> ScaleChoice:
-        """A scale that never changes."""
+        """Return the choice of a scale that never changes."""
         return ScaleChoice(scale, growth=1.0, backoff=1.0)
 
 

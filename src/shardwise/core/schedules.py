@@ -1,4 +1,4 @@
-"""What each schedule of a pipeline is like.  Whoever has to know asks for a trait here, and never compares names.
+"""This module has the traits of each pipeline schedule.  Other modules ask for a trait and never compare names.
 
 The order in which the ranks compute under a schedule is in ``parallel/schedule.py``, the versions of the weights in
 ``parallel/versions.py``.
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weights = Literal["newest", "stashed", "double-buffered"]
-"""Which weights a microbatch uses.
+"""This says which weights a microbatch uses.
 
-"newest": those of all updates so far, for the pipeline is empty when weights are updated.  "stashed": each stage
-updates by itself after every microbatch, and keeps the old versions with which the microbatches under way have begun.
-"double-buffered": all stages update after every batch, and the next batch still uses the version before, so that two
-versions are kept.
+Under "newest" these include all updates so far, because the pipeline is empty when weights are updated.  Under
+"stashed" each stage updates by itself after every microbatch, and keeps the old versions with which the microbatches
+under way have begun.  Under "double-buffered" all stages update after every batch, and the next batch still uses the
+version before, so that two versions are kept.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The traits of the schedule called ``name``.
+    """These are the traits of the schedule called ``name``.
 
-    ``stages_per_rank`` is the number of stages that each rank has, or the least number under ``more_stages``.  Legal
-    are at most ``most`` microbatches (None: any number) and at least ``each`` for every rank.  Stages go round over the
-    ranks, or, if ``v_shaped``, down and up again.  ``splits`` says that backward is in two halves, I and W; under
+    ``stages_per_rank`` is the number of stages that each rank has, or the least number if ``more_stages`` are allowed.
+    At most ``most`` microbatches (None: any number) and at least ``each`` per rank are legal.  Stages go round over the
+    ranks, or down and up again if ``v_shaped``.  ``splits`` says that backward is split into I and W; under
     ``dualpipe-v`` some backwards are whole.
     """
 
@@ -40,22 +40,22 @@ class Schedule:
     weights: Weights = "newest"
 
     def takes(self, stages_per_rank: int) -> bool:
-        """Is this number of stages legal?"""
+        """Return whether this number of stages per rank is legal."""
         return stages_per_rank == self.stages_per_rank or (self.more_stages and stages_per_rank > self.stages_per_rank)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether weights are updated while microbatches of other batches are in the pipeline."""
+        """Return whether weights are updated while microbatches of other batches are in the pipeline."""
         return self.weights != "newest"
 
     @property
     def stages_alone(self) -> bool:
-        """Whether each stage updates its weights by itself, without waiting for the others."""
+        """Return whether each stage updates its weights by itself, without waiting for the others."""
         return self.weights == "stashed"
 
     @property
     def double_buffered(self) -> bool:
-        """Whether a batch is updated only before the next but one needs its weights."""
+        """Return whether the next batch still uses the weights from before a batch's update, as 2BW does."""
         return self.weights == "double-buffered"
 
 
@@ -71,17 +71,17 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("zbv", stages_per_rank=2, v_shaped=True, splits=True),
         Schedule("dualpipe-v", stages_per_rank=2, v_shaped=True, splits=True),
         Schedule("pipedream", weights="stashed"),
-        # With fewer microbatches in a batch than ranks, microbatches of three batches are in the pipeline at once.
+        # With fewer microbatches in a batch than ranks, three batches would be in the pipeline at once.
         Schedule("pipedream-2bw", each=1, weights="double-buffered"),
     )
 }
-"""The schedules that have an order of their own, by name."""
+"""These schedules have an order of their own; the keys are their names."""
 
 AUTO = "auto"
-"""The schedule whose timetable a plan carries itself: one found for measured times (``estimate/search.py``), or the
-user's own."""
+"""The timetable of this schedule is part of the plan: it was found for measured times (``estimate/search.py``), or the
+user wrote it."""
 
 
 def traits(name: str) -> Schedule:
-    """What the schedule of that name is like; :data:`AUTO` is synchronous, and its timetable says the rest."""
+    """Return the traits of the schedule of that name; :data:`AUTO` is synchronous, and its timetable says the rest."""
     return Schedule(AUTO) if name == AUTO else SCHEDULES[name]

@@ -1,4 +1,4 @@
-"""The options of a plan for tensor parallelism: by which recipe, or by whom, the dims of parameters are sharded."""
+"""This module has the options of a plan for tensor parallelism: they say how the dims of parameters are sharded."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Pins = tuple[tuple[str, str], ...]
 
 OTHERS = ("pp", "dp_replicate", "dp")
-"""The axes of a mesh that shard no parameter by its dims."""
+"""These mesh axes do not shard parameters by their dims."""
 
 
 def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that shard parameters by their dims, in the order of the mesh, those of one rank left out."""
+    """Return the axes of two ranks or more that shard parameters by their dims, in the order of the mesh."""
     return tuple(axis.name for axis in mesh.axes if axis.name not in OTHERS and axis.size > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOptions:
-    """How the axes of tensor parallelism shard parameters.  Users write these options as ``tensor``, ``tensor_plan``,
-    ``pins`` and ``tensor_bytes``.
+    """These options say how the axes of tensor parallelism shard parameters.  Users write them as ``tensor``,
+    ``tensor_plan``, ``pins`` and ``tensor_bytes``.
 
-    ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver takes its place; what it finds may take at most
-    ``bytes`` bytes (``core/rates.py``, ``Machine.memory``), of which 0 stands for any number.  Under "propagate" and
-    "table" ``pins`` do, pairs of a pattern and of where to cut (``core/pins.py``); a mapping may be given.
+    ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
+    ``bytes`` bytes (``core/rates.py``, ``Machine.memory``); 0 means no limit.  Under "propagate" and "table" the
+    ``pins`` decide: pairs, or a mapping, of a pattern of names and a cut (``core/pins.py``).
     """
 
     recipe: Tensor = word("1d", get_args(Tensor), key="tensor")
@@ -58,11 +58,11 @@ class TensorOptions:
 
     @property
     def chosen_by(self) -> str:
-        """What decides how parameters are sharded, in a word: the recipe, or what takes its place."""
+        """Return the name of what decides how parameters are sharded: the recipe, or the plan that replaces it."""
         return self.recipe if self.plan == "recipe" else self.plan
 
     def check_axes(self, axes: Sequence[str]) -> None:
-        """:class:`ConfigError` unless the pins say how to shard over these axes."""
+        """Raise :class:`ConfigError` if the plan goes by pins and they do not say how to shard over these axes."""
         if self.plan not in PLANS:
             return
         if not axes:

@@ -1,6 +1,4 @@
-"""Timetables of pipelines: the tasks of each rank in its order, as they are written in a plan, and whether ranks can
-compute them.
-"""
+"""This module reads and checks timetables of pipelines: a timetable lists the tasks of each rank in their order."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from shardwise.core.errors import ConfigError
 
 
 class Task(NamedTuple):
-    """``kind`` F, B, I or W, of a stage (0 is the first of the model) and a microbatch.  In words: ``F0.3``."""
+    """A task has a ``kind``, F, B, I or W, a stage (0 is the first of the model) and a microbatch, as in ``F0.3``."""
 
     kind: str
     stage: int
@@ -21,7 +19,7 @@ class Task(NamedTuple):
 
 
 Timetable = tuple[tuple[Task, ...], ...]
-"""The tasks of each rank of a pipeline, in its order."""
+"""A timetable has the tasks of each rank of a pipeline, in the order in which the rank computes them."""
 
 WORD = re.compile(r"([FBIW])(\d{1,9})\.(\d{1,9})")
 LEGAL = (
@@ -32,20 +30,20 @@ LEGAL = (
 
 
 def written(timetable: Timetable) -> tuple[str, ...]:
-    """The tasks of each rank as a text: ``F0.0 F0.1 B0.0 B0.1``; :func:`read` reads them back unchanged."""
+    """Return the tasks of each rank as a text: ``F0.0 F0.1 B0.0 B0.1``; :func:`read` reads them back unchanged."""
     return tuple(" ".join(map(word, tasks)) for tasks in timetable)
 
 
 def word(task: Task) -> str:
-    """``F0.3``."""
+    """Return the text of a task, such as ``F0.3``."""
     return f"{task.kind}{task.stage}.{task.microbatch}"
 
 
 def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbatches: int) -> Timetable:
-    """The timetable of a text for each rank, if ``ranks`` that have ``stages_per_rank`` stages each (None: whatever
-    number) can compute a step of so many microbatches by it; else :class:`ConfigError`.
+    """Read a timetable from a text for each rank; raise :class:`ConfigError` unless ``ranks`` with ``stages_per_rank``
+    stages each (None: any number, the same on all) can compute a step of ``microbatches`` microbatches by it.
 
-    It may have more microbatches: those are left out of it when it is used (:func:`first`).
+    It may have more microbatches: :func:`first` leaves them out when it is used.
     """
     if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts) or len(texts) != ranks:
         legal = f"{ranks} texts, one for each rank over pp, of {LEGAL}."
@@ -62,12 +60,12 @@ def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbat
 
 
 def first(timetable: Timetable, microbatches: int) -> Timetable:
-    """The part of it for the first ``microbatches`` microbatches: tasks of different ones never need each other."""
+    """Return only the tasks of the first ``microbatches``; those of different microbatches never need each other."""
     return tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
 
 
 def homes(timetable: Timetable) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     found = {task.stage: rank for rank, tasks in enumerate(timetable) for task in tasks}
     return tuple(found[stage] for stage in range(len(found)))
 
@@ -80,7 +78,7 @@ def _task(rank: int, text: str) -> Task:
 
 
 def _check_stages(timetable: Timetable, stages_per_rank: int | None) -> None:
-    """Each rank has as many stages, and each stage one rank."""
+    """Check that every rank has the same number of stages and every stage is on one rank."""
     home: dict[int, int] = {}
     for rank, tasks in enumerate(timetable):
         for stage in {task.stage for task in tasks}:
@@ -117,7 +115,7 @@ def _check_complete(rank: int, tasks: Sequence[Task], microbatches: int) -> None
 
 
 def needs(task: Task, last: int) -> Iterable[tuple[str, int, int]]:
-    """What must have been computed before a task; B and I are both called B.  ``last`` is the last stage."""
+    """Return what must be computed before a task, with B for both B and I; ``last`` is the number of the last stage."""
     kind, stage, m = task
     if kind == "W":
         return (("B", stage, m),)
@@ -127,7 +125,7 @@ def needs(task: Task, last: int) -> Iterable[tuple[str, int, int]]:
 
 
 def _check_order(timetable: Timetable) -> None:
-    """No tasks wait for each other in a circle."""
+    """Check that no tasks wait for each other in a circle."""
     last = max(task.stage for tasks in timetable for task in tasks)
     done: set[tuple[str, int, int]] = set()
     place = [0] * len(timetable)

@@ -1,4 +1,4 @@
-"""Data: from text on disk to which samples make up a step, the same for any number of ranks."""
+"""This package turns text on disk into the samples of each step, which are the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the processes that tokenise need no torch."""
+    """Import on first use, because the processes that tokenise do not need torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise.data' has no attribute {name!r}")
     from importlib import import_module

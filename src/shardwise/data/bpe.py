@@ -1,6 +1,5 @@
-"""Making a tokenizer: byte-level BPE (Sennrich et al., 2016; bytes as the alphabet as in GPT-2) with the tokenizers
-library.
-"""
+"""This module trains a tokenizer with the tokenizers library: byte-level BPE (Sennrich et al., 2016; bytes are the
+alphabet, as in GPT-2)."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from .tokenise import OnProgress
 from .tokenizer import END_TOKENS
 
 END = END_TOKENS[0]
-LEAST = 257  # the bytes and the end of a document
-PART = 1 << 16  # bytes of text that the library gets at a time
+LEAST = 257  # one token for each byte and one for the end of a document
+PART = 1 << 16  # the number of bytes of text that the library gets at a time
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A tokenizer that has been made: where it is, its tokens, and the bytes of text and documents it was made from."""
+    """This says where a trained tokenizer is, how many tokens it has, and from how much text it was made."""
 
     path: str
     vocabulary: int
@@ -34,11 +33,11 @@ class Trained:
 def train_tokenizer(
     sources: Sequence[str], out: str | Path, vocabulary: int, *, field: str = "text", progress: OnProgress | None = None
 ) -> Trained:
-    """Make a tokenizer.json of ``vocabulary`` tokens from text, the same for the same text; fewer if the text has no
-    more pairs.
+    """Make a tokenizer.json of ``vocabulary`` tokens from text, or of fewer if the text has no more pairs that repeat.
 
-    Its first token, "<|endoftext|>", ends documents. Written aside and renamed. ConfigError for text that cannot be
-    read, a vocabulary below 257, and a place that cannot be written.
+    The same text gives the same tokenizer. Its first token, "<|endoftext|>", ends documents. The file is written under
+    another name and renamed. ConfigError for text that cannot be read, a vocabulary below 257, and a place that cannot
+    be written.
     """
     if vocabulary < LEAST:
         raise ConfigError(f"--vocabulary {vocabulary}: legal: at least {LEAST}, for the {LEAST - 1} bytes and {END}")
@@ -67,7 +66,7 @@ def train_tokenizer(
 
 
 class _Text:
-    """The text of files in parts, counted as it goes by."""
+    """This reads the text of files in parts and counts its bytes and documents."""
 
     def __init__(self, files: Sequence[SourceFile], field: str, progress: OnProgress | None) -> None:
         self.files, self.field, self.progress = files, field, progress
@@ -87,7 +86,7 @@ class _Text:
 
 
 def _lines(text: bytes) -> Iterator[str]:
-    """A text in parts that end with a line where there is one."""
+    """Yield a text in parts of at least :data:`PART` bytes, each up to a line's end, or to the end of the text."""
     start = 0
     while start < len(text):
         stop = text.find(b"\n", start + PART) + 1 or len(text)

@@ -1,9 +1,9 @@
-"""Tokens on disk: made once for some content and tokenizer, then mapped into memory by whoever wants them.
+"""This module keeps tokens on disk: they are made once for some content and tokenizer and then mapped into memory.
 
 A cache is the folder ``<cache_dir>/<key>`` with ``train.bin``, ``validation.bin`` (tokens, nothing else) and
-``index.json``. The key is a hash of all that the tokens depend on: the files' contents, not their names or times. It is
-made in a folder beside, flushed to disk and renamed, so it is there whole or not at all; a lock that dies with its
-process lets one process make it at a time.
+``index.json``. The key is a hash of all that the tokens depend on: the files' contents, not their names or times. The
+cache is made in another folder, flushed to disk and renamed, so it is complete or absent; a lock, which the system
+releases when its process ends, lets only one process make it at a time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .tokenise import OnProgress, SplitSide, default_workers, tokenise_all
 from .tokenizer import Tokenizer, Tokens, token_dtype
 from .worker import SIDES, Job
 
-FORMAT = 2  # of the folder, and of the way from text to tokens
+FORMAT = 2  # the version of the folder's format and of the way from text to tokens
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a cache is made of: ``files`` read with ``name`` (`data.tokenizer`, opened as ``tokenizer``) and ``field``,
-    the fraction ``validation`` of the documents set apart."""
+    """This says what a cache is made of: the text of ``files``, in the column ``field``, tokenised with the tokenizer
+    called ``name`` (`data.tokenizer`), with a fraction ``validation`` of the documents set apart."""
 
     files: Sequence[SourceFile]
     name: str
@@ -48,7 +48,7 @@ class Wanted:
     validation: float
 
     def key(self, digests: Sequence[str]) -> str:
-        """The hash of all that the tokens depend on; ``digests`` are those of the files."""
+        """Return the hash of all that the tokens depend on; ``digests`` are the hashes of the files."""
         parts: list[Any] = [FORMAT, self.tokenizer.digest, self.tokenizer.end, self.validation]
         rows = any(file.kind != "text" for file in self.files)
         parts += [
@@ -60,9 +60,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open cache: its folder, what its two files hold, and what was to be said about it.
+    """An open cache has a folder, a summary of its two files, and notices for the user about it.
 
-    ``swapped`` says that the sides are named the other way round here than on disk.
+    ``swapped`` says that the names of the two sides are exchanged, compared with those on disk.
     """
 
     folder: Path
@@ -74,15 +74,16 @@ class TokenCache:
 
     @property
     def documents(self) -> int:
-        """Documents of both sides."""
+        """Return the number of documents on both sides."""
         return self.train.documents + self.validation.documents
 
     def swap(self) -> TokenCache:
-        """The same tokens with train for validation and validation for train."""
+        """Return the same tokens with train and validation exchanged."""
         return replace(self, train=self.validation, validation=self.train, swapped=not self.swapped)
 
     def tokens(self, side: str) -> tuple[Tokens, mmap.mmap | None]:
-        """The tokens of ``"train"`` or ``"validation"``, mapped from disk, and the mapping (none for no tokens)."""
+        """Return the tokens (tokens,) of ``"train"`` or ``"validation"`` and the mapping of their file (None if there
+        are no tokens)."""
         path = self.folder / f"{SIDES[SIDES.index(side) ^ self.swapped]}.bin"
         if not getattr(self, side).tokens:
             return np.empty(0, self.dtype), None
@@ -92,7 +93,7 @@ class TokenCache:
 
 
 def default_cache_dir() -> str:
-    """``~/.cache/shardwise/tokens``, or where XDG_CACHE_HOME says."""
+    """Return ``~/.cache/shardwise/tokens``, or the folder in XDG_CACHE_HOME if that is set."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(os.path.abspath(base), "shardwise", "tokens")
 
@@ -100,13 +101,13 @@ def default_cache_dir() -> str:
 def open_cache(
     wanted: Wanted, cache_dir: str, progress: OnProgress | None = None, workers: int | None = None
 ) -> TokenCache:
-    """The cache of what is wanted; it is made if there is none, or if it is damaged (then with a notice).
+    """Return the cache of ``wanted``; it is made if there is none, or if it is damaged (then with a notice).
 
-    Damaged is one whose index is not what was written (it has a checksum) or whose files have other sizes than it says;
-    the tokens themselves are not read again. ``progress`` hears of the bytes of text done, half of each when it is
-    hashed and half when it is tokenised, and of nothing if nothing has changed. ``workers`` are the
-    processes that tokenise (default: as many as cores, one if there is little to do). ConfigError for text that cannot
-    be read, and for a ``cache_dir`` that cannot be written.
+    A cache is damaged if its index is not what was written (it has a checksum) or its files do not have the sizes in
+    the index; the tokens themselves are not read again. ``progress`` is called with the bytes of text done, where
+    hashing counts for one half and tokenising for the other; it is not called if nothing has changed. ``workers`` is
+    the number of processes that tokenise (default: one per core, or one if there is little to do). ConfigError for text
+    that cannot be read, and for a ``cache_dir`` that cannot be written.
     """
     root = Path(cache_dir)
     size = sum(file.size for file in wanted.files)
@@ -137,9 +138,8 @@ def open_cache(
 
 
 class _Report:
-    """Adds bytes up for a callback that wants (done, total) of text: hashing a byte is half of it, tokenising the
-    other.
-    """
+    """This adds up bytes for a callback that takes (done, total) of text: hashing a byte and tokenising it count for
+    one half each."""
 
     def __init__(self, total: int, progress: OnProgress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress
@@ -160,7 +160,7 @@ class _Report:
 
 
 def _open(folder: Path, key: str, notices: tuple[str, ...] = ()) -> TokenCache | None:
-    """The cache in a folder, or None if there is none or its index or sizes are wrong."""
+    """Return the cache in a folder, or None if there is none or its index or sizes are wrong."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         checksum = index.pop("checksum")
@@ -177,9 +177,9 @@ def _open(folder: Path, key: str, notices: tuple[str, ...] = ()) -> TokenCache |
 
 
 def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: _Report, workers: int) -> None:
-    """Write a cache aside and rename it."""
+    """Write a cache under another name and rename it."""
     aside, folder = root / f"{key}.part", root / key
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that died
+    shutil.rmtree(aside, ignore_errors=True)  # a process that died may have left it
     aside.mkdir()
     template = Job((), wanted.field, wanted.name, wanted.tokenizer.end_token, wanted.validation, "")
     size_of = measure(wanted.files)
@@ -221,7 +221,7 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def _check_unchanged(files: Sequence[SourceFile]) -> None:
-    """ConfigError if a file has changed since it was hashed: its tokens would be kept under the wrong key."""
+    """Raise ConfigError if a file has changed since it was hashed: its tokens would be kept under the wrong key."""
     for file in files:
         try:
             states = [os.stat(path) for path in file.members or (file.path,)]
@@ -236,7 +236,7 @@ def _check_unchanged(files: Sequence[SourceFile]) -> None:
 
 @contextmanager
 def _locked(root: Path, key: str) -> Iterator[None]:
-    """The lock of one cache; the system takes it from a process that dies."""
+    """Hold the lock of one cache; the system releases it when the process ends."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / f"{key}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -244,7 +244,7 @@ def _locked(root: Path, key: str) -> Iterator[None]:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

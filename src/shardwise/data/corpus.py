@@ -1,4 +1,4 @@
-"""From a source of text to datasets of windows, by way of the cache of tokens."""
+"""This module makes datasets of windows from a source of text, by way of the cache of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a source: for training and, from documents chosen by a hash of their content, for validation."""
+    """A corpus has the tokens of a source: those to train on, and those of documents set apart for validation, which a
+    hash of their content chooses."""
 
     name: str
     tokenizer: Tokenizer
@@ -27,7 +28,7 @@ class Corpus:
     fraction: float
 
     def train(self, length: int, *, shifted: bool = True, fields: DocumentFields = "none") -> PackedWindows:
-        """Samples to train on; ConfigError for too little text."""
+        """Return the samples to train on; ConfigError if the text is too short for one sample."""
         cache = self.cache
         if cache.train.tokens <= length < cache.train.tokens + cache.validation.tokens:
             raise ConfigError(
@@ -40,13 +41,13 @@ class Corpus:
         return self._windows("train", length, shifted, fields)
 
     def validation(self, length: int, *, shifted: bool = True, fields: DocumentFields = "none") -> PackedWindows | None:
-        """Samples to validate on, or None if the documents set apart do not fill one."""
+        """Return the samples to validate on, or None if the documents set apart do not fill one."""
         if self.cache.validation.tokens <= length:
             return None
         return self._windows("validation", length, shifted, fields)
 
     def _windows(self, side: str, length: int, shifted: bool, fields: DocumentFields) -> PackedWindows:
-        from .windows import PackedWindows  # which needs torch; tokenising does not
+        from .windows import PackedWindows  # imported here because it needs torch, which tokenising does not
 
         tokens, mapped = self.cache.tokens(side)
         digest = getattr(self.cache, side).sha256
@@ -68,17 +69,17 @@ def open_corpus(
     workers: int | None = None,
     alone: bool = True,
 ) -> Corpus:
-    """The tokens of a source (or of several, one after the other), made if they are not in the cache.
+    """Return the tokens of a source (or of several, one after the other), which are made if they are not in the cache.
 
     Args:
         source: ``"stdlib"``, a file, a folder, a glob, a folder of a Hugging Face dataset, or a list of these.
         tokenizer: ``"bytes"``, or the path of a tokenizer.json, whose ``end_token`` ends documents.
-        field: the column of text in rows of .jsonl, .parquet and datasets.
-        validation: the fraction of documents set apart.
-        progress: called with (bytes done, bytes in all) while there is something to do.
-        workers: processes that tokenise; by default as many as the cores, or one for little text.
-        alone: this is all the text there is: one document in all is trained on, whatever its hash says. In a mixture it
-            may be in another source too, and has to be on the same side there.
+        field: The column of text in rows of .jsonl, .parquet and datasets.
+        validation: The fraction of documents set apart, from 0 to 1.
+        progress: A function that is called with (bytes done, bytes in all) while there is something to do.
+        workers: The number of processes that tokenise; by default one per core, or one for little text.
+        alone: Whether there is no other text. Then a single document is trained on, whatever its hash says. In a
+            mixture another source may have the same document, which has to be on the same side there.
 
     ConfigError, with the path, if there is nothing to read or it cannot be read.
     """

@@ -1,6 +1,5 @@
-"""From files to documents: work is cut into pieces that depend on the files alone, and a piece is read document by
-document.
-"""
+"""This module reads documents from files: it cuts the work into pieces, which depend on the files alone, and reads a
+piece document by document."""
 
 from __future__ import annotations
 
@@ -14,32 +13,32 @@ from shardwise.core.errors import ConfigError, did_you_mean
 
 from .sources import SourceFile
 
-# Where long texts are cut decides which tokens they become: who changes this, or LONG in tokenizer.py, changes FORMAT
-# in cache.py.
-PIECE = 8 << 20  # bytes of a piece of work, about
-SEARCH = 1 << 16  # bytes in which a line's end is looked for where a long text is cut
-ROWS = 1024  # rows of a parquet file or a dataset that are read at a time
+# The tokens of a long text depend on where it is cut: a change here, or of LONG in tokenizer.py, needs a new FORMAT in
+# cache.py.
+PIECE = 8 << 20  # the approximate number of bytes in a piece of work
+SEARCH = 1 << 16  # the number of bytes in which a line's end is looked for, to cut a long text there
+ROWS = 1024  # the number of rows of a parquet file or a dataset that are read at a time
 CUT_BY_ROWS = ("parquet", "dataset")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: bytes ``start`` … ``stop`` - 1 of a text or of lines, row groups of a parquet file, rows of a
-    dataset.
+    """A span is part of a file: ``start`` … ``stop`` - 1 count bytes of a text or of lines, row groups of a parquet
+    file, or rows of a dataset.
     """
 
     path: str
     kind: str
     start: int
     stop: int
-    digest: str = ""  # SHA-256 of the whole file, where the file is the document
+    digest: str = ""  # the SHA-256 of the whole file, if the file is one document
 
 
 class Fragment(NamedTuple):
-    """Text of one document, all of it or a part.
+    """A fragment is the text of one document, or a part of it.
 
-    ``digest`` is the SHA-256 of the whole document, or None where ``text`` is all of it; ``first`` and ``last`` say
-    which of its parts this is; ``path`` is the file it is from.
+    ``digest`` is the SHA-256 of the whole document, or None if it has to be computed from ``text``, which is then the
+    whole document; ``first`` and ``last`` say whether the document begins and ends here; ``path`` is its file.
     """
 
     text: bytes
@@ -50,7 +49,7 @@ class Fragment(NamedTuple):
 
 
 def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list[Span]]:
-    """Pieces of work of about :data:`PIECE` bytes, in order: short files together, long ones in parts."""
+    """Yield pieces of work of about :data:`PIECE` bytes, in order: short files together, long ones in parts."""
     group: list[Span] = []
     held = 0
     for file, digest in zip(files, digests, strict=True):
@@ -70,9 +69,8 @@ def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list
 
 
 def measure(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
-    """A function that gives the bytes of pieces, each asked for once: a file whose rows are cut counts with its first
-    piece.
-    """
+    """Return a function that gives the number of bytes of a piece and is to be called once for each piece: a file that
+    is cut by rows counts with its first piece."""
     whole = {file.path: file.size for file in files if file.kind in CUT_BY_ROWS}
 
     def size_of(spans: Sequence[Span]) -> int:
@@ -82,9 +80,9 @@ def measure(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
 
 
 def read(spans: Sequence[Span], field: str) -> Iterator[Fragment]:
-    """The documents of a piece; ``field`` is the column of text in rows.  Empty documents are left out.
+    """Yield the documents of a piece; ``field`` is the column of text in rows.  Empty rows are left out.
 
-    ConfigError with the file, and the line or row, for what is no document.
+    ConfigError, with the file and the line or row, for anything that is not a document.
     """
     readers = {"jsonl": _lines, "parquet": _parquet_rows, "dataset": _dataset_rows}
     for span in spans:
@@ -123,7 +121,7 @@ def _text(span: Span) -> Fragment:
 
 
 def _cut(file: BinaryIO, place: int, size: int) -> int:
-    """Where a text is cut near ``place``: after the next line's end, or between two characters of UTF-8."""
+    """Return where to cut a text near byte ``place``: after the next line's end, or between two characters of UTF-8."""
     if place in (0, size):
         return place
     file.seek(place)
@@ -139,11 +137,11 @@ def _cut(file: BinaryIO, place: int, size: int) -> int:
 
 
 def _lines(span: Span, field: str) -> Iterator[bytes]:
-    """Texts of the lines that begin inside the span."""
+    """Yield the texts of the lines that begin inside the span."""
     with open(span.path, "rb") as file:
         if span.start:
             file.seek(span.start - 1)
-            file.readline()  # the span before has the line that goes on here
+            file.readline()  # a line that begins before the span belongs to the span before
         while (place := file.tell()) < span.stop:
             line = file.readline()
             if line.strip():
@@ -169,7 +167,7 @@ def _line(line: bytes, path: str, place: int, field: str) -> bytes:
 
 
 def _at(path: str, place: int) -> str:
-    """``file:line`` of a byte."""
+    """Return ``file:line`` of a byte."""
     with open(path, "rb") as file:
         ahead, line = place, 1
         while ahead:
@@ -210,7 +208,7 @@ def _parquet_rows(span: Span, field: str) -> Iterator[bytes]:
     if not any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
         raise ConfigError(f'data.text_field: {span.path}: "{field}" is of type {kind}; legal: a column of text')
     try:
-        # Arrow takes "a.b" for the field b of a column a too, and then reads both: take the column by its exact name.
+        # Arrow takes "a.b" for the field b of a column a too and then reads both, so the exact name selects the column.
         for batch in table.iter_batches(ROWS, row_groups=list(range(span.start, span.stop)), columns=[field]):
             yield from ((text or "").encode() for text in batch.column(field).to_pylist())
     except (OSError, UnicodeError, pyarrow.ArrowException) as error:
@@ -232,12 +230,12 @@ def _dataset_rows(span: Span, field: str) -> Iterator[bytes]:
     rows = _dataset(span.path)
     if field not in rows.column_names:
         raise ConfigError(f"data.text_field: {span.path}: {_no_column(field, rows.column_names)}")
-    # As the dataset was saved it may leave the column out, or decode others, which takes libraries and sound files.
+    # The dataset's saved format may leave the column out, or decode others, which needs libraries and sound files.
     rows = rows.with_format(None).select_columns([field])
     for start in range(span.start, span.stop, ROWS):
         try:
             texts = rows[start : min(span.stop, start + ROWS)][field]
-        except Exception as error:  # many kinds, for the library decodes images, audio and others here
+        except Exception as error:  # the library raises many kinds, because it decodes images, audio and others here
             wrong = f'{span.path}: cannot read "{field}", rows {start} and on: {type(error).__name__}: {error}'
             raise ConfigError.on("data.text_field", wrong, "a column of text") from error
         for row, text in enumerate(texts, start):

@@ -1,4 +1,4 @@
-"""The SHA-256 of files, computed again only for those that look changed."""
+"""This module computes the SHA-256 of files, again only for those that look changed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardwise.core.errors import ConfigError
 from .sources import SourceFile
 
 OnBytes = Callable[[int], None]
-"""Told how many more bytes have been read."""
+"""This callback is called with the number of bytes that have been read since the last call."""
 
-SETTLED = 2.0  # seconds: a file changed more recently may change again without another time of change
+SETTLED = 2.0  # in seconds: a file that changed more recently may change again and keep its time of change
 BLOCK = 1 << 20
 
 
 def fingerprints(files: Sequence[SourceFile], memory: Path, on_bytes: OnBytes | None = None) -> list[str]:
-    """The SHA-256 of each file, as hex.
+    """Return the SHA-256 of each file, as hex.
 
-    ``memory`` is a JSON file that keeps them with the files' sizes and times of change; a file with the same size and
-    time as there is not read. ConfigError for a file that cannot be read.
+    The JSON file ``memory`` keeps them with the files' sizes and times of change; a file whose size and time are still
+    the same is not read. ConfigError for a file that cannot be read.
     """
     known = _remembered(memory)
     stale = [file for file in files if known.get(file.path, [None])[:2] != [file.size, file.mtime_ns]]
@@ -49,7 +49,7 @@ def fingerprints(files: Sequence[SourceFile], memory: Path, on_bytes: OnBytes | 
 
 
 def _hash(file: SourceFile, on_bytes: OnBytes | None) -> str:
-    """The hash of a file's content; for a folder, that of its files' names and contents."""
+    """Return the hash of a file's content, or of the names and contents of a folder's files."""
     if not file.members:
         return _hash_file(file.path, on_bytes).hexdigest()
     whole = hashlib.sha256()
@@ -76,7 +76,7 @@ def _hash_file(path: str, on_bytes: OnBytes | None) -> hashlib._Hash:
 def _remembered(memory: Path) -> dict[str, Any]:
     try:
         found = json.loads(memory.read_text(encoding="utf-8", errors="surrogateescape"))
-    except (OSError, ValueError):  # not there, or damaged: it only saves time
+    except (OSError, ValueError):  # A missing or damaged file only costs time.
         return {}
     good = isinstance(found, dict) and all(isinstance(value, list) and len(value) == 3 for value in found.values())
     return found if good else {}
@@ -88,6 +88,6 @@ def _remember(memory: Path, known: dict[str, Any]) -> None:
         memory.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(known), encoding="utf-8", errors="surrogateescape")
         part.replace(memory)
-    except OSError:  # a cache that may only be read: hash again next time
+    except OSError:  # In a cache that may only be read, files are hashed again next time.
         with suppress(OSError):
             part.unlink()

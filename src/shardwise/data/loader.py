@@ -1,4 +1,4 @@
-"""From a dataset to the rows of one rank, the same batches whatever the number of ranks."""
+"""This module loads the rows of one rank from a dataset; the batches are the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from .order import sample_order
 from .samples import Samples
 
 State = tuple[int, int]
-"""(epoch, rows of it already taken)."""
+"""A state is (epoch, number of its rows already taken)."""
 
 AXES = ("dp_replicate", "dp")
-"""The mesh axes over which the rows of a batch are divided."""
+"""The rows of a batch are divided over these mesh axes."""
 
-AHEAD = 2  # batches read before they are asked for
+AHEAD = 2  # the number of batches that are read before they are asked for
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a batch.
+    """This is one rank's part of a batch.
 
-    ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the
-    other; ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and
-    ``counts`` have, for each microbatch, the first row of this rank's part (counted in the whole batch) and
-    how many there are, maybe none.  ``ones`` are those of the loader's ``masks`` that are all ones here; None if it was
-    not asked for any.
+    ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the other;
+    ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and ``counts`` have,
+    for each microbatch, the first row of this rank's part (counted in the whole batch) and its number of rows, which
+    may be 0.  ``ones`` are those of the loader's ``masks`` that are all ones here; it is None if ``masks`` was None.
     """
 
     fields: dict[str, Tensor]
@@ -50,7 +49,7 @@ class Batch:
 
 
 def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tuple[int, int], ...]:
-    """Part ``index`` of ``parts`` of each microbatch of a batch, as (start, stop) in its ``rows`` rows."""
+    """Return part ``index`` of ``parts`` of each microbatch, as (start, stop) in the ``rows`` rows of the batch."""
     ranges = []
     for microbatch in range(microbatches):
         first, last = shard_range(rows, microbatches, microbatch)
@@ -61,7 +60,7 @@ def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tup
 
 @dataclass(frozen=True)
 class _Source:
-    """All that it takes to make any batch: a pure function of the state."""
+    """This has all that is needed to make any batch; a batch depends on the state alone."""
 
     samples: Samples
     batch_size: int
@@ -73,7 +72,7 @@ class _Source:
     masks: tuple[str, ...] | None = None
 
     def batch(self, state: State) -> tuple[Batch, State]:
-        """The batch at ``state`` and the state after it. An epoch's last batch has the rows that are left."""
+        """Return the batch at ``state`` and the state after it; an epoch's last batch has the rows that are left."""
         epoch, first = state
         size = self.samples.size
         rows = min(self.batch_size, size - first)
@@ -84,7 +83,7 @@ class _Source:
         return batch, (epoch + 1, 0) if done == size else (epoch, done)
 
     def _order(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at places of an epoch: the dataset's own order, or a shuffled one."""
+        """Return the samples at places start … stop-1 of an epoch, in the dataset's own order or a shuffled one."""
         own = getattr(self.samples.dataset, "order_rows", None)
         if own is None:
             return sample_order(self.seed, epoch, start, stop, self.samples.size)
@@ -95,7 +94,7 @@ class _Source:
 def _batch(
     fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None
 ) -> Batch:
-    """A rank's part of a batch; with ``pin`` page-locked, for a copy to the device that nobody waits for."""
+    """Return a rank's part of a batch; with ``pin`` it is page-locked, so that it is copied asynchronously."""
     ones = None if masks is None else all_ones(fields, masks)
     if pin:
         fields = {name: value.pin_memory() for name, value in fields.items()}
@@ -113,11 +112,11 @@ def one_pass(
     pin: bool = False,
     masks: tuple[str, ...] | None = None,
 ) -> Iterator[Batch]:
-    """This rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that are
-    left.
+    """Yield this rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that
+    are left.
 
-    With ``batches`` no more than that many: their rows are spread evenly over the dataset and are the same each time.
-    Ranks may get different numbers of rows, some none.
+    With ``batches`` there are at most that many: their rows are spread evenly over the dataset and are the same each
+    time.  Ranks may get different numbers of rows, and some none.
     """
     check_count("data.batch_size", batch_size)
     samples, parts, index = Samples(dataset), mesh.axis_size(AXES), mesh.index(rank, AXES)
@@ -130,13 +129,13 @@ def one_pass(
 
 
 def _spread(places: NDArray[np.int64], size: int, total: int) -> NDArray[np.int64]:
-    """floor(place x size / total), without a product that does not fit 63 bits."""
+    """Return floor(place x size / total), without a product that does not fit 63 bits."""
     whole, rest = divmod(size, total)
     return places * whole + places * rest // total
 
 
 class _Prefetch:
-    """A thread that makes batches ahead of their use.  It ends on ``stop`` or with an exception."""
+    """This thread makes batches before they are asked for.  It ends on ``stop`` or with an exception."""
 
     def __init__(self, source: _Source, state: State) -> None:
         self.ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(AHEAD)
@@ -163,28 +162,27 @@ class _Prefetch:
     def stop(self) -> None:
         self.stopped.set()
         with suppress(queue.Empty):
-            self.ready.get_nowait()  # so that a thread that waits for a place need not wait longer
+            self.ready.get_nowait()  # a thread that waits for a place in the queue need not wait longer
         if self.thread is not threading.current_thread():
             self.thread.join(timeout=5)
 
 
 class Loader:
-    """An endless iterator over this rank's part of each batch, read a little ahead by a thread.
+    """A loader is an endless iterator over this rank's part of each batch, which a thread reads a little ahead.
 
-    Batches take ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's
-    last one has what is left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and
-    of it this rank takes its share over the mesh axis ``dp``; ranks that differ in other axes only get the
+    A batch takes ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's last batch
+    has the rows that are left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and this rank
+    takes its part of them over the mesh axes ``dp_replicate`` and ``dp``; ranks that differ only in other axes get the
     same rows.
 
     A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With
-    ``pin`` the fields lie in page-locked memory, which needs a GPU.  ``masks`` are fields of which each batch says
-    whether they are all ones, which the thread that reads ahead finds out.
+    ``pin`` the fields are in page-locked memory, which needs a GPU.  Each batch says which of the fields ``masks`` are
+    all ones; the thread that reads ahead finds this out.
 
     ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict``
-    says the same, and of which data, for a checkpoint.
-    ``close``, the end of a ``with`` block, or the collection of the loader ends the thread. ConfigError for a
-    dataset that is empty or yields samples that differ (:class:`Samples`); an exception inside the dataset is
-    raised where the batch is asked for.
+    has the same, and identifies the data, for a checkpoint. ``close``, the end of a ``with`` block, or the collection
+    of the loader ends the thread. ConfigError for a dataset that is empty or whose samples differ (:class:`Samples`);
+    an exception inside the dataset is raised where the batch is asked for.
     """
 
     def __init__(
@@ -209,17 +207,17 @@ class Loader:
 
     @property
     def example(self) -> dict[str, Tensor]:
-        """Sample 0: each field without a dim of rows."""
+        """Return sample 0, whose fields have no dim of rows."""
         return dict(self._source.samples.reference)
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch."""
+        """Return the number of samples in an epoch."""
         return self._source.samples.size
 
     @property
     def state(self) -> State:
-        """(epoch, rows of it taken); what a run needs to go on with the next batch."""
+        """Return (epoch, rows of it taken), which a run needs to go on with the next batch."""
         return self._state
 
     @state.setter
@@ -228,11 +226,11 @@ class Loader:
         check_count("loader state: epoch", epoch, least=0)
         check_count("loader state: index", index, least=0)
         self.close()
-        # A dataset that has shrunk since the state was taken: its epoch is over.
+        # If the dataset has shrunk since the state was taken, its epoch is over.
         self._state = (epoch, index) if index < self.samples else (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the data it is in, as JSON has them: ``epoch``, ``rows``, ``seed``, ``size``, ``digest``."""
+        """Return the position and what identifies the data, fit for JSON: epoch, rows, seed, size and digest."""
         epoch, rows = self._state
         source = self._source
         return {
@@ -244,10 +242,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the position of a :meth:`state_dict`, of any number of ranks, batch size and microbatches.
+        """Go on from the position of a :meth:`state_dict`; ranks, batch size and microbatches may have changed.
 
-        ConfigError if the data, or the seed that orders them, are not those of that state: the position would mean
-        other samples.
+        ConfigError if the data, or the seed that orders them, have changed: the position would mean other samples.
         """
         here = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(here):
@@ -277,7 +274,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """End the thread.  Asking for a batch starts another, where this one's batches ended."""
+        """End the thread.  Asking for a batch starts another, which goes on after the last batch handed out."""
         if self._finalizer is not None:
             self._finalizer()
         self._prefetch = self._finalizer = None

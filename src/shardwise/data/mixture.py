@@ -1,4 +1,4 @@
-"""Several datasets as one: in a row, or mixed by weight into an endless stream."""
+"""This module makes one dataset of several: one after the other, or mixed by weight into an endless stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwise.core.errors import ConfigError
 from .order import sample_order
 
 Places = NDArray[np.int64]
-BITS = 30  # of the share of one side of a split
+BITS = 30  # the number of bits of the share of one side of a split
 
 
 class Joined:
-    """Datasets with ``read_rows`` and the same fields, one after the other."""
+    """This joins datasets that have ``read_rows`` and the same fields, one after the other."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = list(parts)
@@ -37,7 +37,7 @@ class Joined:
         return {name: value[0] for name, value in self.read_rows(np.array([index])).items()}
 
     def read_rows(self, indices: Sequence[int] | Places) -> dict[str, Tensor]:
-        """The samples at ``indices``, each field with a dim of rows before."""
+        """Return the samples at ``indices`` as fields of shape (rows, *shape)."""
         places = np.asarray(indices, dtype=np.int64)
         owner = np.searchsorted(self.offsets, places, side="right") - 1
         rows: dict[str, Tensor] = {}
@@ -54,11 +54,11 @@ class Joined:
 
 
 class Mixture(Joined):
-    """Datasets drawn from in proportion to ``weights``, each in a shuffled order of its own, without end.
+    """A mixture draws from datasets in proportion to ``weights``, each in a shuffled order of its own, without end.
 
-    An epoch of a mixture is as many draws as there are samples; a small dataset of great weight comes more than once in
-    it, and each time in another order. Draw k of dataset s is place k mod size of that dataset's own epoch k // size.
-    Up to any draw, each dataset has had its share of all draws to within two.
+    An epoch of a mixture has as many draws as there are samples; a small dataset of great weight comes more than once
+    in it, each time in another order. Draw k of a dataset is place k mod size of its own epoch k // size. Up to any
+    draw, each of n datasets has had its share of all draws to within ceil(log2 n) / 2.
     """
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
@@ -69,7 +69,7 @@ class Mixture(Joined):
         self.digest = hashlib.sha256(f"{self.digest}\0{self.weights}".encode()).hexdigest()
 
     def order_rows(self, seed: int, epoch: int, start: int, stop: int) -> Places:
-        """The samples at places start … stop-1 of an epoch, computed from these numbers alone."""
+        """Return the samples at places start … stop-1 of an epoch, shape (stop - start,), from these numbers alone."""
         places = np.arange(start, stop, dtype=np.int64) + epoch * len(self)
         sources, draws = allocate(places, self.weights)
         order = np.empty_like(places)
@@ -79,7 +79,7 @@ class Mixture(Joined):
         return order
 
     def _draw(self, seed: int, source: int, draws: Places) -> Places:
-        """The samples of one dataset at some of its draws, which follow each other."""
+        """Return the samples of one dataset at some of its draws, which are consecutive."""
         size, key = self.sizes[source], int.from_bytes(hashlib.sha256(f"{seed}/{source}".encode()).digest()[:7], "big")
         found = []
         first, last = (int(draws[0]), int(draws[-1]) + 1) if len(draws) else (0, 0)
@@ -92,11 +92,12 @@ class Mixture(Joined):
 
 
 def allocate(places: Places, weights: Sequence[float]) -> tuple[Places, Places]:
-    """Which source each place of an endless stream is drawn from, and how many draws that source has had before.
+    """Return, for each place of an endless stream, its source and the number of earlier draws from that source; both
+    have the shape of ``places``.
 
-    The sources are the leaves of a tree. A node that has had g draws has sent round(g x share) of them to its left,
-    where share is the left side's part of its weight: a closed form, so place g takes O(log n) work and no list. A
-    node's rounding adds at most one half to the error that its own count has.
+    The sources are the leaves of a tree. A node that has had g draws has sent round(g x share) of them to its left
+    child, where share is the left child's part of the weight. This is a closed form, so a place takes O(log n) work for
+    n sources. The rounding at a node adds at most one half to the error of the node's own count.
     """
     if len(weights) == 1:
         return np.zeros_like(places), places
@@ -112,6 +113,6 @@ def allocate(places: Places, weights: Sequence[float]) -> tuple[Places, Places]:
 
 
 def _left(count: Places, share: int) -> Places:
-    """round(count x share / 2^BITS), halves up, without a product that does not fit 63 bits."""
+    """Return round(count x share / 2^BITS), halves rounded up, without a product that does not fit 63 bits."""
     high, low = count >> BITS, count & ((1 << BITS) - 1)
     return high * share + ((low * share + (1 << (BITS - 1))) >> BITS)

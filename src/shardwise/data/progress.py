@@ -1,4 +1,4 @@
-"""Showing how far reading and tokenising is: a bar on a terminal, else a line now and then."""
+"""This module shows the progress of reading and tokenising: with a bar on a terminal, else with a line now and then."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from .tokenise import OnProgress
 
-LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
+LINE_INTERVAL = 5.0  # the seconds between two lines if there is no terminal
 
 
 @contextmanager
 def shown(what: str, console: Console) -> Iterator[OnProgress]:
-    """A callback (done bytes, total bytes) that shows ``what`` and how far it is; nothing before its first call."""
+    """Give a callback (bytes done, bytes in total) that shows the progress of ``what`` from its first call on."""
     if not console.is_terminal:
         yield _Lines(what, console)
         return
@@ -34,7 +34,7 @@ def shown(what: str, console: Console) -> Iterator[OnProgress]:
 
 
 class _Lines:
-    """Plain lines: the first at once, the next after a while, the last at the end."""
+    """This prints plain lines: the first at once, the next ones after a while, and the last at the end."""
 
     def __init__(self, what: str, console: Console) -> None:
         self.what, self.console = what, console

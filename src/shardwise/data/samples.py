@@ -1,4 +1,4 @@
-"""What a dataset yields: checked sample by sample, stacked into rows."""
+"""This module reads the samples of a dataset, checks them one by one and stacks them into rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ Fields = dict[str, Tensor]
 
 
 class Samples:
-    """A map-style dataset (``len`` and integer indexing) of dicts of tensors, all of the same shapes and dtypes.
+    """This wraps a map-style dataset (``len`` and integer indexing) of dicts of tensors of equal shapes and dtypes.
 
-    Sample 0 says what the fields are, their shapes and dtypes; any other sample that differs raises
-    ConfigError naming the sample, the field, what was found and what was expected. Numbers and numpy arrays
-    become tensors.
+    Sample 0 sets the fields, their shapes and dtypes; any other sample that differs raises ConfigError naming the
+    sample, the field, what was found and what was expected. Numbers and numpy arrays become tensors.
 
-    A dataset with a method ``read_rows(indices)`` gives many samples at once, each field with a dim of rows before; it
-    is taken at its word. A text ``digest`` of a dataset says which data it is; without one its size, the fields and
-    sample 0 do.
+    A dataset with a method ``read_rows(indices)`` gives many samples at once, as fields of shape (rows, *shape), which
+    are not checked. A string ``digest`` of a dataset identifies its data; without one its size and sample 0 do.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -40,7 +38,7 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """What tells these data from others: hex."""
+        """Return a hash that identifies the data, in hex."""
         whole = hashlib.sha256(str(self.size).encode())
         given = getattr(self.dataset, "digest", None)
         if isinstance(given, str):
@@ -51,7 +49,7 @@ class Samples:
         return whole.hexdigest()
 
     def read(self, indices: Iterable[int]) -> Fields:
-        """The samples at ``indices`` as rows: each field (rows, *shape), also for no rows at all."""
+        """Return the samples at ``indices`` as fields of shape (rows, *shape), also for no rows at all."""
         if hasattr(self.dataset, "read_rows"):
             found: Fields = self.dataset.read_rows(np.fromiter(indices, np.int64))
             return found

@@ -1,4 +1,4 @@
-"""Which files a source of text consists of: files, folders, globs, folders of Hugging Face datasets."""
+"""This module finds the files of a source of text: a file, a folder, a glob or a folder of a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal
 from shardwise.core.errors import ConfigError, did_you_mean
 
 STDLIB = "stdlib"
-STDLIB_LIMIT = 32 << 20  # bytes of the standard library that are read at most
+STDLIB_LIMIT = 32 << 20  # the most bytes that are read of the standard library
 SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 ROW_SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
@@ -26,7 +26,7 @@ NOT_TEXT = {
     b"\xff\xfe": "is in UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
     b"\xfe\xff": "is in UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
 }
-DATASET_FILES = ("state.json", "dataset_info.json")  # what `save_to_disk` writes beside a dataset's rows
+DATASET_FILES = ("state.json", "dataset_info.json")  # files that `save_to_disk` writes beside a dataset's rows
 SPLITS_FILE = "dataset_dict.json"
 LEGAL = (
     '"stdlib", a file, a folder, a glob of .txt, .md, .py, .jsonl or .parquet files, or a folder of a Hugging '
@@ -37,11 +37,11 @@ LEGAL = (
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with documents in it.
+    """A source file has documents in it.
 
-    ``kind`` is ``"text"`` (the file is one document), ``"jsonl"``, ``"parquet"`` (its rows are), or ``"dataset"``:
-    ``path`` is a folder of a Hugging Face dataset and ``members`` are its files. ``size`` is in bytes, ``mtime_ns`` the
-    last change, of all members together.
+    ``kind`` is ``"text"`` (the file is one document), ``"jsonl"`` or ``"parquet"`` (each row is one), or ``"dataset"``:
+    then ``path`` is a folder of a Hugging Face dataset and ``members`` are its files. ``size`` is in bytes, that of all
+    members together, and ``mtime_ns`` is the last change of any of them, in nanoseconds.
     """
 
     path: str
@@ -52,12 +52,12 @@ class SourceFile:
 
 
 def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
-    """The files of a source or of several, in an order that depends on their paths alone, each once; empty files are
-    left out.
+    """Return the files of one source or several, each once, in an order that depends on their paths alone; empty files
+    are left out.
 
-    ConfigError, with the path, for what is not there, cannot be read, or holds no text.
+    ConfigError, with the path, for a source that does not exist, cannot be read, or holds no text.
     """
-    found: dict[str, SourceFile] = {}  # by real path
+    found: dict[str, SourceFile] = {}  # the keys are real paths
     for source in [sources] if isinstance(sources, str) else sources:
         files = _stdlib() if source == STDLIB else list(_find(source))
         if not any(file.size for file in files):
@@ -69,12 +69,12 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
 
 
 def is_glob(source: str) -> bool:
-    """Is it a pattern, not the name of something that exists?"""
+    """Return whether ``source`` is a pattern, and not the name of something that exists."""
     return not MAGIC.isdisjoint(source) and not os.path.lexists(source)
 
 
 def exists(source: str) -> bool:
-    """Is there anything under this name or pattern?"""
+    """Return whether anything exists under this name or pattern."""
     if source == STDLIB:
         return True
     return next(_expand(source), None) is not None if is_glob(source) else os.path.exists(source)
@@ -100,10 +100,10 @@ def _find(source: str) -> Iterator[SourceFile]:
 
 
 def _matching(pattern: str) -> Iterator[SourceFile]:
-    """The files that a pattern matches and those of the folders that it matches.
+    """Yield the files that a pattern matches and those of the folders that it matches.
 
-    What lies inside of the folder of a dataset is skipped (it would be read as text, and all splits with it): a dataset
-    counts when the pattern matches its folder or one above. ConfigError where nothing else is left.
+    Matches inside the folder of a dataset are skipped (they would be read as text, all splits included): a dataset
+    counts if the pattern matches its folder or one above. ConfigError if nothing else is left.
     """
     matches = sorted(set(_expand(pattern)))
     if not matches:
@@ -121,12 +121,12 @@ def _matching(pattern: str) -> Iterator[SourceFile]:
             continue
         if os.path.isdir(match):
             yield from _folder(match, seen)
-        elif os.path.isfile(match) and _is_text(match):  # opening a pipe would wait for a writer
+        elif os.path.isfile(match) and _is_text(match):  # checked first, because opening a pipe waits for a writer
             yield _file(match)
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """What matches a pattern.  As glob has it, but "**" goes into no folder twice: links may go round."""
+    """Yield what matches a pattern, as glob does, but enter no folder twice for "**": links may form a cycle."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -144,7 +144,7 @@ def _expand(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, seen: set[str]) -> Iterator[str]:
-    """A folder and those below it, without hidden ones and those whose real path is in ``seen``, which grows."""
+    """Yield a folder and those below it, without hidden ones and those in ``seen``, to which real paths are added."""
     real = os.path.realpath(folder)
     if real in seen or not os.path.isdir(folder):
         return
@@ -157,7 +157,7 @@ def _folders(folder: str, seen: set[str]) -> Iterator[str]:
 
 
 def _dataset_around(folder: str, known: dict[str, str | None]) -> str | None:
-    """The outermost dataset among a folder and those above it; ``known`` keeps what has been found."""
+    """Return the outermost dataset among a folder and those above it; ``known`` keeps the results."""
     if folder not in known:
         parent = os.path.dirname(folder)
         outer = None if parent == folder else _dataset_around(parent, known)
@@ -167,10 +167,10 @@ def _dataset_around(folder: str, known: dict[str, str | None]) -> str | None:
 
 
 def _folder(folder: str, seen: set[str]) -> Iterator[SourceFile]:
-    """The files below a folder, without hidden ones and those with a zero byte near their start; of a dataset of splits
-    "train".
+    """Yield the files below a folder, without hidden ones and those with a zero byte near their start; a dataset counts
+    as one file, and of one with splits only "train" is read.
 
-    ``seen`` has the real paths of folders that have been read, which are not read again: links may go round.
+    ``seen`` has the real paths of folders that have been read; they are not read again, because links may form a cycle.
     """
     real = os.path.realpath(folder)
     if real in seen:
@@ -196,14 +196,14 @@ def _folder(folder: str, seen: set[str]) -> Iterator[SourceFile]:
 
 
 def _kind(entry: os.DirEntry[str], folder: str) -> Literal["folder", "file"] | None:
-    """What an entry of a folder is; None for what is skipped: hidden, neither of both, or a link to a folder above."""
+    """Return what an entry of a folder is; None if it is hidden, of another kind, or a link to a folder above."""
     if entry.name.startswith("."):
         return None
     try:
         if entry.is_dir():
             return None if entry.is_symlink() and _contains(entry.path, folder) else "folder"
         return "file" if entry.is_file() else None
-    except OSError:  # such as a link to itself
+    except OSError:  # raised by a link to itself, for example
         return None
 
 
@@ -224,7 +224,7 @@ def _is_text(path: str) -> bool:
 
 
 def _check_text(file: SourceFile) -> None:
-    """ConfigError for a file that was named and is none of text."""
+    """Raise ConfigError for a file that the user named and that is not text."""
     if file.kind == "parquet":
         return
     try:
@@ -263,10 +263,10 @@ def _dataset(folder: str) -> SourceFile:
 
 
 def _has_rows(folder: str) -> bool:
-    """Does a dataset have files of rows?  Without any the library cannot open it."""
+    """Return whether a dataset has files of rows; without any the library cannot open it."""
     try:
         return bool(json.loads(Path(folder, DATASET_FILES[0]).read_text(encoding="utf-8"))["_data_files"] != [])
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever reads it says so
+    except (OSError, ValueError, KeyError, TypeError):  # If it is damaged, reading it raises the error.
         return True
 
 
@@ -284,7 +284,7 @@ def _train_split(folder: str) -> str:
 
 
 def _stdlib() -> list[SourceFile]:
-    """The standard library's own modules, no installed packages, no tests; up to a number of MiB."""
+    """Return the standard library's own modules, without installed packages and tests, up to :data:`STDLIB_LIMIT`."""
     folder = sysconfig.get_path("stdlib")
     files: list[SourceFile] = []
     total = 0

@@ -1,4 +1,4 @@
-"""A corpus tokenised once, by a process for each core, into a file of tokens for each side of the split."""
+"""This module tokenises a corpus, with a process for each core, into a file of tokens for each side of the split."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .tokenizer import BYTES, open_tokenizer
 from .worker import SIDES, Done, Job, tokenise
 
 OnProgress = Callable[[int, int], None]
-"""Called with (bytes of text done, bytes of all the text)."""
+"""This callback is called with (bytes of text done, bytes of all the text)."""
 
-IN_FLIGHT = 2  # pieces for each worker that are begun or wait for their turn
-# Text for which starting processes takes longer than the work, in bytes.
-SMALL = {True: 256 << 20, False: 4 << 20}  # of bytes as tokens, of a tokenizer.json
+IN_FLIGHT = 2  # the number of pieces for each worker that are begun or wait for their turn
+# For less text, in bytes, starting processes takes longer than the work; True: bytes are tokens, False: tokenizer.json.
+SMALL = {True: 256 << 20, False: 4 << 20}
 
 
 @dataclass(frozen=True)
 class SplitSide:
-    """One file of tokens: how many documents and tokens it has, and its SHA-256."""
+    """This says of one file of tokens how many documents and tokens it has, and its SHA-256."""
 
     documents: int
     tokens: int
@@ -41,7 +41,7 @@ class SplitSide:
 
 
 def default_workers(size: int, tokenizer: str) -> int:
-    """Processes for ``size`` bytes of text: this one alone where it is little."""
+    """Return how many processes tokenise ``size`` bytes of text: 1, which is this process itself, for little text."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return 1 if size < SMALL[tokenizer == BYTES] else cores
@@ -56,9 +56,9 @@ def tokenise_all(
 ) -> tuple[SplitSide, SplitSide]:
     """Write ``train.bin`` and ``validation.bin`` into ``folder``, the same for any number of workers.
 
-    ``template`` says all of a job but its spans and place. Parts of pieces that are not at their turn yet lie in
-    ``folder`` too, a few for each worker. ConfigError for text that cannot be read; OSError for a folder that cannot be
-    written.
+    ``template`` is a job whose spans and place are ignored. Files of pieces that wait for their turn are in ``folder``
+    too, a few for each worker. ConfigError for text that cannot be read; OSError for a folder that cannot be written;
+    ShardwiseError if a worker dies.
     """
     with _Joined(folder) as joined, _workers(workers) as submit:
         waiting: deque[tuple[list[Span], Path, Future[Done]]] = deque()
@@ -83,7 +83,7 @@ def tokenise_all(
 
 
 class _Joined:
-    """The parts of pieces, one after the other, in two files."""
+    """This appends the tokens of pieces, one after the other, to two files."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [(folder / f"{name}.bin").open("wb") for name in SIDES]
@@ -123,7 +123,7 @@ Submit = Callable[[Job], "Future[Done]"]
 
 @contextmanager
 def _workers(count: int) -> Iterator[Submit]:
-    """Where jobs are done: in this process for one worker, else in ``count`` processes of their own."""
+    """Give a function that does jobs: in this process for one worker, else in ``count`` other processes."""
     if count == 1:
         yield _Here().submit
         return
@@ -132,7 +132,7 @@ def _workers(count: int) -> Iterator[Submit]:
 
 
 class _Here:
-    """Jobs done at once."""
+    """This does jobs in this process, at once."""
 
     def __init__(self) -> None:
         self._opened: tuple[Any, Any] = (None, None)
@@ -147,7 +147,7 @@ class _Here:
 
 
 class _Processes:
-    """Workers as processes of their own, a thread here for each.
+    """Workers are other processes, with a thread for each in this one.
 
     They are started afresh, neither forked (this process may have threads) nor through `multiprocessing` (whose
     children run the user's script again).

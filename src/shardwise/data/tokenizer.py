@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a `tokenizer.json` of the tokenizers library."""
+"""This module has the tokenizers: bytes as they are, or a `tokenizer.json` of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.core.errors import ConfigError, did_you_mean
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
-LONG = 1 << 20  # bytes of text that are encoded in one go
-BATCH = 1 << 20  # bytes of documents that are encoded together
+LONG = 1 << 20  # the number of bytes of text that are encoded in one part
+BATCH = 1 << 20  # the number of bytes of documents that are encoded together
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class Tokenizer(Protocol):
-    """``vocabulary`` tokens, of which ``end`` (its name is ``end_token``) ends every document; ``digest`` says what the
-    tokens of a text depend on."""
+    """A tokenizer has ``vocabulary`` tokens; the token ``end``, called ``end_token``, ends a document. ``digest`` is
+    the same only for tokenizers that give the same tokens."""
 
     vocabulary: int
     end: int
@@ -34,46 +34,45 @@ class Tokenizer(Protocol):
     digest: str
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of each text, without an end."""
+        """Return the tokens of each text, shape (tokens,), without an end token."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; what is no token of this vocabulary is replaced or left out."""
+        """Return the text of tokens; numbers outside the vocabulary are replaced or left out."""
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The smallest unsigned integers that hold all tokens."""
+    """Return the dtype of the smallest unsigned integers that hold all tokens."""
     return np.dtype(next(kind for kind in (np.uint8, np.uint16, np.uint32) if vocabulary <= np.iinfo(kind).max + 1))
 
 
 def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """``"bytes"``, or the tokenizer in a file; ``end_token`` is the token that ends a document (default: the usual
-    ones).
-    """
+    """Return the tokenizer ``"bytes"`` or the one in a file; ``end_token`` ends documents there (default: the first of
+    :data:`END_TOKENS` in its vocabulary)."""
     return BytesTokenizer() if name == BYTES else JsonTokenizer(name, end_token)
 
 
 class BytesTokenizer:
-    """Bytes are tokens; byte 0 ends a document, and a zero byte inside of one becomes a space."""
+    """The tokens are bytes; byte 0 ends a document, and a zero byte inside a document becomes a space."""
 
     def __init__(self) -> None:
         self.vocabulary, self.end, self.digest = BYTE_VOCABULARY, 0, BYTES
         self.end_token: str | None = None
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The bytes of each text, 0x20 for zero bytes: uint8."""
+        """Return the bytes of each text as uint8, with 0x20 for zero bytes."""
         return [np.frombuffer(text.replace(b"\0", b" "), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes, whatever is not UTF-8 (or no byte at all) replaced by U+FFFD."""
+        """Return the text of bytes; U+FFFD replaces whatever is not UTF-8 or not a byte."""
         return bytes(i if 0 <= i < BYTE_VOCABULARY else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer of the tokenizers library in the file ``path``.
+    """This is a tokenizer of the tokenizers library, read from the file ``path``.
 
-    Text that looks like a special token is text, and the file's truncation, padding and template are left aside:
-    documents are encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read, has no
-    such token, or makes that token of text.
+    Text that looks like a special token is text, and the file's truncation, padding and template are ignored:
+    documents are encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read, does not
+    have that token, or makes it from text.
     """
 
     def __init__(self, path: str, end_token: str | None = None) -> None:
@@ -95,7 +94,7 @@ class JsonTokenizer:
         self._dtype = token_dtype(self.vocabulary)
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of each text, which is decoded as UTF-8 (what is not is U+FFFD); a long text is encoded in parts.
+        """Return the tokens of each text, decoded as UTF-8 with U+FFFD for errors; a long text is encoded in parts.
 
         ConfigError for text that this tokenizer cannot encode.
         """
@@ -103,7 +102,7 @@ class JsonTokenizer:
         flat = [part.decode("utf-8", errors="replace") for each in parts for part in each]
         try:
             encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        except Exception as error:  # the library raises nothing more particular
+        except Exception as error:  # the library raises nothing more specific
             wrong = f"{self._path} cannot encode some of the text: {error}"
             legal = "a tokenizer with a token for what it does not know, or one of bytes"
             raise ConfigError.on("data.tokenizer", wrong, legal) from error
@@ -111,7 +110,7 @@ class JsonTokenizer:
         return [each[0] if len(each) == 1 else np.concatenate([np.empty(0, self._dtype), *each]) for each in tokens]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; numbers that are none are left out."""
+        """Return the text of tokens; numbers outside the vocabulary are left out."""
         text: str = self._tokenizer.decode(
             [i for i in map(int, ids) if 0 <= i < self.vocabulary], skip_special_tokens=False
         )
@@ -129,7 +128,7 @@ def _parse(path: str, content: bytes) -> Any:
         raise ConfigError.on("data.tokenizer", wrong, "pip install tokenizers") from error
     try:
         tokenizer = Library.from_buffer(content)
-    except Exception as error:  # the library raises nothing more particular
+    except Exception as error:  # the library raises nothing more specific
         raise ConfigError.on("data.tokenizer", f"{path} is no tokenizer: {error}", _LEGAL) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -151,14 +150,13 @@ def _end_token(path: str, vocabulary: dict[str, int], wanted: str | None) -> str
 
 
 def _keep_from_text(path: str, tokenizer: Any, end_token: str, end: int) -> None:
-    """Have text that looks like the end token be text; ConfigError if the tokenizer cannot."""
+    """Make text that looks like the end token be encoded as text; ConfigError if the tokenizer cannot do this."""
     if not _of_text(tokenizer, end_token, end):
         return
     from tokenizers import AddedToken
 
-    tokenizer.add_special_tokens(
-        [AddedToken(end_token, special=True, normalized=False)]
-    )  # it may be an added one that is not special
+    # The token may have been added to the file without being special.
+    tokenizer.add_special_tokens([AddedToken(end_token, special=True, normalized=False)])
     if _of_text(tokenizer, end_token, end):
         wrong = f"text that has these characters becomes this token of {path}, and would end documents"
         legal = "a token that text does not become, such as one added to the file with add_special_tokens"
@@ -166,16 +164,16 @@ def _keep_from_text(path: str, tokenizer: Any, end_token: str, end: int) -> None
 
 
 def _of_text(tokenizer: Any, end_token: str, end: int) -> bool:
-    """Does the end token's own text become the token, alone or inside of other text?"""
+    """Return whether the end token's own text becomes the token, alone or inside other text."""
     for text in (end_token, f"a{end_token}b", f"a {end_token} b"):
-        with suppress(Exception):  # of a tokenizer that does not know "a"; the library raises nothing more particular
+        with suppress(Exception):  # a tokenizer may not know "a", and the library raises nothing more specific
             if end in tokenizer.encode(text, add_special_tokens=False).ids:
                 return True
     return False
 
 
 def _parts(text: bytes) -> Iterator[bytes]:
-    """A long text in parts, cut after a line's end, before a blank, or at least between characters."""
+    """Yield a long text in parts, cut after a line's end, before a blank, or at least between characters."""
     start = 0
     while len(text) - start > LONG:
         stop = start + LONG

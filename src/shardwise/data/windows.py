@@ -1,4 +1,4 @@
-"""Tokens as a dataset: a sample is a window of them."""
+"""This module makes a dataset of tokens: a sample is a window of them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from shardwise.core.errors import ConfigError
 from .tokenizer import Tokens
 
 IGNORED = -100  # the label of a position that has no target
-RELEASE_ROWS = 1024  # a read of one row may map 16 pages: give up what is mapped before it looks like memory in use
+RELEASE_ROWS = 1024  # After this many rows, which may map 16 pages each, pages are unmapped (see _release).
 
 DocumentFields = Literal["none", "documents", "mask"]
-"""What tells a model where documents end: nothing; ``documents`` for own models; ``attention_mask`` and
-``position_ids``.
-"""
+"""This says which fields tell a model where documents end: none; ``documents`` for models of shardwise and the user; or
+``attention_mask`` and ``position_ids``."""
 
 
 class PackedWindows:
-    """Windows of ``length`` tokens, one after the other, over N tokens: (N - 1) // length samples.
+    """This dataset has consecutive windows of ``length`` tokens over N tokens, that is (N - 1) // length samples.
 
-    A sample is ``{"input_ids": (length,), "labels": (length,)}``, int64. The label of a token is the next one; with
-    ``shifted=False`` the token itself, as transformers' models want it (they shift labels themselves).
+    A sample is ``{"input_ids": (length,), "labels": (length,)}``, int64. The label of a token is the next token; with
+    ``shifted=False`` it is the token itself, because models of transformers shift labels themselves.
 
-    With ``fields`` other than ``"none"`` attention is to stay inside documents, each of which ends with the token
-    ``end``: a label in another document than its token is -100, and a sample also has
+    With ``fields`` other than ``"none"`` attention stays inside documents, each of which ends with the token ``end``.
+    Then a label in another document than its token is -100, and a sample also has
 
-    - for ``"documents"``: ``documents`` (length,) int64, which document of the window, from 0, each token is of;
+    - for ``"documents"``: ``documents`` (length,) int64, the number in the window, from 0, of each token's document;
     - for ``"mask"``: ``attention_mask`` (1, length, length) bool, true where a query (row) may look at a key, and
-      ``position_ids`` (length,) int64, from 0 in each document.
+      ``position_ids`` (length,) int64, which start from 0 in each document.
 
-    ``mapped`` is the mapping that the tokens are read from, if they are. ``name`` is what errors call the text,
-    ``digest`` what tells these tokens from others. ConfigError for too few tokens.
+    ``mapped`` is the mapping that the tokens are read from, if there is one. Errors call the text ``name``, and
+    ``digest`` identifies the tokens. ConfigError for too few tokens.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class PackedWindows:
         return {name: value[0] for name, value in self.read_rows([index]).items()}
 
     def read_rows(self, indices: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]:
-        """The samples at ``indices``, each field with a dim of rows before."""
+        """Return the samples at ``indices`` as fields of shape (rows, *shape)."""
         windows = np.empty((len(indices), self.length + 1), self.tokens.dtype)
         for row, index in enumerate(indices):
             start = int(index) * self.length
@@ -77,7 +76,7 @@ class PackedWindows:
         return {name: torch.from_numpy(value) for name, value in fields.items()}
 
     def _documents(self, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """The fields of documents; labels in another document than their token's are changed in place."""
+        """Return the fields about documents; labels in another document than their token are set to -100 in place."""
         ends = ids == self.end
         if self.shifted:
             labels[ends] = IGNORED  # the next token begins another document
@@ -95,9 +94,8 @@ class PackedWindows:
         return {"attention_mask": mask[:, None], "position_ids": positions}
 
     def _release(self, rows: int) -> None:
-        """Now and then unmap the pages read so far: they stay in the system's cache, but count as memory of this
-        process.
-        """
+        """Now and then unmap the pages read so far: they stay in the system's cache, but no longer count as memory of
+        this process."""
         self._read += rows
         if self._mapped is not None and self._read >= RELEASE_ROWS and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.madvise(mmap.MADV_DONTNEED)

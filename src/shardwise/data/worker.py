@@ -1,7 +1,8 @@
-"""Tokenising one piece of work; as ``python -m shardwise.data.worker``, one piece after the other for a parent process.
+"""This module tokenises one piece of work; ``python -m shardwise.data.worker`` does one after another for its parent.
 
-The parent writes a job as one line of JSON and reads one line of JSON back: what the piece gave, or the error. A worker
-ends when its parent does, for its input ends then. It imports neither torch nor what the user's script imports.
+The parent writes a job as one line of JSON and reads one line of JSON back: the counts of the piece, or the error. A
+worker ends when its parent does, because its input ends then. It imports neither torch nor what the user's script
+imports.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KEY = b"shardwise validation\0"
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of work and where its tokens go: ``<out>.train`` and ``<out>.validation``."""
+    """A job is a piece of work, whose tokens go to the files ``<out>.train`` and ``<out>.validation``."""
 
     spans: tuple[Span, ...]
     field: str
@@ -41,22 +42,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """For each of :data:`SIDES` the documents that ended in a piece and their tokens, ends included."""
+    """This has for each of :data:`SIDES` the number of documents that end in a piece and of its tokens with ends."""
 
     documents: tuple[int, int]
     tokens: tuple[int, int]
 
 
 def side(digest: bytes, validation: float) -> int:
-    """0 (train) or 1 (validation) for a document with this SHA-256: a function of its content alone."""
+    """Return 0 (train) or 1 (validation) for a document with this SHA-256; only its content decides."""
     number = int.from_bytes(hashlib.sha256(KEY + digest).digest()[:8], "big")
     return int(number < validation * 2.0**64)
 
 
 def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
-    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document or
-    cannot be encoded.
-    """
+    """Write the tokens of a piece, each document followed by the end token.  ConfigError for anything that is not a
+    document or cannot be encoded."""
     dtype = token_dtype(tokenizer.vocabulary)
     end = np.array([tokenizer.end], dtype).tobytes()
     documents, tokens = [0, 0], [0, 0]
@@ -86,7 +86,7 @@ def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
 
 
 def _encode(tokenizer: Tokenizer, batch: Sequence[Fragment]) -> list[Tokens]:
-    """The tokens of each fragment; a ConfigError says which file it is about."""
+    """Return the tokens of each fragment; a ConfigError says which file it is about."""
     try:
         return tokenizer.encode([fragment.text for fragment in batch])
     except ConfigError:
@@ -101,9 +101,9 @@ def _encode(tokenizer: Tokenizer, batch: Sequence[Fragment]) -> list[Tokens]:
 def main() -> None:
     """Serve jobs until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent too, which ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # text that a library prints must not be taken for an answer
     made: dict[tuple[str, str | None], Tokenizer] = {}
     for line in sys.stdin:
         job = job_of(json.loads(line))
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def job_of(values: dict[str, Any]) -> Job:
-    """A job from its JSON."""
+    """Return the job of a parsed line of JSON."""
     spans: Sequence[dict[str, Any]] = values.pop("spans")
     return Job(spans=tuple(Span(**span) for span in spans), **values)
 
