@@ -5,9 +5,9 @@ ranks communicate.
 and one whose input is sharded along what it sums over has it split by rows; a table is split by rows where indices come
 from the batch, and a cross-entropy takes scores that are split by classes.  ``lookahead.py`` says where these turns
 would communicate more than they have to.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t
-elements a rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198,
+elements per rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198,
 section 4.2.2): what comes between the products is sharded along the sequence; each all-reduce becomes a reduce-scatter
-and an all-gather, of the same volume together.  The others, and their volumes, are in ``parallel/tensor.py``.
+and an all-gather, of the same total volume.  The others, and their volumes, are in ``parallel/tensor.py``.
 
 Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits
 that come after.
