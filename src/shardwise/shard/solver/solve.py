@@ -125,7 +125,7 @@ def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Obj
     if small.seconds.nbytes > limit:
         raise TooFew(limit, small.seconds.nbytes)
     while True:
-        # The price at which both cost the same: what is cheaper then lies between them.
+        # At this price both cost the same, so what is cheaper lies between them.
         weights = Objective(
             1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes)
         )
