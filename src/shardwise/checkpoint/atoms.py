@@ -17,8 +17,8 @@ class Gather(Protocol):
     order on all ranks."""
 
     def __call__(self, data: bytes, everywhere: bool = True) -> list[bytes]:
-        """Return the ``data`` of all ranks; without ``everywhere`` rank 0 alone gets it and the others get an empty
-        list, as large messages of all ranks together take memory."""
+        """Return the ``data`` of all ranks; without ``everywhere`` rank 0 alone gets it and the others an empty list,
+        so that they need no memory for large messages."""
 
 
 def alone(data: bytes, everywhere: bool = True) -> list[bytes]:

@@ -98,7 +98,7 @@ class Staging:
                 self._memory.append(torch.empty(numel, dtype=torch.uint8, pin_memory=pinned).zero_())
 
     def blocks(self, nbytes: int) -> list[Tensor]:
-        """Return the memory in blocks, smaller ones if the stream is longer, so that filling and emptying overlap."""
+        """Return the memory in blocks, small ones if the stream is longer, so that filling and emptying overlap."""
         size = BLOCK if nbytes <= self.nbytes else max(min(BLOCK, self.nbytes // 4 // UNIT * UNIT), UNIT)
         return [one[start : start + size] for one in self._memory for start in range(0, one.numel(), size)]
 
