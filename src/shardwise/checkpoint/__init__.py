@@ -1,4 +1,4 @@
-"""Checkpoints: written by any number of ranks while training goes on, read by any other number, never unpickled."""
+"""Any number of ranks write a checkpoint while training goes on, and any other number reads it, without unpickling."""
 
 from __future__ import annotations
 

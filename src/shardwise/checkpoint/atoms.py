@@ -1,4 +1,4 @@
-"""The atom of a checkpoint: a box of a named tensor."""
+"""A checkpoint is made of pieces: each is a box (a rectangular part) of a named tensor."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from shardwise.core.layout import Box
 
 
 class Gather(Protocol):
-    """A collective: every rank's bytes, in rank order.  A writer calls it from its own thread, in the same order on all
-    ranks.
-    """
+    """A collective that returns every rank's bytes in rank order.  A writer calls it from its own thread, in the same
+    order on all ranks."""
 
     def __call__(self, data: bytes, everywhere: bool = True) -> list[bytes]:
-        """Without ``everywhere`` rank 0 alone gets them, and the others nothing: what large messages need, whose sum
-        each rank would hold.
-        """
+        """Return the ``data`` of all ranks; without ``everywhere`` rank 0 alone gets it and the others an empty list,
+        so that they need no memory for large messages."""
 
 
 def alone(data: bytes, everywhere: bool = True) -> list[bytes]:
-    """The :class:`Gather` of one rank."""
+    """Return ``data`` alone: this is the :class:`Gather` of a single rank."""
     return [data]
 
 
@@ -33,10 +31,10 @@ class Piece:
     """A box of a tensor and its values.
 
     Args:
-        name: of the tensor, such as ``model.blocks.0.attention.weight``.
-        shape: of the whole tensor, over all ranks.
-        box: which part of it this is; ``Box((), ())`` of a scalar.
-        tensor: the values, of ``box.shape``; when loading, the memory to fill.  On any device; it may be a view.
+        name: the name of the tensor, such as ``model.blocks.0.attention.weight``.
+        shape: the shape of the whole tensor, over all ranks.
+        box: the part of the tensor that this piece holds; ``Box((), ())`` for a scalar.
+        tensor: the values, of shape ``box.shape``, on any device; a view is allowed.  Loading fills it.
     """
 
     name: str
@@ -46,7 +44,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """The number of bytes of its values."""
         return self.box.numel * self.tensor.dtype.itemsize
 
     def check(self) -> None:
@@ -69,18 +67,18 @@ class Piece:
 
 
 def inside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether ``box`` is a part of a tensor of ``shape``."""
+    """Return whether ``box`` lies inside a tensor of ``shape``."""
     sizes = zip(box.start, box.stop, shape, strict=True)
     return all(0 <= start <= stop <= size for start, stop, size in sizes)
 
 
 def span(box: Box) -> str:
-    """``[0:4, 2:3]``: a box for people and for keys of files."""
+    """Return a box in words, such as ``[0:4, 2:3]``."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
 
 
 def dtype_names() -> dict[str, torch.dtype]:
-    """The dtypes that a checkpoint holds, by their names in safetensors."""
+    """Return the dtypes that a checkpoint can hold, by their names in safetensors."""
     return {
         "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
         "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -92,7 +90,7 @@ def dtype_names() -> dict[str, torch.dtype]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of ``dtype``; :class:`ShardwiseError` where it has none."""
+    """Return the safetensors name of ``dtype``; raise :class:`ShardwiseError` where it has none."""
     for name, known in dtype_names().items():
         if known == dtype:
             return name

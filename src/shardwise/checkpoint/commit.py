@@ -1,4 +1,4 @@
-"""What ranks tell each other while a checkpoint is written, and how rank 0 makes it complete."""
+"""Ranks exchange these messages while a checkpoint is written, and rank 0 commits it at the end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .container import Entry, HashedFile
 from .folder import MANIFEST, free_name, publish, sync_folder
 from .manifest import FileRecord, Manifest, Stored, TensorRecord
 
-SLACK = 1 << 20  # bytes for headers and the manifest, when free space is looked at
+SLACK = 1 << 20  # bytes that have to be free for headers and the manifest, besides the values
 
 
 @dataclass(frozen=True)
 class ReadyCheckpoint:
-    """A rank before it writes: its bytes, the bytes that it sees free on the disk, and why it cannot write."""
+    """Each rank sends this before it writes: its bytes, the free bytes of its disk, and why it cannot write (or
+    None)."""
 
     step: int
     nbytes: int
@@ -29,17 +30,17 @@ class ReadyCheckpoint:
     error: str | None
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the message as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> ReadyCheckpoint:
-        """From :meth:`to_bytes`."""
+        """Read what :meth:`to_bytes` returned."""
         return ReadyCheckpoint(**json.loads(data))
 
 
 def refusal(ranks: Sequence[ReadyCheckpoint]) -> str | None:
-    """Why nobody should begin to write, or None; the same on all ranks, as they look at the same answers."""
+    """Return why no rank should begin to write, or None; all ranks see the same messages and so return the same."""
     for rank, ready in enumerate(ranks):
         if ready.error is not None:
             return f"rank {rank}: {ready.error}"
@@ -51,9 +52,9 @@ def refusal(ranks: Sequence[ReadyCheckpoint]) -> str | None:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank after it has written: its file, None where it had nothing to write, and the pieces in it.
+    """Each rank sends this after it has written: its file (None where it had nothing to write) and the pieces in it.
 
-    A piece is [tensor, shape, dtype, key or None, start, stop]; one without elements has no key.
+    A piece is [tensor, shape, dtype, key or None, start, stop]; a piece without elements has no key.
     """
 
     file: str | None
@@ -66,7 +67,7 @@ class RankRecord:
     def of(
         pieces: Sequence[Piece], entries: Sequence[Entry], file: str | None, nbytes: int, sha256: str, error: str | None
     ) -> RankRecord:
-        """From the pieces of a rank, those in the file first, and their entries in it."""
+        """Make the record of a rank from its pieces, those in the file first, and their entries in the file."""
         keys = [entry.key for entry in entries] + [None] * (len(pieces) - len(entries))
         described = [
             [one.name, list(one.shape), dtype_name(one.tensor.dtype), key, list(one.box.start), list(one.box.stop)]
@@ -75,39 +76,39 @@ class RankRecord:
         return RankRecord(file, nbytes, sha256, described, error)
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the message as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> RankRecord:
-        """From :meth:`to_bytes`."""
+        """Read what :meth:`to_bytes` returned."""
         return RankRecord(**json.loads(data))
 
 
 @dataclass(frozen=True)
 class End:
-    """How a save ended: the checkpoint's ``path`` or an ``error``, and the bytes of all ranks' files."""
+    """Rank 0 sends this at the end: the checkpoint's ``path`` or an ``error``, and the bytes of all ranks' files."""
 
     path: str | None
     error: str | None
     nbytes: int
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Return the message as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> End:
-        """From :meth:`to_bytes`."""
+        """Read what :meth:`to_bytes` returned."""
         return End(**json.loads(data))
 
 
 def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records: Sequence[RankRecord]) -> Path:
-    """Write the manifest into ``part`` and make it a checkpoint of ``folder``.
+    """Write the manifest into ``part``, make it a checkpoint of ``folder`` and return its path.
 
     Raises:
         ShardwiseError: a rank failed, or the pieces of all ranks do not tile every tensor.
-        OSError: the disk does not take it.
+        OSError: the disk refuses a write.
     """
     for rank, record in enumerate(records):
         if record.error is not None:
@@ -125,12 +126,12 @@ def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records
         file.close()
     path = free_name(folder, step)
     publish(part, path)
-    sync_folder(folder.parent)  # for the first checkpoint, which has made the folder
+    sync_folder(folder.parent)  # the first checkpoint has made the folder
     return path
 
 
 def _tensors(records: Sequence[RankRecord]) -> dict[str, TensorRecord]:
-    """The tensors that the pieces of all ranks are parts of."""
+    """Return the records of all tensors, put together from the pieces of all ranks."""
     heads: dict[str, tuple[tuple[int, ...], str]] = {}
     stored: dict[str, list[Stored]] = {}
     for rank, record in enumerate(records):

@@ -1,7 +1,7 @@
-"""The safetensors container: eight bytes of length, a JSON header, the values in little-endian order without gaps.
+"""A safetensors file has eight bytes of length, a JSON header, and the values in little-endian order without gaps.
 
-Source: the format's own description, https://github.com/huggingface/safetensors#format.  Written here in one pass, so
-that the values are hashed on their way from staging memory to the disk and copied nowhere else.
+Source: the format's own description, https://github.com/huggingface/safetensors#format.  :class:`HashedFile` writes in
+one pass, so that the values are hashed on their way from staging memory to the disk and copied nowhere else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .strict import LARGEST, FileError, parse_json, regular_size
 
 ALIGN = 64
 LONGEST_HEADER = 99_000_000  # safetensors reads headers up to 100 MB
-CHUNK = 8 << 20  # bytes in one write and one update of a hash
+CHUNK = 8 << 20  # the bytes of one write and of one update of a hash
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file; ``start`` and ``stop`` are bytes, from the first byte of values on."""
+    """A tensor in a file; ``start`` and ``stop`` are its bytes, counted from the first byte of all values."""
 
     key: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Entry:
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Entry]:
-    """Place tensors one after the other; wide dtypes have to come first, for each to be aligned to its own width."""
+    """Place tensors (key, shape, dtype) one after the other; wide dtypes must come first, so that each is aligned."""
     found, end = [], 0
     for key, shape, dtype in tensors:
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -52,7 +52,7 @@ def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> list
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the values, padded so that they begin at a multiple of 64 bytes."""
+    """Return the length and the JSON header, padded so that the values begin at a multiple of 64 bytes."""
     if sys.byteorder != "little":
         raise ShardwiseError("checkpoints can only be written by a little-endian machine")
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -69,10 +69,10 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a file and its metadata.
+    """Return the tensors of a file, by key, and its metadata.
 
     Raises:
-        ConfigError: naming the file, where it is not a whole and well-formed safetensors file.
+        ConfigError: the file is not a complete, well-formed safetensors file; the message names it.
     """
     size = regular_size(path)
     try:
@@ -102,7 +102,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def _entry(path: Path, key: str, value: Any) -> Entry:
-    """A tensor as the header describes it, checked."""
+    """Check and return the entry of one tensor in the header."""
     wrong = FileError(path, f"not a safetensors file: the header's entry {key!r} is not legal")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise wrong
@@ -122,7 +122,7 @@ def _entry(path: Path, key: str, value: Any) -> Entry:
 
 
 class HashedFile:
-    """A new file that is hashed while it is written; ``close`` puts it on the disk for good."""
+    """A new file that is hashed while it is written; ``sync`` waits until it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self.nbytes = 0
@@ -130,7 +130,7 @@ class HashedFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes; OSError where the disk takes no more.  Neither hashing nor writing holds the GIL."""
+        """Append bytes; raise OSError where the disk takes no more.  Neither hashing nor writing holds the GIL."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
@@ -140,18 +140,18 @@ class HashedFile:
         self.nbytes += len(view)
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk."""
+        """Wait until everything written is on the disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it, written or not."""
+        """Close the file; closing it again does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     @property
     def sha256(self) -> str:
-        """The digest of what has been written."""
+        """The SHA-256 of what has been written, in hexadecimal."""
         return self._hash.hexdigest()
 
 
@@ -161,7 +161,7 @@ def write_file(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write tensors that ``read`` gives one at a time: at most one of them is in memory."""
+    """Write tensors (key, shape, dtype) whose values ``read`` returns by key; one at a time is in memory."""
     ordered = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)
     file = HashedFile(path)
     try:
@@ -179,10 +179,10 @@ def write_as_they_come(
     values: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write ``tensors``, whose ``values`` come one at a time in whatever order; others among them are passed over.
+    """Write ``tensors`` (key, shape, dtype) from ``values``, which come one at a time in any order; others are skipped.
 
-    All values are asked for even where the disk takes no more, which is an OSError at the end: who gives them may need
-    others to do so.
+    All values are consumed even after a write has failed, because producing them may be a collective; that OSError is
+    raised at the end.  A value that is missing or has another shape or dtype raises :class:`ShardwiseError`.
     """
     entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
     failure: OSError | None = None
@@ -214,7 +214,7 @@ def write_as_they_come(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in row-major order, on the CPU."""
+    """Return the bytes of a tensor of any shape, in row-major order, on the CPU."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -222,7 +222,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def hash_file(path: Path) -> str:
-    """The SHA-256 of a file; ConfigError where it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal; raise ConfigError where it cannot be read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
     try:

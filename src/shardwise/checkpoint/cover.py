@@ -1,4 +1,4 @@
-"""Do boxes tile a tensor: each element in exactly one of them?"""
+"""Boxes tile a tensor if each of its elements lies in exactly one of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .atoms import inside, span
 
 
 def cover_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with ``boxes`` as a tiling of a tensor of ``shape``, in words, or None.
+    """Return in words why ``boxes`` do not tile a tensor of ``shape``, or None if they do.
 
-    Boxes without elements count for nothing.  They are swept in the order of their first dim, so that only boxes which
-    meet there are compared: flat ranges take n log n.
+    Boxes without elements are ignored.  The others are swept along the first dim, so that only boxes that overlap there
+    are compared: flat ranges take n log n.
     """
     for box in boxes:
         if len(box.start) != len(shape) or not inside(box, shape):

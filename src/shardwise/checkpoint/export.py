@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder of safetensors that other programs read."""
+"""A checkpoint's model is exported as a folder of safetensors files that other programs read."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .manifest import TensorRecord
 from .reader import Checkpoint
 from .weights import INDEX, MODEL, SINGLE, aliases_of
 
-SHARD_BYTES = 5 * 2**30
+SHARD_BYTES = 5 * 2**30  # the most bytes of one file
 
 
 def export(
     checkpoint: Checkpoint, out: Path, *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """Write the model of a checkpoint into the new folder ``out``; returns the files.
+    """Write the model of a checkpoint into the new folder ``out`` and return the paths of its files.
 
-    A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once.
-    Any other gets plain safetensors, whose metadata map the other names of tied tensors to the one that is there.
-    Files larger than ``shard_bytes`` are split, with an index.  ``dtype`` converts floating tensors.  The checkpoint is
-    verified first, one tensor at a time is in memory, and ``out`` appears when all of it is written.
+    A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once,
+    unless that config turns tying off.  The metadata of any other model map the other names of a tied tensor to the one
+    that is there.  A model of more than ``shard_bytes`` bytes is split into files with an index.  ``dtype`` converts
+    floating tensors. The checkpoint is verified first, one tensor is in memory at a time, and ``out`` appears when all
+    is written.
 
     Raises:
-        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a disk that does not
-        take it.
+        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a failed write.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -59,12 +59,12 @@ def export(
 
 
 def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
-    """Write all files into ``part``; returns their names."""
+    """Write all files into ``part`` and return their names."""
     tensors = _tensors(checkpoint, dtype)
     transformers = _transformers(checkpoint)
     aliases = aliases_of(checkpoint)
     if transformers is not None and transformers["config"].get("tie_word_embeddings") is False:
-        # from_pretrained ties nothing then, so that each name needs its values
+        # from_pretrained ties nothing then, so each name needs its values
         tensors.update({alias: tensors[name] for alias, name in aliases.items()})
     metadata = {"format": "pt"} if transformers is not None else {"format": "pt", **aliases}
     shards = _shards(tensors, shard_bytes)
@@ -91,7 +91,7 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
 
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorRecord]:
-    """The model's tensors by their names in the model, with the dtype that they are written in."""
+    """Return the model's tensors by their names in the model, with the dtypes that they are written in."""
     found = {}
     for name, one in checkpoint.tensors.items():
         if name.startswith(MODEL):
@@ -105,7 +105,7 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Ten
 
 
 def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Class and configuration of a transformers model, as the checkpoint has them; None for another model."""
+    """Return the class and config of a transformers model as the checkpoint has them; None for another model."""
     model = checkpoint.meta.get("model")
     found = model.get("transformers") if isinstance(model, Mapping) else None
     if found is None:
@@ -124,7 +124,7 @@ def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _config(transformers: Mapping[str, Any], tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """What ``config.json`` holds: the model's class, and as dtype the one that the tensors have."""
+    """Return the content of ``config.json``: the model's class, and the dtype of its tensors if all have the same."""
     config = {**transformers["config"], "architectures": [transformers["class"]]}
     dtypes = {one.dtype for one in tensors.values() if one.dtype.is_floating_point}
     if len(dtypes) == 1:
@@ -134,7 +134,7 @@ def _config(transformers: Mapping[str, Any], tensors: Mapping[str, TensorRecord]
 
 
 def _shards(tensors: Mapping[str, TensorRecord], shard_bytes: int) -> list[list[str]]:
-    """The names of each file: in order, as many as fit; a larger tensor has a file of its own."""
+    """Return the tensor names of each file, in order, as many as fit; a larger tensor has a file of its own."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, tensor in tensors.items():

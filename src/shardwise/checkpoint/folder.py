@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: names, what is complete, and how one appears and goes at once.
+"""Checkpoints appear in the folder of a run, and disappear from it, atomically.
 
 A checkpoint is complete exactly if it has its own name: it is written under a name that begins with a dot and ends with
-``.part``, and renamed when every byte of it is on the disk.  It goes the same way: renamed first, then removed.  A step
-that is saved again gets the name ``step_00000100_2``; the older one goes after that, so there is no moment without
-either, and where both are there the higher number counts.
+``.part``, and renamed when every byte of it is on the disk.  It is removed the same way: renamed first, then deleted.
+A step that is saved again gets the name ``step_00000100_2`` before the older checkpoint is removed, so at least one of
+them is always there; where both are, the higher number counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PART = re.compile(r"\.step_.*\.part")
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file that ``rank`` writes."""
+    """Return the name of the file that ``rank`` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint's name, None where it has another name."""
+    """Return the step in a checkpoint's name, or None where the name is not that of a checkpoint."""
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
@@ -38,7 +38,7 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def all_complete(folder: Path) -> list[Path]:
-    """All complete checkpoints, those replaced included, oldest step first."""
+    """Return all complete checkpoints, including replaced ones, oldest step first."""
     try:
         names = [Path(entry.path) for entry in os.scandir(folder) if _NAME.fullmatch(entry.name)]
     except OSError:
@@ -47,26 +47,24 @@ def all_complete(folder: Path) -> list[Path]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of ``RUN_DIR/checkpoints``, oldest step first; none where the folder does not exist."""
-    newest = {
-        _order(path)[0]: path for path in all_complete(folder)
-    }  # a later saving of a step takes the earlier one's place
+    """Return the complete checkpoints of ``RUN_DIR/checkpoints``, oldest step first; none where it does not exist."""
+    newest = {_order(path)[0]: path for path in all_complete(folder)}  # a later save of a step replaces the earlier one
     return list(newest.values())
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def part_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Return the folder that holds a checkpoint of ``step`` while it is written."""
     return folder / f".step_{step:08d}.part"
 
 
 def free_name(folder: Path, step: int) -> Path:
-    """The name that a checkpoint of ``step`` gets: after every one that there is of this step."""
+    """Return the path for a new checkpoint of ``step``, numbered after all existing ones of this step."""
     taken = [
         int(found[2] or 1)
         for entry in os.scandir(folder)
@@ -76,14 +74,14 @@ def free_name(folder: Path, step: int) -> Path:
 
 
 def publish(part: Path, path: Path) -> None:
-    """Give a folder its name; all of it has to be on the disk by then, its own list of files included."""
+    """Rename the folder ``part`` to its final name ``path``; the content of its files has to be on the disk already."""
     sync_folder(part)
     part.rename(path)
     sync_folder(path.parent)
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove checkpoints, each no longer complete from one moment to the next; OSError where that fails."""
+    """Remove checkpoints, each renamed first so that it stops being complete at once; raise OSError on failure."""
     for path in paths:
         aside = path.with_name(f".{path.name}.old.part")
         shutil.rmtree(aside, ignore_errors=True)
@@ -93,14 +91,14 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs left half written; OSError where that fails."""
+    """Remove what killed runs left half written or half removed; raise OSError on failure."""
     for entry in list(os.scandir(folder)):
         if _PART.fullmatch(entry.name):
             remove_tree(Path(entry.path))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all in it, or a file or link of that name; nothing where there is none."""
+    """Remove a folder and its content, or a file or link; do nothing where ``path`` does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -108,11 +106,11 @@ def remove_tree(path: Path) -> None:
 
 
 def superseded(folder: Path, saved: Path, keep_last: int, keep_every: int | None) -> list[Path]:
-    """What may go after ``saved`` is complete.
+    """Return the checkpoints that may be removed once ``saved`` is complete.
 
-    Kept are the ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, and all later
-    steps: they are there if a run went back to an older checkpoint, and are nobody's to remove but the user's.  Of a
-    step that was saved more than once only the last is kept.
+    The ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, and all later steps are
+    kept: later steps are there if a run went back to an older checkpoint, and only the user may remove them.  Of a step
+    that was saved more than once only the last is kept.
     """
     found = all_complete(folder)
     step = _order(saved)[0]
@@ -123,7 +121,7 @@ def superseded(folder: Path, saved: Path, keep_last: int, keep_every: int | None
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the list of a folder's files is on the disk, where the file system can be asked for that."""
+    """Wait until the list of a folder's files is on the disk, where the file system supports that."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

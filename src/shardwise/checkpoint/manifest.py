@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, in which files, and what these have to be."""
+"""A checkpoint's manifest says what it holds, in which files, and the size and SHA-256 that each file must have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a tensor: tensor ``key`` of ``file``."""
+    """A box of a tensor, stored as tensor ``key`` of ``file``."""
 
     file: str
     key: str
@@ -36,7 +36,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor and the boxes that tile it; one without elements has none."""
+    """A whole tensor and the boxes that tile it; a tensor without elements has no boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,13 +44,13 @@ class TensorRecord:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """The number of bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a data file has to be."""
+    """The size and SHA-256 that a data file must have."""
 
     nbytes: int
     sha256: str
@@ -58,7 +58,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says of itself; ``meta`` is the caller's, any JSON object."""
+    """Everything that a checkpoint says about itself; ``meta`` is any JSON object that the caller gave."""
 
     step: int
     ranks: int
@@ -67,7 +67,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
     def fault(self) -> str | None:
-        """What is wrong with it, in words: boxes that do not tile their tensor, a file without a record; or None."""
+        """Return what is wrong, in words: boxes that do not tile their tensor, a file without a record; or None."""
         used: set[tuple[str, str]] = set()
         for name, tensor in self.tensors.items():
             wrong = cover_fault(tensor.shape, [piece.box for piece in tensor.pieces])
@@ -83,7 +83,7 @@ class Manifest:
         return f"file {min(unused)!r} holds no tensor" if unused else None
 
     def to_bytes(self) -> bytes:
-        """As JSON, with a digest of its own content."""
+        """Return the manifest as JSON, with a digest of its own content."""
         content = self._content()
         return json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False).encode() + b"\n"
 
@@ -111,10 +111,10 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of a checkpoint's folder.
+        """Return the manifest of a checkpoint's folder.
 
         Raises:
-            ConfigError: naming the file, where it is missing, damaged, of another program or of a newer shardwise.
+            ConfigError: the manifest, which is named, is missing, damaged, of another program or of a newer shardwise.
         """
         path = folder / MANIFEST
         value = parse_json(path, read_bytes(path))
@@ -133,7 +133,8 @@ class Manifest:
 
 
 def plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """``meta`` as JSON gives it back; :class:`ShardwiseError` where JSON would change it or cannot hold it."""
+    """Return ``meta`` as JSON reads it back; :class:`ShardwiseError` for what JSON cannot hold, or keys other than
+    text."""
     _check_keys("meta", meta)
     try:
         return dict(json.loads(json.dumps(dict(meta), allow_nan=False)))
@@ -142,7 +143,7 @@ def plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(where: str, value: Any) -> None:
-    """JSON would turn the key 1 into "1" without a word."""
+    """Raise where a key is not text: JSON would silently turn the key 1 into "1"."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             if not isinstance(key, str):
@@ -166,7 +167,7 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _parse(path: Path, value: Any) -> Manifest:
-    """A manifest from its JSON value, checked field by field and as a whole."""
+    """Return a manifest from its JSON value, checked field by field and as a whole."""
     fields = Fields(path, "", value)
     fields.take("format", str)
     fields.number("version", 1)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: any boxes, on any number of ranks."""
+"""A checkpoint can be read in any boxes, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Checkpoint", "checkpoints", "latest"]
 
 @dataclass(frozen=True)
 class _Copy:
-    """Values to bring from tensor ``key`` of a file into memory."""
+    """A copy from the slices ``source`` of tensor ``key`` in a file to ``target``, of the same shape."""
 
     key: str
     source: tuple[slice, ...]
@@ -47,35 +47,35 @@ class Checkpoint:
         """Read the manifest of a checkpoint's folder.
 
         Raises:
-            ConfigError: naming the file, where it is missing, damaged, foreign, or of a newer shardwise.
+            ConfigError: the manifest, which is named, is missing, damaged, of another program or of a newer shardwise.
         """
         path = Path(path)
         return Checkpoint(path, Manifest.read(path))
 
     @property
     def step(self) -> int:
-        """The step after which it was taken."""
+        """The training step after which it was saved."""
         return self.manifest.step
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the caller of ``save`` gave on rank 0."""
+        """The ``meta`` that rank 0 gave to ``save``."""
         return MappingProxyType(dict(self.manifest.meta))
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """Name → shape, dtype and pieces."""
+        """The shape, dtype and pieces of each tensor, by name."""
         return MappingProxyType(dict(self.manifest.tensors))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all data files."""
+        """The number of bytes of all data files."""
         return sum(file.nbytes for file in self.manifest.files.values())
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Read every ``parts``-th file from ``part`` on: its size, its SHA-256, and its header against the manifest.
+        """Check every ``parts``-th file from number ``part`` on: its size, SHA-256 and header against the manifest.
 
-        Ranks that load may share the work; each raises only for its own files.  ConfigError naming the file.
+        Ranks that load may share the work; each raises ConfigError, which names the file, for its own files only.
         """
         for name in sorted(self.manifest.files)[part::parts]:
             self._check_header(name)
@@ -87,15 +87,14 @@ class Checkpoint:
                 )
 
     def load(self, pieces: Iterable[Piece]) -> None:
-        """Fill each ``piece.tensor`` from the boxes that meet it.
+        """Fill each ``piece.tensor`` from the stored boxes that overlap it.
 
-        Sizes and headers of the files are checked, digests are not: that is :meth:`verify`.  All is checked before the
-        first byte is copied.
+        The sizes and headers of the files are checked but not their digests, which :meth:`verify` checks.  Everything
+        is checked before the first byte is copied.
 
         Raises:
-            ConfigError: a name that is not there, another shape or dtype, a file that is missing or not what the
-            manifest says.
-            ShardwiseError: a piece that contradicts itself.
+            ConfigError: a name is not there, a shape or dtype differs, or a file is missing or not as in the manifest.
+            ShardwiseError: a piece contradicts itself.
         """
         copies: dict[str, list[_Copy]] = {}
         for piece in pieces:
@@ -109,16 +108,16 @@ class Checkpoint:
             self._read(file, listed)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU."""
+        """Return a whole tensor, in its recorded shape and dtype, on the CPU."""
         record = self.record(name)
         for file in {piece.file for piece in record.pieces}:
-            self._check_header(file)  # before memory is asked for
+            self._check_header(file)  # before memory is allocated
         values = torch.empty(record.shape, dtype=record.dtype)
         self.load([Piece(name, record.shape, Box((0,) * len(record.shape), record.shape), values)])
         return values
 
     def record(self, name: str) -> TensorRecord:
-        """The record of a tensor; ConfigError where there is none of this name."""
+        """Return the record of a tensor; raise ConfigError where there is none of this name."""
         try:
             return self.manifest.tensors[name]
         except KeyError:
@@ -134,7 +133,7 @@ class Checkpoint:
             raise ConfigError(f"{self.path}: {piece.name!r} is {record.dtype}, not {piece.tensor.dtype}")
 
     def _check_header(self, name: str) -> None:
-        """The file is there, as long as the manifest says, and holds exactly the tensors that it should."""
+        """Check that a file has the size that the manifest says and holds exactly the tensors that it should."""
         path, record = self.path / name, self.manifest.files[name]
         size = regular_size(path)
         if size != record.nbytes:
@@ -154,12 +153,12 @@ class Checkpoint:
 
     @cached_property
     def _checked(self) -> dict[str, int]:
-        """The files whose header is right, and when they were last changed."""
+        """The files whose header has been found right, and when they were last changed (ns)."""
         return {}
 
     @cached_property
     def _wanted(self) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """File → key → the shape and dtype that the manifest says are there."""
+        """The shape and dtype that the manifest says each file holds under each key."""
         found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {name: {} for name in self.manifest.files}
         for tensor in self.manifest.tensors.values():
             for piece in tensor.pieces:
@@ -177,7 +176,7 @@ class Checkpoint:
 
 
 def _copies(record: TensorRecord, piece: Piece) -> list[tuple[str, _Copy]]:
-    """What to bring from which file to fill a piece; the boxes of ``record`` tile the whole tensor."""
+    """Return (file, copy) for each stored box that fills part of a piece; the boxes of ``record`` tile its tensor."""
     found, held = [], 0
     for stored in record.pieces:
         box = stored.box.intersect(piece.box)
@@ -195,7 +194,7 @@ def _copies(record: TensorRecord, piece: Piece) -> list[tuple[str, _Copy]]:
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of ``box`` in an array that holds ``outer``."""
+    """Return the index of ``box`` in an array that holds ``outer``."""
     ends = zip(box.start, box.stop, outer.start, strict=True)
     return tuple(slice(start - base, stop - base) for start, stop, base in ends)
 

@@ -1,7 +1,7 @@
-"""Staging: the values of a moment, copied aside within bounded memory and read from there by a thread that writes.
+"""Staging copies the values of one moment aside, into bounded memory from which another thread writes them.
 
-The pieces are one stream of bytes.  The memory is cut into blocks: one thread fills free blocks, in order, another
-empties them. If the stream is no longer than the memory, the filler never waits.  If it is longer, filling goes on as
+The pieces form one stream of bytes.  The memory is cut into blocks: one thread fills free blocks, in order, another
+empties them.  If the stream is no longer than the memory, the filler never waits.  If it is longer, filling goes on as
 blocks come back.
 """
 
@@ -19,16 +19,15 @@ from shardwise.core.flat import range_boxes
 
 from .atoms import Piece
 
-BLOCK = 16 << 20  # a power of two
-UNIT = 64  # blocks begin at multiples of it, so that every dtype is aligned in them
+BLOCK = 16 << 20  # bytes, a power of two
+UNIT = 64  # bytes; blocks begin at multiples of it, so that every dtype is aligned in them
 LEAST_BYTES = 4 * UNIT
 
 
 @dataclass(frozen=True)
 class StagedRun:
-    """Bytes ``start`` to ``stop`` of the stream: ``raw`` where they are contiguous in memory, else the ``strided``
-    tensor.
-    """
+    """Bytes ``start`` to ``stop`` of the stream: ``raw`` if they are contiguous in memory, else a ``strided``
+    tensor."""
 
     start: int
     stop: int
@@ -37,7 +36,7 @@ class StagedRun:
 
 
 def runs_of(pieces: Sequence[Piece]) -> list[StagedRun]:
-    """The stream of ``pieces``, in order; neighbours in memory become one run."""
+    """Return the stream of ``pieces`` as runs, in order; pieces that are neighbours in memory become one run."""
     found: list[StagedRun] = []
     end = 0
     for piece in pieces:
@@ -59,7 +58,7 @@ def runs_of(pieces: Sequence[Piece]) -> list[StagedRun]:
 
 
 def _joined(before: Tensor | None, after: Tensor) -> Tensor | None:
-    """Both as one view, if they are neighbours in the same memory."""
+    """Return both as one view if they are neighbours in the same memory, else None."""
     if before is None or before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
         return None
     if before.storage_offset() + before.numel() != after.storage_offset():
@@ -69,10 +68,10 @@ def _joined(before: Tensor | None, after: Tensor) -> Tensor | None:
 
 
 class Staging:
-    """Memory for values on their way to the disk, made once and used again; ``bound`` is the most bytes it may take.
+    """Memory for values on their way to the disk, allocated once and reused; ``bound`` is the most bytes it may take.
 
-    It is made a block at a time: torch rounds each allocation of page-locked memory up to a power of two, which a block
-    is.
+    It is allocated a block at a time: torch rounds each allocation of page-locked memory up to a power of two, and the
+    size of a block is one.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -81,35 +80,32 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes now."""
+        """The number of bytes that are allocated now."""
         return sum(one.numel() for one in self._memory)
 
     def needed(self, nbytes: int) -> int:
-        """The bytes it takes once a stream of ``nbytes`` has passed through it."""
+        """Return the bytes that are allocated once a stream of ``nbytes`` bytes has passed through it."""
         whole = -(-nbytes // UNIT) * UNIT
         return max(self.nbytes, whole if self.bound is None else min(whole, self.bound // UNIT * UNIT))
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Make the memory for a stream of ``nbytes``, and touch each page of it; pinned memory is for copies from a
-        GPU.
-        """
+        """Allocate the memory for a stream of ``nbytes`` and touch each page; copies from a GPU need ``pinned``."""
         size = self.needed(nbytes)
         if size > self.nbytes or (pinned and not all(one.is_pinned() for one in self._memory)):
-            self._memory.clear()  # the old memory goes first: never both
+            self._memory.clear()  # the old memory is freed first, so that both are never held
             for start in range(0, size, BLOCK):
                 numel = min(BLOCK, size - start)
                 self._memory.append(torch.empty(numel, dtype=torch.uint8, pin_memory=pinned).zero_())
 
     def blocks(self, nbytes: int) -> list[Tensor]:
-        """The memory in blocks; several, where it is smaller than the stream, so that filling and emptying overlap."""
+        """Return the memory in blocks, small ones if the stream is longer, so that filling and emptying overlap."""
         size = BLOCK if nbytes <= self.nbytes else max(min(BLOCK, self.nbytes // 4 // UNIT * UNIT), UNIT)
         return [one[start : start + size] for one in self._memory for start in range(0, one.numel(), size)]
 
 
 class Stream:
-    """One passage of runs through blocks.  ``fill`` is called by the thread that has the values, ``take`` by the one
-    that writes.
-    """
+    """One passage of runs through blocks: the thread that has the values calls ``fill``, the one that writes
+    ``take``."""
 
     def __init__(self, runs: Sequence[StagedRun], blocks: Sequence[Tensor]) -> None:
         self._runs = runs
@@ -120,7 +116,7 @@ class Stream:
             self._free.put(block)
 
     def fill(self) -> None:
-        """Copy all runs; returns when the last byte is copied, or when the taker has given up."""
+        """Copy all runs, and return when the last byte is copied or when the taker has given up."""
         total = self._runs[-1].stop if self._runs else 0
         position, index, event = 0, 0, None
         try:
@@ -144,7 +140,7 @@ class Stream:
             self._full.put(None)
 
     def take(self) -> memoryview | None:
-        """The next bytes, to be used before the next call; None after the last, also where ``fill`` ended early."""
+        """Return the next bytes, valid until the next call; None after the last, or where ``fill`` ended early."""
         if self._taken is not None:
             self._free.put(self._taken)
             self._taken = None
@@ -158,7 +154,7 @@ class Stream:
         return memoryview(block.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
 
     def _recorded(self) -> torch.Event | None:
-        """An event after the copies into a block that a device makes; None where the host has made them."""
+        """Return an event after the copies into a block if a device makes them; None if the host has made them."""
         tensors = (run.strided if run.raw is None else run.raw for run in self._runs)
         device = next(
             (tensor.device for tensor in tensors if tensor is not None and Backend.of(tensor.device).asynchronous), None
@@ -166,7 +162,7 @@ class Stream:
         return None if device is None else Backend.of(device).event(device)
 
     def give_up(self) -> None:
-        """Nothing more is taken: ``fill`` returns instead of waiting for a free block."""
+        """Take nothing more: ``fill`` returns instead of waiting for a free block."""
         self._free.put(None)
 
 

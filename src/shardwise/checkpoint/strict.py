@@ -1,4 +1,4 @@
-"""Reading files that may be damaged or foreign: every fault is a ConfigError that begins with the file's path."""
+"""Files that may be damaged or foreign are read here; every fault is a ConfigError that begins with the file's path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 
-LARGEST = 2**60  # of sizes and numbers of elements: what torch can still address
+LARGEST = 2**60  # the largest size or number of elements: torch can still address it
 
 
 class FileError(ConfigError):
@@ -21,7 +21,7 @@ class FileError(ConfigError):
 
 
 def regular_size(path: Path) -> int:
-    """The bytes of an ordinary file; ConfigError where there is none.  Opening a pipe, say, would wait for ever."""
+    """Return the bytes of a regular file, else raise ConfigError: opening a pipe, say, would wait forever."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
@@ -33,7 +33,7 @@ def regular_size(path: Path) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole of an ordinary file."""
+    """Return the content of a regular file; raise ConfigError where it cannot be read."""
     regular_size(path)
     try:
         return path.read_bytes()
@@ -42,7 +42,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_json(path: Path, text: bytes) -> Any:
-    """A JSON value of strict UTF-8, without keys that come twice, NaN or infinities."""
+    """Return the value of JSON text; only strict UTF-8 without duplicate keys, NaN or infinities is accepted."""
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -62,7 +62,7 @@ def _refuse(word: str) -> Any:
 
 
 class Fields:
-    """The fields of a JSON object of a file, taken one by one with their types; ``where`` says which object it is."""
+    """The fields of a JSON object in a file, taken one by one with their types; ``where`` says which object it is."""
 
     def __init__(self, path: Path, where: str, value: Any) -> None:
         self.path, self.where = path, where
@@ -71,7 +71,7 @@ class Fields:
         self._left = dict(value)
 
     def take(self, key: str, kind: type) -> Any:
-        """The value of ``key``, which has to be there and of this type."""
+        """Return the value of ``key``, which has to be there and of type ``kind``."""
         if key not in self._left:
             raise self.wrong(key, "is missing")
         value = self._left.pop(key)
@@ -80,40 +80,40 @@ class Fields:
         return value
 
     def number(self, key: str, least: int = 0) -> int:
-        """The whole number of ``key``."""
+        """Return the whole number of ``key``, which has to be ``least`` or more."""
         value = self.take(key, int)
         if value < least:
             raise self.wrong(key, f"is {value}; legal: {least} or more")
         return int(value)
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """The list of whole numbers, none negative, of ``key``."""
+        """Return the list of whole numbers of ``key``, none of which may be negative."""
         values = self.take(key, list)
         if any(not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST for value in values):
             raise self.wrong(key, "is not a list of whole numbers of 0 or more")
         return tuple(values)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of ``key``."""
+        """Return the shape of ``key``."""
         values = self.numbers(key)
         if math.prod(max(value, 1) for value in values) > LARGEST:
             raise self.wrong(key, "is larger than any tensor")
         return values
 
     def digest(self, key: str) -> str:
-        """The SHA-256 of ``key``, in hexadecimal."""
+        """Return the SHA-256 of ``key``, in hexadecimal."""
         value = self.take(key, str)
         if len(value) != 64 or set(value) - set("0123456789abcdef"):
             raise self.wrong(key, "is no SHA-256")
         return str(value)
 
     def end(self) -> None:
-        """All fields have been taken; ConfigError naming one that is left."""
+        """Raise ConfigError if a field has not been taken."""
         for key in self._left:
             raise self.wrong(key, "is not known to this version")
 
     def wrong(self, key: str, what: str) -> FileError:
-        """The error that says what is wrong with ``key``."""
+        """Return the error that says what is wrong with ``key``."""
         return FileError(self.path, f"damaged: {f'{self.where}.' if self.where else ''}{key} {what}")
 
 

@@ -1,4 +1,4 @@
-"""Starting from saved weights: a Hugging Face folder, a safetensors file, or a checkpoint of shardwise."""
+"""Training can start from saved weights: a Hugging Face folder, a safetensors file, or a checkpoint of shardwise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .reader import Checkpoint
 from .strict import Fields, FileError, parse_json, read_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MODEL = "model."
-LISTED = 12  # names in one error
+MODEL = "model."  # the prefix of the model's tensors in a checkpoint
+LISTED = 12  # the most names in one error
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class Weights:
     """Named tensors of a file or folder, read one at a time; ``path`` is what the user named.
 
     Args:
-        shapes: name → shape.
-        dtypes: name → dtype.
-        aliases: other name → name, of tensors that their model ties.
+        shapes: the shape of each name.
+        dtypes: the dtype of each name.
+        aliases: the other names of tied tensors, each with the name that is held.
+        source: returns the tensor of a held name, on the CPU.
     """
 
     path: Path
@@ -42,11 +43,11 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, aliases left out."""
+        """The names without aliases."""
         return tuple(self.shapes)
 
     def read(self, name: str) -> Tensor:
-        """The tensor of a name or alias, on the CPU; ConfigError where there is none."""
+        """Return the tensor of a name or alias, on the CPU; raise ConfigError where there is none."""
         known = self.aliases.get(name, name)
         if known not in self.shapes:
             raise ConfigError(f"{self.path}: holds no tensor {name!r}.{did_you_mean(name, self.shapes)}")
@@ -57,7 +58,7 @@ def read_weights(path: Path) -> Weights:
     """Open a Hugging Face folder, a safetensors file, or a checkpoint's folder, whose files are verified.
 
     Raises:
-        ConfigError: naming the file, where it is missing, damaged, or a pickle.
+        ConfigError: a file is missing, damaged, or a pickle; the message names it.
     """
     path = Path(path)
     if path.is_dir():
@@ -87,7 +88,7 @@ def _why_not(path: Path) -> str:
 
 
 def _pickled(names: Iterable[str]) -> str:
-    """What to do with weights that only unpickling could read."""
+    """Return what to do about weights that only unpickling could read; nothing if there are none."""
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if not pickles:
         return ""
@@ -110,7 +111,7 @@ def _from_checkpoint(path: Path) -> Weights:
 
 
 def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Other names of tied tensors → the name that the checkpoint holds, without ``model.``."""
+    """Return the other names of tied tensors, each with the name that the checkpoint holds, without ``model.``."""
     model = checkpoint.meta.get("model")
     aliases = model.get("aliases") if isinstance(model, Mapping) else None
     if not isinstance(aliases, Mapping):
@@ -133,7 +134,7 @@ def _from_index(path: Path) -> Weights:
 
 
 def _from_files(path: Path, files: list[Path], where: Mapping[str, str] | None) -> Weights:
-    """The tensors of files; ``where`` says of each name the file that has to hold it, None for one file with all."""
+    """Open the tensors of files; ``where`` says which file has to hold each name, None for one file with all."""
     held: dict[str, tuple[Path, Entry]] = {}
     aliases: dict[str, str] = {}
     for file in files:
@@ -161,9 +162,9 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 class Fitting(Mapping[str, Tensor]):
-    """The weights of a module that somebody saved, under all names of its state, each read when it is asked for.
+    """The saved weights for a module, under all names of its state; each is read when it is asked for.
 
-    ``whole`` says that they are in memory, since only the model's own class could read them.
+    ``whole`` says that all are in memory already, since only the model's own class could read them.
     """
 
     def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor], whole: bool = False) -> None:
@@ -183,13 +184,12 @@ class Fitting(Mapping[str, Tensor]):
 
 
 def fit_weights(path: Path, module: nn.Module) -> Fitting:
-    """What a file or folder has for the parameters and persistent buffers of ``module``, on any device: for all of
-    them, and all of it.
+    """Return the weights of a file or folder for the parameters and persistent buffers of ``module``, on any device.
 
-    Of tied tensors one name is enough.  The prefix under which a Hugging Face model keeps its base model
-    (``base_model_prefix``), or one that all names share, may be there on one side only.  Floating dtypes may differ.
-    Where the names differ otherwise and the class has a ``from_pretrained``, that loads the folder, as a whole, and is
-    taken if it finds all names.
+    Each of these has to be in the file, and nothing else may be; of tied tensors one name is enough.  The prefix under
+    which a Hugging Face model keeps its base model (``base_model_prefix``), or one that all names share, may be there
+    on one side only.  Floating dtypes may differ.  Where the names differ otherwise and the class has a
+    ``from_pretrained``, that loads the folder, as a whole, and is taken if it finds all names.
 
     Raises:
         ConfigError: beginning with ``model.weights = "path"``: names that are missing or unexpected, shapes and dtypes
@@ -214,7 +214,7 @@ def fit_weights(path: Path, module: nn.Module) -> Fitting:
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
-    """Fill ``module`` with what :func:`fit_weights` finds for it, or with nothing where that raises."""
+    """Fill ``module`` with what :func:`fit_weights` finds for it; it stays unchanged where that raises."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     bare = [name for name, value in state.items() if value.is_meta]
     if bare:
@@ -226,11 +226,10 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
-    """The state that a transformers model's own loader makes of a folder, None where that is not all of it and from all
-    of it.
+    """Return the state that a transformers model's own loader makes of a folder; None where it does not fit exactly.
 
     Some models (Mixtral, ViT) have other names, and fused tensors, in memory than in their files; only their class
-    knows which. It is allowed nothing but safetensors on this disk.
+    knows which.  The loader may only use safetensors on this disk.
     """
     load, config = getattr(type(module), "from_pretrained", None), getattr(module, "config", None)
     if load is None or config is None or not (path / "config.json").is_file() or (path / MANIFEST).exists():
@@ -239,7 +238,7 @@ def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
     options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True, "dtype": dtype}
     try:
         loaded, report = load(path, config=config, **options)
-    except Exception:  # whatever it is, the caller says what does not fit
+    except Exception:  # whatever it is, the caller reports what does not fit
         return None
     if any(
         report.get(kind)
@@ -252,19 +251,17 @@ def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _match(weights: Weights, state: Mapping[str, Tensor], module: nn.Module) -> dict[str, str]:
-    """The module's name → the file's, for the one way of adding or taking a prefix that leaves fewest names over."""
+    """Return the module's name → the file's, for the one way of adding or taking a prefix that leaves fewest over."""
     known = [*weights.names, *weights.aliases]
     ways = [{name: name for name in known}]
     for prefix in _prefixes(known, state, module):
         ways.append({name if name in state else prefix + name: name for name in known})
         ways.append({name if name in state else name.removeprefix(prefix): name for name in known})
-    return min(
-        ways, key=lambda way: len(way.keys() ^ state.keys()) + len(known) - len(way)
-    )  # the first of equals: no prefix
+    return min(ways, key=lambda way: len(way.keys() ^ state.keys()) + len(known) - len(way))  # on a tie, no prefix
 
 
 def _prefixes(known: Iterable[str], state: Iterable[str], module: nn.Module) -> list[str]:
-    """Prefixes that one side may have and the other not."""
+    """Return the prefixes that one side may have and the other not."""
     base = getattr(module, "base_model_prefix", None)
     found = [f"{base}."] if isinstance(base, str) and base else []
     for names in (known, state):
@@ -281,7 +278,7 @@ def _faults(
     found: Mapping[str, str | None],
     module: nn.Module,
 ) -> list[str]:
-    """All that keeps ``weights`` from being those of the module, in words."""
+    """Return everything that keeps ``weights`` from being those of the module, in words."""
     tied: dict[int, list[str]] = {}
     for name, value in state.items():
         tied.setdefault(id(value), []).append(name)
@@ -312,7 +309,7 @@ def _differ(weights: Weights, sources: list[str]) -> bool:
 
 
 def _ignored(module: nn.Module) -> Callable[[str], bool]:
-    """Names that a Hugging Face model says it has no use for: buffers that older versions saved."""
+    """Return a test for names that a Hugging Face model says to ignore: buffers that older versions saved."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
     listed = [str(pattern) for pattern in patterns] if isinstance(patterns, list | tuple | set) else []
     return lambda name: any(re.search(pattern, name) for pattern in listed)

@@ -1,15 +1,14 @@
-"""Saving while training goes on.
+"""Checkpoints are saved while training goes on.
 
 ``save`` copies this rank's pieces aside and returns; a thread writes them.  All ranks take the same steps:
 
-1. rank 0 makes the folder; *gather*: is every rank ready, and is there room on the disk?
-2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather* to rank 0: what each has
-   written
-3. rank 0 checks that the boxes of all ranks tile every tensor, writes the manifest, and renames the folder; *gather*:
-   how it ended
+1. Rank 0 makes the folder.  A *gather* says whether every rank is ready and whether there is room on the disk.
+2. Each rank writes its file, hashes it on the way, and waits until it is on the disk.  A *gather* to rank 0 says what
+   each has written.
+3. Rank 0 checks that the boxes of all ranks tile every tensor, writes the manifest, and renames the folder.  A *gather*
+   says how it ended.
 
-Any rank's failure before the renaming means: no checkpoint, on any rank; the folder goes, earlier checkpoints stay as
-they are.
+If any rank fails before the renaming, no rank has a checkpoint: the folder is removed, and earlier ones stay.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .staging import LEAST_BYTES, Staging, Stream, runs_of
 
 @dataclass(frozen=True)
 class Saving:
-    """A save under way: this rank's bytes, and how long ``save`` held up training."""
+    """A save under way: the bytes of this rank, and the seconds for which ``save`` held up training."""
 
     step: int
     nbytes: int
@@ -44,9 +43,9 @@ class Saving:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: ``path`` is the checkpoint, or ``error`` says why there is none.
+    """The end of a save: ``path`` is the checkpoint, or ``error`` says why there is none.
 
-    ``seconds`` are from the call of ``save`` to the end on all ranks; ``nbytes`` is what all ranks wrote.
+    ``seconds`` lasts from the call of ``save`` to the end on all ranks; ``nbytes`` is what all ranks wrote.
     """
 
     step: int
@@ -59,7 +58,7 @@ class Saved:
 
 @dataclass
 class _Job:
-    """One save: filled by the caller's thread, written by another."""
+    """One save, filled by the caller's thread and written by another."""
 
     step: int
     begin: float
@@ -77,19 +76,18 @@ class CheckpointWriter:
     """Writes the checkpoints of one rank of a run.
 
     Args:
-        folder: of the run's checkpoints, the same for all ranks; made where it is missing.
-        rank, ranks: of the process.
+        folder: the folder of the run's checkpoints, the same for all ranks; it is made where it is missing.
+        rank, ranks: the rank of this process, and how many there are.
         gather: brings every rank's bytes to all or to rank 0, on a process group of its own: it is called from the
             writer's thread.  It has to raise where a rank is gone.
         staging_bytes: the most bytes of staging memory; None for as much as this rank's pieces have.  A smaller bound
             makes ``save`` wait for the disk.
-        keep_last: how many of the newest checkpoints stay.
-        keep_every: checkpoints of steps that are multiples of it stay as well.
-        warn: told, on rank 0, why a save failed; called by the thread that calls ``save``, ``poll``, ``wait`` or
-        ``close``.
+        keep_last: the number of newest checkpoints that are kept.
+        keep_every: checkpoints of steps that are multiples of it are kept as well.
+        warn: is told, on rank 0, what went wrong, by the thread that calls ``save``, ``poll``, ``wait`` or ``close``.
 
-    Leaving the process without ``close`` abandons a save under way.  Rank 0 removes what killed runs left behind as the
-    writer is made; two runs must not share a folder at the same time.
+    A process that exits without ``close`` abandons a save under way.  A new writer on rank 0 removes what killed runs
+    left behind; two runs must not share a folder at the same time.
     """
 
     def __init__(
@@ -125,18 +123,17 @@ class CheckpointWriter:
                 warn(f"{self.folder}: cannot remove what an earlier run left half written: {error}")
 
     def ceiling(self, pieces: Iterable[Piece]) -> int:
-        """The most bytes of staging memory that saving these takes on this rank; headers and lists of pieces come on
-        top.
-        """
+        """Return the most bytes of staging memory that saving ``pieces`` takes on this rank; headers and lists of
+        pieces come on top."""
         return self._staging.needed(sum(piece.nbytes for piece in pieces))
 
     @property
     def staged_bytes(self) -> int:
-        """The bytes of staging memory that it has now."""
+        """The number of bytes of staging memory that are allocated now."""
         return self._staging.nbytes
 
     def prepare(self, pieces: Iterable[Piece]) -> int:
-        """Make the staging memory now, so that the first save need not; returns its bytes."""
+        """Allocate the staging memory now, so that the first save need not, and return its bytes."""
         self.wait()
         listed = list(pieces)
         self._staging.prepare(
@@ -145,12 +142,11 @@ class CheckpointWriter:
         return self._staging.nbytes
 
     def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Saving:
-        """Copy the values of ``pieces`` aside and begin to write them; afterwards they may change.
+        """Copy the values of ``pieces`` aside and begin to write them; afterwards the values may change.
 
-        All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and those without
-        elements are given by at least one rank.  ``meta`` is a JSON object; rank 0's is kept.  A save under way is
-        waited for first.  What goes wrong, here or later, is told by ``poll`` and ``warn``, so that all ranks agree on
-        how it ended.
+        All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and at least one rank
+        gives those without elements.  ``meta`` is a JSON object; rank 0's is kept.  A save under way is waited for
+        first.  ``poll`` and ``warn`` tell what goes wrong, here or later, so that all ranks agree on how it ended.
         """
         if self._closed:
             raise ShardwiseError("save after close: this checkpoint writer has been closed")
@@ -160,7 +156,7 @@ class CheckpointWriter:
             self._plan(job, pieces, meta)
         except Exception as error:
             job.problem = _words(error)
-        # The writing thread would take a core and memory bandwidth from the copying one: it starts before it only where
+        # The writing thread would take a core and memory bandwidth from the copying one, so it starts first only where
         # it must.
         streaming = job.nbytes > self._staging.nbytes
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{self.rank}", daemon=True)
@@ -185,21 +181,21 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> list[Saved]:
-        """What has ended since the last call."""
+        """Return the saves that have ended since the last call."""
         self._tell()
         with self._lock:
             done, self._done = self._done, []
         return done
 
     def wait(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no save is under way."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._tell()
 
     def close(self) -> None:
-        """Wait, and take no more."""
+        """Wait for the save under way, free the staging memory, and refuse later saves."""
         self._closed = True
         self.wait()
         self._staging = Staging(self._staging.bound)
@@ -219,10 +215,10 @@ class CheckpointWriter:
         listed = list(pieces)
         for piece in listed:
             piece.check()
-        ordered = sorted(listed, key=lambda piece: -piece.tensor.dtype.itemsize)  # each aligned to its own width
+        ordered = sorted(listed, key=lambda piece: -piece.tensor.dtype.itemsize)  # so that each is aligned
         filled = [piece for piece in ordered if piece.nbytes]
         entries = lay_out([(_key(number, one), one.box.shape, one.tensor.dtype) for number, one in enumerate(filled)])
-        header(entries, {})  # refuses dtypes that the format lacks
+        header(entries, {})  # raises for dtypes that the format lacks
         nbytes = entries[-1].stop if entries else 0
         self._staging.prepare(nbytes, any(Backend.of(piece.tensor.device).pins for piece in filled))
         job.stream = Stream(runs_of(filled), self._staging.blocks(nbytes))
@@ -230,7 +226,7 @@ class CheckpointWriter:
         job.pieces, job.entries, job.nbytes = [*filled, *empty], entries, nbytes
 
     def _run(self, job: _Job) -> None:
-        """The thread: from staged values to a checkpoint or an error."""
+        """Run in the writer's thread, from staged values to a checkpoint or an error."""
         saved = Saved(job.step, None, None, 0.0, 0.0, 0)
         try:
             saved = self._write(job, saved)
@@ -256,7 +252,7 @@ class CheckpointWriter:
         error, path = refusal(everyone), None
         if error is None:
             record = self._write_file(job, part)
-            written = self._gathered(record.to_bytes(), everywhere=False)  # with each of its pieces
+            written = self._gathered(record.to_bytes(), everywhere=False)  # large: it lists every piece
             end = End(None, None, 0)
             if self.rank == 0:
                 end = self._commit(job, part, [RankRecord.from_bytes(data) for data in written])
@@ -274,7 +270,7 @@ class CheckpointWriter:
         return found
 
     def _ready(self, job: _Job, part: Path) -> ReadyCheckpoint:
-        """Make the folder, on rank 0, and say whether this rank can write."""
+        """Make the folder, on rank 0, and return whether this rank can write."""
         free = 0
         error = job.problem
         try:
@@ -288,7 +284,7 @@ class CheckpointWriter:
         return ReadyCheckpoint(job.step, job.nbytes, free, error)
 
     def _write_file(self, job: _Job, part: Path) -> RankRecord:
-        """Write this rank's pieces; a failure is part of the record."""
+        """Write this rank's pieces and return its record, which also tells of a failure."""
         name = names.rank_file(self.rank)
         if not job.entries:
             return RankRecord.of(job.pieces, [], None, 0, "", job.problem)
@@ -311,7 +307,7 @@ class CheckpointWriter:
                 file.close()
 
     def _commit(self, job: _Job, part: Path, records: list[RankRecord]) -> End:
-        """On rank 0: make the checkpoint complete, then remove those that need not stay."""
+        """Complete the checkpoint, on rank 0, and then remove those that need not be kept."""
         nbytes = sum(one.nbytes for one in records)
         try:
             path = commit(self.folder, part, job.step, job.meta, records)
@@ -326,17 +322,17 @@ class CheckpointWriter:
 
 
 def _key(number: int, piece: Piece) -> str:
-    """The name of a piece in its file: the tensor's, and a number that makes it the only one."""
+    """Return the key of a piece in its file: the tensor's name after a number that makes it unique."""
     return f"{number:06d}/{piece.name}"
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder that exists."""
+    """Return the nearest existing folder: ``path`` or one of its parents."""
     return next((one for one in (path, *path.parents) if one.exists()), Path("/"))
 
 
 def _words(error: BaseException) -> str:
-    """An error in words; of the system's errors the file and the reason."""
+    """Return an error in words; for an OSError these are its file and reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, ShardwiseError) else describe(error)

@@ -1,4 +1,4 @@
-"""Devices that memory is predicted for: those with a name, and the one at hand."""
+"""Memory is predicted for devices with a name and for the one of this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Reserve:
-    """What a process takes of a GPU beside its tensors, in bytes; ``fragmentation`` is a share of what its allocator
-    gets.
+    """The bytes of a GPU that a process takes beside its tensors; ``pair`` and ``group`` are for a communicator of two
+    ranks and of more, and ``fragmentation`` is a fraction of what the allocator gets.
 
-    Measured by others, on few cards: a context 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo, pull request
-    1053), to which come kernels that are loaded when first used; cuBLAS and cuBLASLt 32 MiB each on a Hopper (torch's
-    defaults); a communicator of NCCL 544 MB between two A100 and 688 MB among more (NCCL, issue 964).  That 3 % are
-    lost between blocks of an allocator with expandable segments is an estimate.
+    Others have measured them on a few cards: a context takes 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo,
+    pull request 1053), plus kernels that are loaded when first used; cuBLAS and cuBLASLt take 32 MiB each on a Hopper
+    (torch's defaults); a communicator of NCCL takes 544 MB between two A100 and 688 MB among more (NCCL, issue 964).
+    That 3 % are lost between blocks of an allocator with expandable segments is an estimate.
     """
 
     context: int = 512 * MIB
@@ -35,27 +35,24 @@ class Reserve:
     fragmentation: float = 0.03
 
     def beside(self, budget: int, communicators: Iterable[int]) -> dict[str, int]:
-        """The bytes of ``budget`` that are not for tensors, by what takes them; ``communicators`` are the ranks in each
-        that the process is in.
-        """
+        """Return the bytes of ``budget`` that are not for tensors, by what takes them; ``communicators`` has the number
+        of ranks of each communicator that the process is in."""
         sizes = [self.pair if ranks == 2 else self.group for ranks in communicators]
         found = {"context": self.context, "workspaces": self.workspaces, "communicators": sum(sizes)}
         return {**found, "fragmentation": int(max(budget - sum(found.values()), 0) * self.fragmentation)}
 
     def device(self, tensors: int, beside: Mapping[str, int]) -> int:
-        """The bytes of the smallest device for ``tensors`` bytes of tensors; ``beside``: as :meth:`beside` has it, of
-        whatever budget.
-        """
+        """Return the bytes of the smallest device for ``tensors`` bytes of tensors; ``beside`` comes from
+        :meth:`beside`, for any budget."""
         fixed = sum(n for what, n in beside.items() if what != "fragmentation")
         return fixed + math.ceil(tensors / (1 - self.fragmentation))
 
 
 @dataclass(frozen=True)
 class Device:
-    """``memory`` are the bytes that there are for all, ``budget`` those that one rank may take: what others have not
-    taken.
+    """A device of ``memory`` bytes, of which one rank may take ``budget``: what others have not taken.
 
-    Of a GPU it may take them for tensors and for what ``reserve`` says; None: for tensors alone.
+    On a GPU the budget is for tensors and for what ``reserve`` says; without a reserve it is for tensors alone.
     """
 
     name: str
@@ -66,33 +63,32 @@ class Device:
 
     @property
     def model(self) -> DeviceModel | None:
-        """What is known of its speed; None: nothing, as of CPUs."""
+        """What is known of the speed of a GPU; None if nothing is, and for CPUs."""
         return model_of(self.name) if self.kind == "gpu" else None
 
     @property
     def taken(self) -> int:
-        """The bytes of a GPU that other processes have; without a reserve the budget leaves out a margin too."""
+        """The bytes of a GPU that other processes have; 0 without a reserve, where the budget is a rank's share."""
         return self.memory - self.budget if self.reserve is not None else 0
 
     def beside(self, communicators: Iterable[int]) -> dict[str, int]:
-        """The bytes of the budget that are not for tensors, as :meth:`Reserve.beside` has them."""
+        """Return the bytes of the budget that are not for tensors, as :meth:`Reserve.beside` does."""
         return {} if self.reserve is None else self.reserve.beside(self.budget, communicators)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; :meth:`from_dict` reads it back unchanged."""
+        """Return the fields as JSON values; :meth:`from_dict` reads them back unchanged."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Device:
-        """What :meth:`to_dict` gave, also before there was a reserve."""
+        """Read what :meth:`to_dict` returned, also before there was a reserve."""
         reserve = values.get("reserve")
         return Device(**{**values, "reserve": None if reserve is None else Reserve(**reserve)})
 
 
 def named(name: str) -> Device:
-    """The device that ``name`` says: one of :data:`~shardwise.core.devices.MODELS`, ``cpu`` (this machine's, for one
-    rank), or either with ``=GiB`` of memory.
-    """
+    """Return the device that ``name`` says: one of :data:`~shardwise.core.devices.NAMED`, ``cpu`` (this machine's, for
+    one rank), or either with ``=GiB`` of memory; raise :class:`ConfigError` for any other."""
     plain, equals, amount = name.partition("=")
     known = {one.lower(): one for one in (*NAMED, "cpu")}
     found = known.get(plain.lower())
@@ -126,14 +122,12 @@ def _bytes(found: str, name: str, amount: str) -> int:
 
 
 def here(device: torch.device | None = None, ranks: int = 1) -> Device:
-    """The device of this machine that a rank trains on, by default its GPU if it has one; ``ranks`` share the memory of
-    its CPUs.
-    """
+    """Return the device of this machine that a rank trains on, a GPU if any; ``ranks`` share a CPU's memory."""
     device = device or Backend.here().device()
     backend = Backend.of(device)
     if not backend.asynchronous:
         return _cpu(ranks)
-    free, total = backend.free_and_total(device)  # this process has its context by now, and perhaps tensors
+    free, total = backend.free_and_total(device)  # free is without this process's own context and tensors
     found = _gpu(backend.name(device), total)
     own = backend.reserved(device) + (found.reserve.context if found.reserve else 0)
     return Device(found.name, found.kind, total, min(total, free + own), found.reserve)
@@ -144,6 +138,6 @@ def _gpu(name: str, memory: int) -> Device:
 
 
 def _cpu(ranks: int) -> Device:
-    """What is free now counts, not what there is: other processes are there too."""
+    """Return the CPU with the memory that is free now, as other processes have the rest."""
     memory = int(psutil.virtual_memory().available)
     return Device("cpu", "cpu", memory, memory // ranks)

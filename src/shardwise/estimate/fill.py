@@ -1,4 +1,4 @@
-"""Drafts of timetables, which say nothing of W, and where W goes in them."""
+"""A draft of a timetable leaves W out, and a filler puts W where ranks would wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.estimate.simulate import Costs
 
 @dataclass(frozen=True)
 class PlanDraft:
-    """By rank: the forwards in order, the backwards in order (B, or I with a W to follow), and before each backward the
-    number of forwards, which is at least ``least`` as it needs its own."""
+    """For each rank, the forwards and the backwards in order (B, or I with a W to follow), the number of forwards
+    ``ahead`` of each backward, and the ``least`` number that it needs, up to its own forward."""
 
     forwards: tuple[tuple[Task, ...], ...]
     backwards: tuple[tuple[Task, ...], ...]
@@ -23,7 +23,7 @@ class PlanDraft:
 
     @classmethod
     def of(cls, timetable: Timetable, kind: str) -> PlanDraft:
-        """The draft of a timetable, its backwards being of this kind."""
+        """Return the draft of a timetable, with backwards of ``kind``, B or I."""
         parts = []
         for tasks in timetable:
             forwards = tuple(task for task in tasks if task.kind == "F")
@@ -36,7 +36,7 @@ class PlanDraft:
 
 
 class _Rank:
-    """What a rank has done of a draft, and has still to do."""
+    """What a rank has done of a draft, and what it still has to do."""
 
     __slots__ = ("ahead", "backwards", "begin", "done", "due", "forwards", "limit", "now", "tasks", "used")
 
@@ -54,19 +54,20 @@ class _Rank:
         self.ahead = deque(min(max(n + shift, low), len(forwards)) for n, low in zip(ahead, least, strict=True))
         self.due: deque[Task] = deque()
         self.tasks: list[Task] = []
-        self.done = 0  # forwards
+        self.done = 0  # the number of forwards
         self.used = self.now = 0.0
         self.begin = -1.0
 
 
 class Filler:
-    """Makes timetables of drafts, for these costs and at most ``limit`` bytes of activations on each rank."""
+    """Makes timetables from drafts, for these costs and with at most ``limits`` bytes of activations on each rank;
+    ``home`` is the rank of each stage."""
 
     def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limits: Sequence[float]) -> None:
         self.costs, self.limits, n, m = costs, [limit * (1 + 1e-12) for limit in limits], costs.stages, microbatches
-        # A task's number: F by stage and microbatch, then all backwards.  By kind and stage: seconds, bytes that it
-        # takes, the number of its task of microbatch 0 and of the one that needs this, and the seconds until it arrives
-        # there.
+        # Tasks are numbered: F by stage and microbatch, then all backwards.  Each kind and stage has the seconds and
+        # bytes of a task, the numbers of its task of microbatch 0 and of the task that needs its result, and the
+        # seconds until that arrives there.
         self.lanes: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
         self.numbers = 2 * n * m
         moved = [costs.transfer[edge] if home[edge] != home[edge + 1] else 0.0 for edge in range(n - 1)]
@@ -81,12 +82,12 @@ class Filler:
     def fill(
         self, draft: PlanDraft, fit: float, shifts: Sequence[int]
     ) -> tuple[Timetable, list[float], list[float]] | None:
-        """The timetable, and the seconds at which each rank begins and ends; None if these orders allow none in this
+        """Return the timetable, and the seconds at which each rank begins and ends; None if no such order fits the
         memory.
 
-        A W is put before a task that arrives later than the rank is free, if at least ``fit`` of it is over by then.
-        Rank r runs ahead by ``shifts[r]`` more forwards than in the draft, if there are any; one for which there is no
-        memory waits for the next backward.
+        A W is put before a task whose input arrives after the rank is free, if at least the fraction ``fit`` of the W
+        is over by then, and before a task that needs its memory.  Rank r runs ahead by ``shifts[r]`` more forwards than
+        in the draft, if there are any; a forward for which there is no memory waits for the next backward.
         """
         ranks = [
             _Rank(*parts)
@@ -94,7 +95,7 @@ class Filler:
                 draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, self.limits, strict=True
             )
         ]
-        # The last numbers are nobody's: what the backward of the first stage hands on.
+        # The last numbers stand for what the backwards of the first stage hand on, which no task needs.
         arrived: list[float | None] = [0.0] * self.microbatches + [None] * self.numbers
         waits: dict[int, int] = {}
         ready = list(range(len(ranks)))
@@ -111,9 +112,8 @@ class Filler:
         return tuple(tuple(one.tasks) for one in ranks), [one.begin for one in ranks], [one.now for one in ranks]
 
     def _run(self, one: _Rank, fit: float, arrived: list[float | None], waits: dict[int, int], ready: list[int]) -> int:
-        """Let a rank run until the next task's need has not been computed: its number.  -1: it ends, or no memory is
-        left for it.
-        """
+        """Run a rank up to a task whose input has not been computed, and return that task's number; -1 if the rank has
+        ended or has no memory left."""
         lanes, due, weight, kept = self.lanes, one.due, self.costs.weight, self.costs.weight_activations
         while one.backwards:
             forward = one.done < one.ahead[0]

@@ -1,8 +1,7 @@
-"""The plan nearest to another one that fits into a budget of memory: a search over a short list of changes, cheapest
-first.
+"""The nearest plan that fits into a budget of memory is found by a search over a short list of changes, cheapest first.
 
-What a change costs is a rough percentage of a step's time, after the measurements that its papers give; what changes
-the numbers or needs more devices costs more than anything that does not, and is tried only if nothing else is enough.
+What a change costs is a rough percentage of a step's time, after the measurements in its papers; what changes the
+numbers or needs more devices costs more than anything that does not, and is tried only if nothing else is enough.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 Changes = Mapping[str, Any]
-"""New values by the config's keys."""
+"""The new values, by the config's keys."""
 
 Peak = Callable[[Changes], int]
-"""Bytes that a rank needs under some changes."""
+"""Returns the bytes that a rank needs under some changes."""
 
-RECOMPUTE = {"none": 0, "selective": 6, "full": 33}  # one forward of three
-ZERO = (0, 1, 3, 12)  # stage 3 communicates half as much again
+RECOMPUTE = {"none": 0, "selective": 6, "full": 33}  # percent of a step; full repeats the forward, a third of it
+ZERO = (0, 1, 3, 12)  # by stage; stage 3 communicates half as much again
 GATHERED = {"step": 0, "forward": 5, "use": 10}
 REDUCED = {"step": 0, "microbatch": 5}
 OFFLOAD = {"none": 0, "optimizer": 100}
-DOUBLED = 8  # of microbatches: smaller products
+DOUBLED = 8  # each time that the number of microbatches doubles: products are smaller
 HOST = 8
-"""Ranks that share layers at most: they wait for each other in every layer, and have to be on one host."""
+"""The most tensor-parallel ranks: they wait for each other in every layer, and have to be on one host."""
 
 
 @dataclass(frozen=True)
 class FitChoices:
-    """What can be changed, as it is now, ZeRO only if it ``shards``; ``gathered`` and ``reduced`` are None where they
-    follow from the budget, ``tp`` where layers cannot be shared."""
+    """The present values of what can be changed, ZeRO only if it ``shards``; ``gathered`` and ``reduced`` are None if
+    they follow from the budget, ``tp`` if the model cannot be split over tensor-parallel ranks."""
 
     batch_size: int
     dp: int
@@ -50,16 +49,17 @@ class FitChoices:
 
 
 class Rung(NamedTuple):
-    """A value of a key, and what it costs beside the present one."""
+    """A value of a key, and what it costs compared with the present value."""
 
     value: Any
     cost: float
 
 
 class Fit(NamedTuple):
-    """``changes`` are those of the nearest plan that fits, None if there is none; its ``peak``.
+    """``changes`` lead to the nearest plan that fits (None if there is none), whose peak is ``peak`` bytes.
 
-    ``least`` is the smallest peak of all plans that were tried, and ``least_changes`` what leads to it.
+    ``least`` bytes is the smallest peak of all plans that were tried, and ``least_changes`` lead to it.  If no plan
+    fits, ``peak`` is ``least``.
     """
 
     changes: Changes | None
@@ -69,10 +69,10 @@ class Fit(NamedTuple):
 
 
 def nearest(now: FitChoices, budget: int, peak: Peak) -> Fit:
-    """The plan with the cheapest changes whose ``peak`` is at most ``budget``; every peak is asked for at most once.
+    """Return the plan with the cheapest changes whose ``peak`` is at most ``budget`` bytes; each peak is computed once.
 
-    More of a change is taken to need no more memory, but for the plan that needs least, which is looked for step by
-    step.
+    The search assumes that more of a change needs no more memory, except for the plan that needs least, which it finds
+    step by step.
     """
     known: dict[tuple[tuple[str, Any], ...], int] = {}
 
@@ -94,8 +94,8 @@ def nearest(now: FitChoices, budget: int, peak: Peak) -> Fit:
 
 
 def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
-    """On the devices there are, then with layers shared by some of them; then both with half the precision; then all of
-    this on twice as many devices, and so on as long as there are rows."""
+    """Yield the changes of each tier with its choices: the present devices, then more tensor parallelism on them; then
+    both in half the precision; then all of this on twice as many devices, and so on as long as there are rows."""
     dp = now.dp
     while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
         for precision in dict.fromkeys((now.precision, "bf16" if now.precision == "fp32" else now.precision)):
@@ -117,14 +117,14 @@ def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
 
 
 def _shared(now: FitChoices) -> Iterator[FitChoices]:
-    """The same; then with twice as many ranks to a layer and half as many shares of the rows, and so on."""
+    """Yield the same; then with twice as many tensor-parallel and half as many data-parallel ranks, and so on."""
     yield now
     if now.tp is not None and now.dp % 2 == 0 and 2 * now.tp <= HOST:
         yield from _shared(replace(now, dp=now.dp // 2, tp=2 * now.tp))
 
 
 def _plainer(each: Iterable[FitChoices]) -> Iterator[FitChoices]:
-    """The same, each also without ZeRO on GPUs: a communicator less can be more than what ZeRO saves."""
+    """Yield each, and on GPUs also without ZeRO: a communicator less can save more memory than ZeRO."""
     for one in each:
         yield one
         if one.zero and one.kind == "gpu":
@@ -132,7 +132,7 @@ def _plainer(each: Iterable[FitChoices]) -> Iterator[FitChoices]:
 
 
 def _ladders(now: FitChoices) -> dict[str, list[Rung]]:
-    """The values of each key that need less and less memory, the present one first."""
+    """Return the values of each key that need less and less memory, the present one first."""
     per_rank = now.batch_size // now.dp
     divisors = [m for m in range(now.microbatches, per_rank + 1) if per_rank % m == 0]
     found = {
@@ -146,7 +146,7 @@ def _ladders(now: FitChoices) -> dict[str, list[Rung]]:
         found["parallel.gathered"] = _from(GATHERED, now.gathered)
     if now.reduced is not None and found["parallel.zero"][-1].value >= 2:
         found["parallel.reduced"] = _from(REDUCED, now.reduced)
-    if now.kind == "gpu":  # the host of a CPU rank has the same memory
+    if now.kind == "gpu":  # the host of a CPU rank is the same memory
         found["parallel.offload"] = _from(OFFLOAD, now.offload) if now.offload in OFFLOAD else [Rung(now.offload, 0)]
     return found
 
@@ -156,7 +156,7 @@ def _from(costs: Mapping[str, float], now: str) -> list[Rung]:
     return [Rung(word, costs[word] - costs[now]) for word in words[words.index(now) :]]
 
 
-Place = tuple[int, ...]  # a rung of every ladder
+Place = tuple[int, ...]  # the index of a rung on every ladder
 
 
 @dataclass
@@ -167,7 +167,7 @@ class _Search:
     peak: Peak
 
     def run(self) -> tuple[Changes | None, tuple[int, Changes]]:
-        """The cheapest changes that fit, and the least of all peaks with its changes."""
+        """Return the cheapest changes that fit (None if none do), and the least of all peaks with its changes."""
         corner = self.lowest()
         least = self.at(corner), self.changes(corner)
         if least[0] > self.budget:
@@ -197,9 +197,8 @@ class _Search:
         return sum(costs), sum(map(bool, place))
 
     def lowest(self) -> Place:
-        """From all changes at once, one step along one ladder at a time as long as that needs less, or costs less for
-        as much.
-        """
+        """Start from all changes at once, and go one step along one ladder at a time as long as that needs less memory,
+        or costs less for as much."""
 
         def rank(one: Place) -> tuple[int, tuple[float, int]]:
             return self.at(one), self.order(one)
@@ -217,7 +216,7 @@ class _Search:
             place = best
 
     def needed(self, corner: Place) -> Place:
-        """For each ladder, the first rung with which the plan that needs least still fits."""
+        """Return for each ladder the first rung with which the plan that needs least still fits."""
         return tuple(
             next(
                 at

@@ -1,4 +1,4 @@
-"""The bytes of everything that a program names, from the trace, the plan and the table of kernels alone."""
+"""The bytes of everything that a program names follow from the trace, the plan and the optimizer alone."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardwise.parallel.data import batch_axes, placement
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
-COUNTER = 8  # bytes of a number of targets, int64
+COUNTER = 8  # the bytes of a count of targets, an int64
 HOST = "cpu"
-"""The device that is the host itself: there, both are one memory."""
+"""The device that is the host itself: both are then one memory."""
 
 
 @dataclass
 class Account:
-    """What a rank holds in one memory from step to step, by buffer, and the peak of each bucket's STEP."""
+    """The bytes that a rank holds in one memory from step to step, by buffer, and the peak of each bucket's STEP."""
 
     persistent: dict[Buffer, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    final: dict[int, int] = field(default_factory=dict)  # of each bucket's gradient, what the optimizer takes
-    changed: dict[int, int] = field(default_factory=dict)  # of each bucket by its STEP
+    final: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket's gradient that the optimizer takes
+    changed: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket that its STEP changes
 
     def hold(self, buffer: Buffer, nbytes: int) -> None:
         if nbytes:
@@ -44,10 +44,10 @@ def accounts(
     trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rows: int, rank: int = 0, device: str = HOST,
     common: bool = False, buckets: Sequence[Bucket] | None = None,
 ) -> tuple[Account, Account]:  # fmt: skip
-    """What ``rank`` holds from step to step on its device, and beside it on the host: nothing if that is the device.
+    """Return what ``rank`` holds from step to step on its device, and on the host (the same account if both are one).
 
-    ``buckets`` are those that it has, by default all; ``rows`` is the number in a batch; ``common`` as in
-    :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
+    ``buckets`` are those of the rank, by default all; ``rows`` is the number in a batch; ``common`` is as in
+    :func:`bucket_states`.  Masters are part of a bucket's ``state``.
     """
     there = Account()
     here = there if device == HOST else Account()
@@ -62,7 +62,7 @@ def accounts(
 
 
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
-    """The rows that ``rank`` has in each microbatch of a batch of ``rows`` rows."""
+    """Return the number of rows that ``rank`` has in each microbatch of a batch of ``rows`` rows."""
     axes = batch_axes(plan.mesh)
     parts, index = plan.mesh.axis_size(axes), plan.mesh.index(rank, axes)
     return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
@@ -86,7 +86,7 @@ def _buckets(
         peak = max(
             (step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0
         )
-        # torch rounds on the host what it copies to a GPU in another dtype.
+        # What torch copies to a GPU in another dtype it converts on the host first.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
         scaled = share.held.numel * bucket.wide.itemsize if plan.numeric.precision == "fp16" and not offload else 0
@@ -99,7 +99,7 @@ def _buckets(
 def _pools(
     account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rank: int, common: bool
 ) -> None:  # fmt: skip
-    """Slots, each as large as the largest bucket that it has to hold; none for parameters that lie in common memory."""
+    """Add the slots, each as large as the largest bucket that it has to hold; parameters in common memory need none."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
     numels = {
         b: trace.buckets[b].layout(choice, plan.mesh, rank).numel
@@ -117,44 +117,43 @@ def _pools(
 
 
 def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
-    """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets'
-    buffers.
-    """
+    """Return the dtypes of the slots to which backward writes gradients, by parameter; the gradients of other
+    parameters go to their buckets' buffers."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
     names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
     return {} if summed is None else dict.fromkeys(names, summed)
 
 
 def _scalars(precision: str) -> int:
-    """Loss, norm and the wish to stop; whether steps are halted; the loss scale, its counters, and that of the step."""
+    """Return the bytes of the loss, the norm and the wish to stop; of whether steps are halted; and of the loss scale,
+    its counters, and the scale of the step."""
     return 3 * (8 if precision == "fp64" else 4) + 4 + (16 if precision == "fp16" else 0)
 
 
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
-    """The bytes that each element of a bucket takes, by what they are for."""
+    """Return the bytes that each element of a bucket takes, by what they are for."""
     return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
 
 
 def norms_of(trace: Trace) -> int:
-    """The number of a rank's norms: one of each bucket, and in a model that was not captured whether each parameter was
-    reached.
-    """
+    """Return the number of a rank's norms: one for each bucket, and in a model that was not captured also one for each
+    parameter, which says whether it was reached."""
     learning = [b for b in trace.buckets if b.learns]
     return len(learning) + (0 if trace.opaque is None else sum(len(b.parameters) for b in learning))
 
 
 @dataclass
 class ProgramSizes:
-    """:class:`Sizes` of a program over units that were profiled.
+    """The :class:`~shardwise.estimate.timeline.BufferSizes` of a program over units that were profiled.
 
     Args:
         program: its instructions.
-        traces: one for each microbatch, as the engine chooses them.
-        profiles: likewise, of each microbatch's own number of rows.
+        traces: the trace of each microbatch, as the engine chooses them.
+        profiles: the profile of each microbatch, for its own number of rows.
         account: what is there from step to step.
-        parts: the number of ranks of a stage, over the batch and tensor-parallel axes: as many have norms.
+        parts: the number of ranks of a stage, over the batch and tensor-parallel axes: each has its norms.
         envs: this rank's place in each microbatch; only a rank of a pipeline needs it.
-        microbatches: of a batch, by default all.
+        microbatches: the number in a batch, by default all.
     """
 
     program: Sequence[Instruction]
@@ -171,11 +170,11 @@ class ProgramSizes:
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
         self.scalar = 8 if trace.precision == "fp64" else 4
-        self.norms = self.scalar * norms_of(trace)  # of one rank
-        self.batch = (
-            self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar
-        )  # rows, loss, norm and the wish to stop
-        self.begins: dict[Instruction, int] = {}  # the first of each batch but the first, whose fields are there before
+        self.norms = self.scalar * norms_of(trace)  # the bytes of one rank's
+        # The bytes of a batch's rows, loss, norm and wish to stop.
+        self.batch = self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar
+        # The first instruction of each batch → its number.  The rows of batch 0 are persistent, so it is left out.
+        self.begins: dict[Instruction, int] = {}
         for one in self.program:
             batch = one.version if one.op is Op.COUNT else one.microbatch // self.microbatches
             if batch > 0 and batch not in self.begins.values():
@@ -189,7 +188,7 @@ class ProgramSizes:
         return self.profiles[one.microbatch].units[one.unit]
 
     def way(self, one: Instruction) -> Way:
-        """How the unit goes from FORWARD to BACKWARD in its microbatch."""
+        """Return how the unit goes from FORWARD to BACKWARD in its microbatch."""
         memory = self.unit(one)
         if (one.unit, one.microbatch) in self.recomputed:
             return memory.again
@@ -197,7 +196,7 @@ class ProgramSizes:
         return memory.none if saves else Way(memory.alone)
 
     def made(self, one: Instruction) -> Made:
-        """What the instruction leaves, by buffer and part."""
+        """Return the bytes that the instruction leaves, by buffer and part."""
         batch = {BufferKind.BATCH.of(version=self.begins[one]): {"": self.batch}} if one in self.begins else {}
         return {**self._made(one), **batch}
 
@@ -252,13 +251,13 @@ class ProgramSizes:
         return made
 
     def peak(self, one: Instruction) -> int:
-        """The most that the instruction adds to what was alive before it."""
+        """Return the most bytes that the instruction adds to what was alive before it."""
         return self._peak(one) + (self.batch if one in self.begins else 0)
 
     def _peak(self, one: Instruction) -> int:
         match one.op:
             case Op.COUNT:
-                number = self.microbatches  # of scalars, and then their stack
+                number = self.microbatches  # the scalars one by one, and then their stack
                 return max(COUNTER * (number - 1) + max(p.count for p in self.profiles), COUNTER * 2 * number)
             case Op.FORWARD:
                 return self.way(one).forward

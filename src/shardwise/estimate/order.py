@@ -1,5 +1,5 @@
-"""Schedule ``auto`` for a model's units: cut into stages for what each unit takes, in every number of stages a rank
-that there may be, and the best timetable of all that fits into the memory."""
+"""Schedule ``auto`` cuts a model's units into stages by what each unit takes, for every possible number of stages per
+rank, and chooses the best timetable of all that fit into the memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardwise.estimate.simulate import Costs
 from shardwise.parallel.pipeline import balance
 
 ROUNDS = 8
-"""How often a search is made again, in less memory, because what it found does not fit."""
+"""How often a cut is searched, each time in less memory because what was found before does not fit."""
 
 Peaks = Callable[[tuple[int, ...], Timetable], Sequence[int]]
-"""The most bytes that each rank of the pipeline holds, from the units in each stage and the timetable."""
+"""Returns the most bytes that each rank of the pipeline holds, from the units in each stage and the timetable."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class UnitCosts:
         return len(self.forward)
 
     def stages(self, sizes: Sequence[int]) -> Costs:
-        """The costs of stages with these numbers of units."""
+        """Return the costs of stages with these numbers of units."""
         bounds = list(pairwise(accumulate(sizes, initial=0)))
 
         def sums(values: Sequence[float]) -> list[float]:
@@ -58,14 +58,14 @@ class UnitCosts:
         )  # fmt: skip
 
     def cut(self, stages: int) -> tuple[int, ...]:
-        """The units of each of ``stages`` stages, so that the slowest is fastest."""
+        """Return the number of units in each of ``stages`` stages, such that the slowest stage is fastest."""
         return balance([f + b for f, b in zip(self.forward, self.backward, strict=True)], stages)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What was chosen: the units in each stage, the timetable ``found`` for their ``costs``, the most bytes a rank then
-    holds, and the best named schedule of all numbers of stages."""
+    """The units in each stage, the timetable ``found`` for their ``costs``, the most bytes that a rank then holds, and
+    the best ``named`` schedule over all cuts."""
 
     stages: tuple[int, ...]
     found: Found
@@ -84,10 +84,10 @@ def order(
     events: int = 1_000_000,
     norm: str = "barrier",
 ) -> Order:
-    """The fastest order over all ``cuts`` (units in each stage) in which no rank holds more than ``budget`` bytes.
+    """Return the fastest order over all ``cuts`` (units in each stage) with at most ``budget`` bytes on each rank.
 
-    The search knows the bytes of activations only; where a rank that goes by its result would hold too many, it is made
-    again with as many less for that rank.  :class:`ConfigError` where nothing fits.
+    The search knows only the bytes of activations; if a rank would hold too many bytes under its result, it is repeated
+    with a lower limit for that rank.  :class:`ConfigError` is raised if nothing fits.
     """
     chosen: list[Order] = []
     least: list[int] = []

@@ -1,6 +1,4 @@
-"""What a rank will hold at each instruction of a step: from trace, plan and optimizer alone, without weights, engine or
-device.
-"""
+"""The memory of a rank at each instruction of a step is predicted from trace, plan and optimizer alone."""
 
 from __future__ import annotations
 
@@ -35,9 +33,10 @@ STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 class Prediction:
     """The memory of one rank in one step, or in a window of batches that overlap.
 
-    ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates
-    (both empty where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.
-    ``unknown`` are the ops whose memory is a guess or left out, by unit.
+    ``timeline`` is that of its device; ``host`` has the bytes beside it on the host, by category and at most during
+    updates (empty if the device is the host).  ``persistent`` has the bytes on the device from step to step, by buffer.
+    ``at`` says in words which instruction reaches the peak.  ``unknown`` are the ops whose memory is a guess or left
+    out, by unit.
     """
 
     rank: int
@@ -51,7 +50,7 @@ class Prediction:
 
     @property
     def peak(self) -> Mapping[Category, int]:
-        """The highest peak, by category."""
+        """The bytes at the highest peak, by category."""
         return self.timeline.peak
 
     @property
@@ -60,7 +59,7 @@ class Prediction:
 
     @property
     def states(self) -> Mapping[Category, int]:
-        """Model states from step to step on the device, with slots and the model's buffers."""
+        """The bytes of model states on the device from step to step, with slots and the model's buffers."""
         return {category: n for category, n in by_category(self.persistent).items() if category in STATES}
 
     @property
@@ -80,19 +79,19 @@ def predict(
     profiled: Callable[..., Profile] = profile,
     split: Callable[[Trace, Plan], StageSplit] = StageSplit.of,
 ) -> Prediction:
-    """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
+    """Predict what ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
 
     Args:
-        trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their
-        trace.
+        trace: the trace of the model under ``plan``; if its batch dim is static, a function from the rows of a
+            microbatch to their trace.
         device: "cpu" or "gpu", whichever is present here.
         common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once
-        for all of them.
+            for all of them.
         profiled: :func:`shardwise.measure.unit_memory.profile`, or one that remembers what it has found.
-        split: the stages of a trace under a plan; by default they are balanced by what its units cost.
+        split: returns the stages of a trace under a plan; by default they are balanced by what its units cost.
 
     What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).
-    :class:`ConfigError` on numbers that do not fit the plan or the trace.
+    :class:`ConfigError` is raised for numbers that do not fit the plan or the trace.
     """
     if rows < 1:
         raise ConfigError(f"memory: rows {rows} is not legal; legal: 1 or more")
@@ -159,7 +158,7 @@ class _Memory(Subject):
 
 
 def describe(one: Instruction, trace: Trace) -> str:
-    """An instruction in words: what, of which unit or bucket, in which microbatch."""
+    """Return an instruction in words: what it does, to which unit or bucket, in which microbatch."""
     words = [OP_INFO[one.op].does]
     if one.unit >= 0:
         words.append(f"of {trace.units[one.unit].name}")
@@ -173,14 +172,14 @@ def describe(one: Instruction, trace: Trace) -> str:
 
 
 def bucket_name(trace: Trace, bucket: Bucket) -> str:
-    """The units whose parameters it has."""
+    """Return the names of the units whose parameters the bucket has."""
     return " and ".join(trace.units[u].name for u in bucket.units)
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:
-    """For each stage of the pipeline, the rank that needs most memory.  Ranks with the most rows of a microbatch that
-    are last along the axes of tensor parallelism have the most of everything; among them it is the one with the largest
-    model states and batch."""
+    """Return the rank that needs most memory at each place along the pipeline axis.  Ranks with the most rows of a
+    microbatch that are last along the tensor-parallel axes have the most of everything; of these it is the one with the
+    largest model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
     per_parameter = trace.opaque is not None

@@ -1,4 +1,4 @@
-"""How many units ahead parameters are gathered so that gathers hide under computing."""
+"""Parameters are gathered some units ahead, so that all-gathers hide behind computing; this is how many."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.measure.unit_cost import UnitCost
 from shardwise.parallel.data import placement, shard_axes
 from shardwise.units.trace import Trace
 
-MOST = 8  # units: each takes a slot for its parameters
-GAIN = 0.01  # of the forward's seconds: what one more unit ahead has to save
+MOST = 8  # units ahead at most: each takes a slot for its parameters
+GAIN = 0.01  # the fraction of the forward's seconds that more units ahead have to save
 
 
 def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> int:
-    """The least number of units ahead, up to :data:`MOST`, with which a forward is as fast as with any larger number.
+    """Return the least number of units ahead, up to :data:`MOST`, that is within :data:`GAIN` of the fastest forward.
 
     ``costs`` are those of the units of ``trace`` for a rank's rows of a microbatch.  Backward takes about twice as long
     to compute and gathers as much, so forward decides.
@@ -37,8 +37,8 @@ def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> 
 
 
 def forward_seconds(computes: Sequence[float], gathers: Sequence[float], ahead: int) -> float:
-    """Seconds of units computed one after the other, each after its gather; a gather begins after the one before it,
-    and not before the unit ``ahead`` places earlier begins."""
+    """Return the seconds of units computed one after the other, each after its gather; a gather begins after the one
+    before it, and not before the unit ``ahead`` places earlier begins."""
     begins: list[float] = []
     link = free = 0.0
     for unit, (compute, gather) in enumerate(zip(computes, gathers, strict=True)):

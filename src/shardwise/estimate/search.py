@@ -1,9 +1,9 @@
-"""``auto``: the best named schedule for measured times and a limit of memory, improved by local search.
+"""Schedule ``auto`` is the best named schedule for measured times and a limit of memory, improved by local search.
 
 The search takes the orders of forwards and backwards of a named schedule and puts the W's in anew (``fill.py``).  It
 changes how far each rank runs ahead, and how large a gap has to be to be filled, as long as that makes the step
-shorter: what also decides in the heuristic of Qi et al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section
-3.1).  With many microbatches it begins with fewer.
+shorter: the heuristic of Qi et al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1) decides by the
+same two.  With many microbatches it begins with fewer.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
 from shardwise.parallel.schedule import timetable
 
 FITS = (0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
-"""A gap before a task is filled by a W if it is at least this part of it."""
+"""The fractions that are tried: a gap before a task is filled by a W if it is at least this fraction of the W."""
 
 CLIMBS = 8
-"""The number of beginnings, the best ones, from which the search goes on."""
+"""The number of first states, the best ones, from which the search goes on."""
 
 Value = tuple[float, float]
-"""What the search makes less: the seconds of the step and, where these are equal, of all ranks together, in units of
-ideal time.
-"""
+"""What the search minimises, in units of ideal time: the time of the step and, on a tie, of all ranks together."""
 
 NEVER = (float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
 class Found:
-    """The timetable that was chosen.  ``name`` is its schedule's, or ``auto from`` what the search began with;
+    """The timetable that was chosen.  ``name`` is that of its schedule, or ``auto from`` the base of the search;
     ``named`` is the best of the named schedules that fit, if any does."""
 
     name: str
@@ -46,9 +44,8 @@ class Found:
 
 @dataclass(frozen=True)
 class _State:
-    """A draft by what it is made from: a base, the kind of backwards (B or I), the least part of a W that a gap is,
-    shifts by rank.
-    """
+    """A draft by what it is made from: a base, the kind of backwards (B or I), the least fraction of a W that a gap
+    must have (``fit``), and the shift of each rank."""
 
     base: str
     kind: str
@@ -56,7 +53,7 @@ class _State:
     shifts: tuple[int, ...]
 
     def shifted(self, low: int, high: int, by: int) -> _State:
-        """Ranks ``low`` to ``high`` run ahead ``by`` more forwards."""
+        """Return the state in which ranks ``low`` to ``high`` run ahead by ``by`` more forwards."""
         return replace(self, shifts=tuple(n + by * (low <= rank <= high) for rank, n in enumerate(self.shifts)))
 
     def filled(self, fit: float) -> _State:
@@ -64,9 +61,7 @@ class _State:
 
 
 class _Search:
-    """Values of states over ``bases``, which are timetables of ``microbatches`` microbatches, until about ``events``
-    tasks have been played.
-    """
+    """A search over states of ``bases``, timetables of ``microbatches`` microbatches, that plays ``events`` tasks."""
 
     def __init__(
         self,
@@ -91,11 +86,11 @@ class _Search:
         self.values: dict[_State, Value] = {}
 
     def play(self, state: _State) -> tuple[Timetable, list[float], list[float]] | None:
-        """The timetable of a state, and when its ranks begin and end; None if memory does not allow it."""
+        """Return the timetable of a state, and when its ranks begin and end; None if memory does not allow it."""
         return self.fillers[state.base].fill(self.drafts[state.base, state.kind], state.fit, state.shifts)
 
     def value(self, state: _State) -> Value:
-        """What a state comes to; never if memory does not allow it or no more tasks may be played."""
+        """Return the value of a state; :data:`NEVER` if memory does not allow it or no more tasks may be played."""
         if state not in self.values:
             if self.left <= 0:
                 return NEVER
@@ -112,9 +107,8 @@ class _Search:
         return self.values[state]
 
     def climb(self, state: _State) -> _State:
-        """Go on to a better state next to it, until none is: one rank, all up to it or all from it further ahead or
-        less, or another fit.
-        """
+        """Move on to better states until none is better: one rank, all up to it or all from it run further ahead or
+        less far, or the fit is another."""
         moves: list[Callable[[_State], _State]] = [
             partial(_State.shifted, low=low, high=high, by=by)
             for rank in self.ranks
@@ -140,8 +134,8 @@ def auto(
     split: bool = True,
     events: int = 1_000_000,
 ) -> Found:
-    """The shortest step found with at most ``limit`` bytes of activations on any rank, or on each; each rank has as
-    many of the stages of ``costs``.
+    """Return the shortest step found with at most ``limit`` bytes of activations on any rank, or on each; all ranks
+    have the same number of the stages of ``costs``.
 
     ``split`` says whether backwards may be in two parts, I and W.  The search is deterministic and plays about
     ``events`` tasks at most, at some microseconds each.  Raises :class:`ConfigError` if no timetable fits, with the
@@ -173,12 +167,12 @@ def auto(
 
 
 def _order(found: Found) -> tuple[float, float]:
-    """Shorter is better and then smaller; a named schedule before one that is only as good."""
+    """Return the sort key: shorter is better, then smaller; ``min`` takes a named schedule before one only as good."""
     return float(f"{found.simulation.seconds:.9g}"), max(found.simulation.peak_bytes)
 
 
 def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
-    """The synchronous schedules that are legal for these numbers."""
+    """Return the synchronous schedules that are legal for these numbers."""
     return {
         name: timetable(name, ranks, microbatches, v)
         for name, schedule in SCHEDULES.items()
@@ -187,9 +181,7 @@ def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
 
 
 def _bases(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
-    """What the search begins with: the named schedules, and one microbatch after the other, which takes the least
-    memory.
-    """
+    """Return the first timetables: the named ones, and one microbatch after another, which takes least memory."""
     alone = {
         f"{name}, one microbatch after the other": tuple(
             tuple(task._replace(microbatch=m) for m in range(microbatches) for task in tasks) for tasks in table
@@ -200,7 +192,7 @@ def _bases(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
 
 
 def _begin(search: _Search, ranks: int, split: bool) -> list[_State]:
-    """The bases that differ without their W's, their first ranks running ahead by none, one or two more forwards."""
+    """Return the bases that differ without their W's, their first ranks running ahead by 0, 1 or 2 more forwards."""
     drafts: dict[PlanDraft, str] = {}
     for name in search.bases:
         drafts.setdefault(search.drafts[name, "B"], name)
@@ -212,7 +204,7 @@ def _begin(search: _Search, ranks: int, split: bool) -> list[_State]:
 def _searched(
     ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], norm: str, split: bool, events: int
 ) -> Found | None:
-    """The best that the search finds: over few microbatches first, if there are many."""
+    """Return the best that the search finds (None if nothing fits): over few microbatches first, if there are many."""
     few = 3 * ranks
     sizes = (few, microbatches) if microbatches > 2 * few else (microbatches,)
     begin: list[_State] = []

@@ -1,9 +1,9 @@
-"""The time that a timetable takes, from the seconds of each stage: an event for every task, no instructions.
+"""The simulation finds the time that a timetable takes from the seconds of each stage, with an event for every task.
 
-Every rank computes its tasks in order, each as soon as the rank is free and what the task needs has arrived: a forward
-the output of the stage before, a backward the gradient from the stage after, ``transfer`` seconds after it was made if
-it comes from another rank. Transfers are beside computing: the sender goes on at once, and they do not slow each other
-down.
+Every rank computes its tasks in order, each as soon as the rank is free and what the task needs has arrived: for a
+forward the output of the stage before, for a backward the gradient from the stage after, ``transfer`` seconds after it
+was made if it comes from another rank.  Transfers overlap with computing: the sender goes on at once, and they do not
+slow each other down.
 
 Two definitions of *bubble* are in use.  With T the time of a step and w the seconds that a rank computes, it is (T - w)
 / T of **total** time, or (T - w) / w of **ideal** time, which the step would take if no rank ever waited.
@@ -22,9 +22,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError, check_choice
 from shardwise.core.timetable import Task, Timetable
 
 NORMS = ("barrier", "post-validate")
-"""When ranks take their optimizer step: once all have their gradients and know the norm of all, or each at the end of
-its own work.
-"""
+"""Ranks take their optimizer step once the norm of all gradients is known, or each at the end of its own work."""
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +33,7 @@ class Costs:
 
     ``backward`` is the time of B, by default that of I and W.  ``transfer`` is the time from stage s to s + 1, or back,
     if they are on different ranks: one number less than there are stages, by default 0.  ``activations`` are the bytes
-    held from F to the end of B, or of I; ``weight_activations`` those held from I to the end of W (default: as many).
+    held from F to the end of B, or of I; ``weight_activations`` those held from I to the end of W (by default as many).
     ``step`` is the time of the optimizer's step of a stage's parameters, ``norm`` that of the reduction of the global
     norm.
     """
@@ -69,7 +67,7 @@ class Costs:
     def uniform(
         cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0
     ) -> Costs:
-        """Costs of equal stages, with one byte of activations each."""
+        """Return the costs of equal stages, with one byte of activations each."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
 
     @property
@@ -78,21 +76,21 @@ class Costs:
 
     @property
     def seconds(self) -> dict[str, Sequence[float]]:
-        """The time of each kind of task, by stage."""
+        """The seconds of each kind of task, by stage."""
         return {"F": self.forward, "B": self.backward, "I": self.input, "W": self.weight}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of a timetable: ``start`` and ``stop`` are the seconds of every task, an array a rank, in the timetable's
-    order.
+    """A step of a timetable: ``start`` and ``stop`` are the seconds of every task, one array per rank, in its order.
 
     ``seconds`` is the time of the step.  Under ``barrier`` it is from the first task to the end of the slowest
     optimizer step; under ``post-validate`` the longest that any rank takes from its first task to the end of its own
-    optimizer step, as steps follow each other at that period.  ``work`` is what each rank computes of it, its optimizer
-    step included.  ``peak_activations`` is by rank the most (stage, microbatch) that are between F and the end of B or
-    W, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as (rank, place in its list), of tasks
-    that each started when the one before had ended or arrived; the last ends the step.
+    optimizer step, as steps follow each other at that period.  ``work`` has the seconds that each rank computes, its
+    optimizer step included.  ``peak_activations`` is, for each rank, the most pairs (stage, microbatch) that are
+    between F and the end of B or W at once, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as
+    (rank, place in its list), of tasks that each started when the one before had ended or arrived; the last ends the
+    step.
     """
 
     timetable: Timetable
@@ -106,27 +104,27 @@ class Simulation:
 
     @property
     def bubble_of_total(self) -> float:
-        """The time that ranks wait, by all their time."""
+        """The fraction of their whole time that ranks wait."""
         return 1.0 - float(self.work.sum()) / (len(self.work) * self.seconds)
 
     @property
     def bubble_of_ideal(self) -> float:
-        """The time that ranks wait, by the time that they compute."""
+        """The time that ranks wait, divided by the time that they compute."""
         return len(self.work) * self.seconds / float(self.work.sum()) - 1.0
 
     @property
     def rank_bubbles_of_total(self) -> Floats:
-        """``bubble_of_total`` of each rank by itself."""
+        """:attr:`bubble_of_total` of each rank by itself."""
         return 1.0 - self.work / self.seconds
 
     @property
     def rank_bubbles_of_ideal(self) -> Floats:
-        """``bubble_of_ideal`` of each rank by itself."""
+        """:attr:`bubble_of_ideal` of each rank by itself."""
         return self.seconds / self.work - 1.0
 
 
 def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simulation:
-    """Play a timetable; the rank of a stage is the one whose list has it.
+    """Simulate a timetable; a stage belongs to the rank whose list has it.
 
     Raises :class:`ConfigError` for costs of another number of stages, and :class:`ShardwiseError` for a timetable that
     cannot run, with the tasks that wait for each other.
@@ -154,25 +152,22 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
 
 
 class _Events:
-    """The events of a timetable: seconds by rank and place, and which task's arrival each started at.
+    """The start and stop of each task of a timetable, by rank and place, and the task whose arrival it waited for.
 
-    Tasks are numbered by kind, stage and microbatch, B like I.  A backward needs the backward of the next stage, which
-    can only be there if its own forward is.
+    Tasks are numbered by kind, stage and microbatch, B like I.  A backward needs only the backward of the next stage,
+    which has not run unless the forward of this stage has.
     """
 
     def __init__(self, timetable: Timetable, costs: Costs, home: dict[int, int]) -> None:
         self.timetable, self.home = timetable, home
         self.start: list[list[float]] = [[] for _ in timetable]
         self.stop: list[list[float]] = [[] for _ in timetable]
-        self.cause: list[list[int]] = [
-            [] for _ in timetable
-        ]  # the number of a task, or -1: the rank was busy until then
+        self.cause: list[list[int]] = [[] for _ in timetable]  # a task's number, or -1 if the rank was busy until then
         self.microbatches = 1 + max(task.microbatch for tasks in timetable for task in tasks)
-        self.where: list[tuple[int, int]] = [(-1, -1)] * (
-            3 * costs.stages * self.microbatches
-        )  # rank and place by number
-        # By kind and stage: the number of its task of microbatch 0, of the one that this needs (negative: none),
-        # seconds between, seconds.
+        # The rank and place of each task, by number.
+        self.where: list[tuple[int, int]] = [(-1, -1)] * (3 * costs.stages * self.microbatches)
+        # A kind and stage has the number of its task of microbatch 0 and of the one that this needs (negative: none),
+        # the seconds between the two, and its own seconds.
         self.lanes: dict[tuple[str, int], tuple[int, int, float, float]] = {}
         seconds, n = costs.seconds, costs.stages
         for stage in range(n):
@@ -189,7 +184,7 @@ class _Events:
     def play(self) -> None:
         """Let each rank run until it waits for a task that has not run; that task wakes it."""
         ended: list[float | None] = [None] * len(self.where)
-        waits: dict[int, int] = {}  # the rank that waits for a task
+        waits: dict[int, int] = {}  # the rank that waits for each task
         lanes, where, ready = self.lanes, self.where, list(range(len(self.timetable)))
         while ready:
             rank = ready.pop()
@@ -219,7 +214,7 @@ class _Events:
             raise ShardwiseError(f"The timetable cannot run: {self._circle()}.")
 
     def _circle(self) -> str:
-        """Who waits for whom, round to where it began, or until a task that nobody has."""
+        """Return which ranks wait for each other in a circle, in words, or which task that one waits for nobody has."""
         first = {
             r: tasks[len(self.stop[r])] for r, tasks in enumerate(self.timetable) if len(self.stop[r]) < len(tasks)
         }
@@ -243,7 +238,7 @@ class _Events:
         return "; ".join(words[chain.index(rank) :])
 
     def path(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The tasks that determine when a rank ends, the first task of the path first."""
+        """Return the tasks that determine when a rank ends, as (rank, place), the first task of the path first."""
         at, found = (rank, len(self.stop[rank]) - 1), []
         while at[1] >= 0:
             found.append(at)
@@ -257,7 +252,7 @@ def _words(task: Task) -> str:
 
 
 def _peaks(timetable: Timetable, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """By rank the most activations alive at once, and the most bytes: F takes them, what ends releases them."""
+    """Return each rank's most activations alive at once, and their most bytes: F takes them, B or W releases them."""
     taken = {"F": costs.activations, "W": [-x for x in costs.weight_activations], "B": [-x for x in costs.activations]}
     taken["I"] = [kept - held for kept, held in zip(costs.weight_activations, costs.activations, strict=True)]
     counted = {"F": 1, "I": 0, "W": -1, "B": -1}

@@ -1,4 +1,4 @@
-"""Model states: the bytes of parameters, gradients and optimizer state that a rank holds from step to step."""
+"""Model states are the parameters, gradients and optimizer state that a rank holds from step to step, in bytes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from shardwise.core.optim import FUSED, OptimizerChoice
 from shardwise.units.share import Share, Span
 
 STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
-"""Tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
+"""The number of tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
 
 SCALARS: Mapping[str, int] = {"nadam": 2, "sgd": 0}
-"""Scalars that an optimizer keeps for each segment, where it is not one (the number of its steps)."""
+"""The number of scalars that an optimizer keeps for each segment; by default one, the number of its steps."""
 
 UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
     ("rmsprop", "cpu"): (1, 2), ("nadam", "cpu"): (2, 3), ("radam", "cpu"): (5, 6),
     ("adagrad", "gpu"): (1, 2), ("rmsprop", "gpu"): (1, 2), ("nadam", "gpu"): (3, 3), ("radam", "gpu"): (4, 5),
 }  # fmt: skip
-"""Temporaries of a segment's size in the update of an optimizer that is not fused: (without weight decay, with it)."""
+"""The number of temporaries of a segment's size in an update that is not fused: (without weight decay, with it)."""
 
 
 SCALAR = 4
-"""Bytes of one: the number of steps, or the clipping factor."""
+"""The bytes of a scalar: the number of steps, or the clipping factor."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes by category; masters of parameters in lower precision are part of the optimizer's."""
+    """The bytes by category; masters of parameters in lower precision are part of the optimizer's."""
 
     parameters: int = 0
     gradients: int = 0
@@ -40,8 +40,8 @@ class States:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes an element: of the parameter that computes, its gradient, its master (0 where it is its own), the
-    optimizer's state; and bytes a segment of the optimizer's scalars."""
+    """The bytes per element of the parameter that computes, its gradient, its master (0 if it is its own) and the
+    optimizer's state, and the bytes per segment of the optimizer's scalars."""
 
     parameter: int
     gradient: int
@@ -51,7 +51,7 @@ class Widths:
 
 
 def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
-    """For parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide``."""
+    """Return the widths of parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide`` bytes."""
     tensors = STATE_TENSORS[choice.name] + (1 if choice.momentum else 0)
     return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, SCALAR * SCALARS.get(choice.name, 1))
 
@@ -59,11 +59,11 @@ def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
 def bucket_states(
     share: Share, each: Widths, *, learns: bool = True, offload: bool = False, common: bool = False
 ) -> tuple[States, States]:  # fmt: skip
-    """What a rank holds of one bucket on its device and on the host, where masters, state and a copy of the gradient
-    are offloaded.
+    """Return what a rank holds of one bucket on its device and on the host, where ``offload`` puts masters, state and a
+    copy of the gradient.
 
-    ``common``: ranks have memory in common, where the parameters of sharded buckets lie once for all of them.  Buffers
-    have the layout's padding; optimizer state is only of the segments between.
+    With ``common``, ranks have memory in common, where the parameters of sharded buckets lie once for all of them.
+    Buffers have the layout's padding; optimizer state does not.
     """
     whole, held = share.layout.numel, share.held.numel
     parameters = (held if share.rule.rest == "S" or common else whole) * each.parameter
@@ -78,12 +78,12 @@ def bucket_states(
 
 
 def changed(spans: Sequence[Span], each: Widths, wide: int) -> int:
-    """Bytes that an update changes: parameters and state of ``spans``."""
+    """Return the bytes that an update changes: the parameters and state of ``spans``."""
     return sum(span.numel * (wide + each.state) + each.scalars for span in spans)
 
 
 def step_peak(choice: OptimizerChoice, spans: Sequence[Span], each: Widths, wide: int, device: str) -> int:
-    """Bytes that the update of ``spans`` takes beside their states.
+    """Return the bytes that the update of ``spans`` takes beside their states.
 
     A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and
     state.

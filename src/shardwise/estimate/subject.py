@@ -1,4 +1,4 @@
-"""What is estimated: the steps of a plan on batches of some rows, and what each rank has of them."""
+"""Estimates are of a subject: the steps of a plan on batches of some rows, and what each rank has of them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Subject:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The rows of each microbatch."""
+        """The number of rows of each microbatch."""
         return shard_sizes(self.rows, len(self.traces))
 
     def envs(self, rank: int) -> list[Env]:
-        """The place of ``rank`` in each microbatch."""
+        """Return the place of ``rank`` in each microbatch."""
         mesh = self.plan.mesh
         axes = batch_axes(mesh)
         real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
@@ -42,6 +42,6 @@ class Subject:
         return [Env(axes=real, parts=parts, index=index, rows=n, tensor=tensor) for n in self.sizes]
 
     def share(self, bucket: int, rank: int) -> Share:
-        """What ``rank`` has of a bucket."""
+        """Return what ``rank`` has of a bucket."""
         trace = self.traces[0]
         return Share.of(trace.buckets[bucket], self.plan, self.choice, rank, trace.opaque is not None)

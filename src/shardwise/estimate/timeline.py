@@ -1,4 +1,4 @@
-"""The bytes a rank holds at every instruction of a program: pure data, from the program and the sizes of what it names.
+"""A timeline has the bytes that a rank holds at every instruction of a program, from the sizes of its buffers alone.
 
 A buffer is alive from the first instruction that makes a part of it to the one that frees it, or, if that communicates,
 to the one that waits for it; while an instruction runs it may need more than it leaves.  Persistent buffers are alive
@@ -15,7 +15,7 @@ from typing import Protocol
 from shardwise.core.instruction import CATEGORY, Buffer, Category, Instruction, Lane
 
 Made = Mapping[Buffer, Mapping[str, int]]
-"""Bytes by buffer and part: a part that is made again takes the place of the one that was there."""
+"""The bytes by buffer and part: a part that is made again takes the place of the one that was there."""
 
 
 class BufferSizes(Protocol):
@@ -23,18 +23,18 @@ class BufferSizes(Protocol):
 
     @property
     def persistent(self) -> Mapping[Buffer, int]:
-        """The buffers that are there before the step and after it."""
+        """The bytes of the buffers that are there before the step and after it."""
 
     def made(self, one: Instruction) -> Made:
-        """What an instruction makes and leaves."""
+        """Return the bytes that an instruction makes and leaves."""
 
     def peak(self, one: Instruction) -> int:
-        """The most that an instruction adds to what was alive before it, what it leaves included."""
+        """Return the most bytes that an instruction adds to what was alive before it, including what it leaves."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One instruction: bytes by category before it, at its peak, and after it."""
+    """The bytes by category before one instruction, at its peak, and after it."""
 
     before: Mapping[Category, int]
     peak: Mapping[Category, int]
@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def peak(self) -> Mapping[Category, int]:
-        """The highest peak, by category."""
+        """The bytes at the highest peak, by category."""
         return self.moments[self.at].peak
 
     @property
@@ -64,12 +64,12 @@ class Timeline:
 
 
 def total(sizes: Mapping[Category, int]) -> int:
-    """All categories together."""
+    """Return the bytes of all categories together."""
     return sum(sizes.values())
 
 
 def by_category(sizes: Mapping[Buffer, int]) -> Counter[Category]:
-    """The bytes of buffers, by category."""
+    """Return the bytes of buffers, by category."""
     found = Counter(dict.fromkeys(Category, 0))
     for buffer, nbytes in sizes.items():
         found[CATEGORY[buffer.kind]] += nbytes
@@ -81,9 +81,7 @@ def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timelin
     alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
     now = by_category(sizes.persistent)
     moments = []
-    posted: dict[
-        int, Instruction
-    ] = {}  # what frees something once it is done, which is known when somebody has waited for it
+    posted: dict[int, Instruction] = {}  # those, by position, that free something once another has waited for them
 
     def free(one: Instruction) -> None:
         for buffer in one.frees:

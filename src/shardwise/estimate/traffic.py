@@ -1,4 +1,4 @@
-"""The bytes that each instruction of a step hands to the communicator: from trace, plan and optimizer alone."""
+"""The bytes that each instruction of a step hands to the communicator follow from trace, plan and optimizer alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
 
 @dataclass(frozen=True)
 class TrafficMoment:
-    """What one instruction hands to the communicator; ``unknown`` as in :class:`UnitTraffic`."""
+    """What one instruction hands to the communicator; ``unknown`` is as in :class:`UnitTraffic`."""
 
     instruction: Instruction
     traffic: tuple[Traffic, ...]
@@ -37,12 +37,12 @@ def step_traffic(
     traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0,
     programs: Sequence[Program] = ()
 ) -> list[TrafficMoment]:  # fmt: skip
-    """What ``rank`` sends in a step on a batch of ``rows`` rows, or in a window of batches that overlap: one moment for
-    each of its instructions, in order.
+    """Return what ``rank`` communicates in a step on a batch of ``rows`` rows, or in a window of batches that overlap:
+    one moment for each of its instructions, in order.
 
     ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.
-    A message counts as a kind of its own over the pipeline.  Left out are what is asked before a step (whether masks
-    are all ones) and the second run of what a VALIDATE undoes.
+    A message over the pipeline has a kind of its own, send or receive.  What is asked before a step (whether masks are
+    all ones) and the second run of what a VALIDATE undoes are left out.
     """
     plan = plan.replace(microbatches=len(traces))
     program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
@@ -51,7 +51,7 @@ def step_traffic(
 
 
 class _RankTraffic:
-    """What the instructions of ``rank`` hand to the communicator."""
+    """The traffic of the instructions of ``rank``."""
 
     def __init__(self, subject: Subject, rank: int) -> None:
         self.subject, self.rank = subject, rank
@@ -62,7 +62,7 @@ class _RankTraffic:
         self._shares: dict[int, Share] = {}
 
     def of(self, one: Instruction) -> tuple[Traffic, ...]:
-        """What is over no axis, or of no bytes, is none."""
+        """Return what an instruction communicates, without what is over no axis or has no bytes."""
         size = self.plan.mesh.axis_size
         found = (t._replace(axes=tuple(a for a in t.axes if size(a) > 1)) for t in self._of(one))
         return tuple(t for t in found if t.axes and t.nbytes)
@@ -104,7 +104,7 @@ class _RankTraffic:
         return self._units[key]
 
     def counted(self) -> list[Traffic]:
-        """What finding the targets takes."""
+        """Return what finding the targets communicates."""
         both = ((trace.targets, env) for trace, env in zip(self.traces, self.envs, strict=True))
         return [t for targets, env in both if targets is not None for t in traffic(targets.graph, env).forward]
 
@@ -114,7 +114,7 @@ class _RankTraffic:
         return self._shares[bucket]
 
     def reduced(self, one: Instruction) -> Traffic:
-        """A whole gradient, or of one whose optimizer takes a shard that shard."""
+        """Return the traffic of a gradient: the whole, or in an all-reduce after a reduce-scatter the shard."""
         share, wide = self.share(one.bucket), self.traces[0].buckets[one.bucket].wide
         dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.data.reduce, wide)
         whole = one.scatters or share.rule.state == "R"

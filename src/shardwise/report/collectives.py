@@ -1,4 +1,4 @@
-"""What a step communicates, and why: a microbatch's units, op by op, and all that a rank hands to the communicator."""
+"""Tables of what a step communicates, and why: a microbatch's units op by op, and everything that a rank sends."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ PURPOSES = (
     "targets", "loss",
     "norm",
 )  # fmt: skip
-"""What collectives are of: the units' own, by what they do; messages; whole buckets; numbers of a batch."""
+"""What is communicated: what units do by themselves; messages; whole buckets; scalars of a batch."""
 
 
 class Caused(NamedTuple):
-    """What a unit communicates in a microbatch because of one op; ``again``: by its RECOMPUTE, if the plan has one."""
+    """What a unit communicates in a microbatch because of one op; ``again`` is empty if nothing is recomputed."""
 
-    unit: Unit | None  # None: of any that do the same
+    unit: Unit | None  # None stands for any unit that does the same
     cause: Cause
     traffic: UnitTraffic
 
     def sent(self, mesh: Mesh) -> float:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         every = (*self.traffic.forward, *self.traffic.again, *self.traffic.backward)
         return sum(t.ring(mesh.axis_size(t.axes)) for t in every)
 
     def plain(self, mesh: Mesh) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as JSON values."""
         ways = {way: [t._asdict() for t in getattr(self.traffic, way)] for way in WAYS}
         return {
             "unit": None if self.unit is None else self.unit.index,
@@ -55,8 +55,8 @@ class Caused(NamedTuple):
 
 @dataclass
 class Sum:
-    """What a rank hands to the communicator in a step because ``of`` something, by ``kind`` and axes: ``times`` tensors
-    of ``nbytes`` bytes together, ``sent`` of which leave the rank; ``buckets`` are those concerned."""
+    """What a rank hands to the communicator in a step for the purpose ``of``, by ``kind`` and axes: ``times`` tensors
+    of ``nbytes`` bytes together, for which the rank sends ``sent_bytes``; ``buckets`` are those concerned."""
 
     rank: int
     of: str
@@ -69,7 +69,7 @@ class Sum:
 
 
 def of_units(trace: Trace, mesh: Mesh, rows: int, programs: Sequence[Program]) -> list[Caused]:
-    """What units communicate in a microbatch of ``rows`` rows, on the last rank."""
+    """Return what units communicate in a microbatch of ``rows`` rows, on the last rank."""
     last, batch = mesh.size - 1, batch_axes(mesh)
     real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
     env = Env(
@@ -86,7 +86,7 @@ def of_units(trace: Trace, mesh: Mesh, rows: int, programs: Sequence[Program]) -
 
 
 def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum]:
-    """The sums of ``rank``, whose instructions the moments are."""
+    """Return the sums of ``rank``, whose instructions the moments are."""
     found: dict[tuple[str, tuple[str, ...], str], Sum] = {}
     for moment in moments:
         for t in moment.traffic:
@@ -100,16 +100,15 @@ def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum
 
 
 def _what(one: Instruction) -> str:
-    """What an instruction communicates."""
+    """Return what an instruction communicates, as a word of :data:`PURPOSES`."""
     if one.peer is not None and one.unit >= 0:
         return "activations" if (one.reads or one.writes)[0].kind == BufferKind.ACTIVATION else "their gradients"
     return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else OP_INFO[one.op].carries
 
 
 def unit_table(mesh: Mesh, found: Sequence[Caused]) -> list[Any]:
-    """Units that differ only in the number of their block and communicate the same are one row; no table where none
-    communicates.
-    """
+    """Return a table of what units communicate; none if nothing does.  Units that differ only in the number of their
+    block and communicate the same are one row."""
     units: dict[tuple[str, tuple[tuple[Caused, int], ...]], list[int]] = {}
     for unit in {one.unit.index: one.unit for one in found if one.unit is not None}.values():
         counts = Counter(
@@ -135,7 +134,7 @@ def unit_table(mesh: Mesh, found: Sequence[Caused]) -> list[Any]:
 
 
 def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
-    """One for each rank that communicates."""
+    """Return one table for each rank that communicates."""
     batches, tables = steady(plan), []
     when = "a step" if batches == 1 else f"{batches} batches of a window"
     for rank in dict.fromkeys(one.rank for one in found):
@@ -164,7 +163,7 @@ def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
 
 
 def _within(cause: Cause, unit: str) -> Cause:
-    """In short, with the path from the unit on."""
+    """Return the cause in short, with its path relative to the unit."""
     return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
 
 
@@ -177,7 +176,7 @@ def _kinds(several: Sequence[Traffic]) -> str:
 
 
 def runs(numbers: Sequence[int], letter: str = "u") -> str:
-    """``u1-u3, u5``."""
+    """Return numbers in short, such as ``u1-u3, u5``."""
     starts = [u for u in numbers if u - 1 not in numbers]
     stops = [u for u in numbers if u + 1 not in numbers]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Showing a run while it goes on, from the metrics that it writes, and its result."""
+"""A run is shown while it goes on, from the metrics that it writes; at the end its result is shown."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rich.text import Text
 from .lines import parsed_line
 from .tables import count, decimal, duration, pairs, show, size
 
-RECENT = 20  # steps that the speed shown is the median of
+RECENT = 20  # the number of steps whose median speed is shown
 LINE_INTERVAL = 10.0  # seconds between two lines where there is no terminal
-SAMPLE_LINES = 24  # of the generated text shown at the end
+SAMPLE_LINES = 24  # the lines of generated text that are shown at the end
 
 Metrics = dict[str, Any]
 
 
 class Follower:
-    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end, one that is no JSON
-    (cut by a full disk) is passed over.
+    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end, and one that is not
+    JSON (cut by a full disk) is passed over.
 
     A file that has been replaced (by a run that goes on from a checkpoint) is read from its beginning.
     """
@@ -36,7 +36,7 @@ class Follower:
         self._path, self._offset, self._inode = path, 0, 0
 
     def read(self) -> list[Metrics]:
-        """The objects written since the last call."""
+        """Return the objects written since the last call."""
         try:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -52,7 +52,7 @@ class Follower:
 
 
 class Display:
-    """A progress bar on a terminal; elsewhere a line now and then.  :meth:`update` reads what is new and shows it."""
+    """Shows a progress bar on a terminal, else a line now and then; :meth:`update` reads what is new and shows it."""
 
     def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
         self._console, self._steps, self._start = console, steps, start
@@ -76,7 +76,7 @@ class Display:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         self._console.print(Text(text))
 
     def update(self) -> None:
@@ -85,7 +85,7 @@ class Display:
 
     @property
     def steps_done(self) -> int:
-        """Steps that the run has written about."""
+        """The number of steps that the run has written about."""
         return self._recent[-1]["step"] + 1 if self._recent else 0
 
     def show(self, new: list[Metrics]) -> None:
@@ -120,7 +120,7 @@ class Display:
 
     @property
     def _left(self) -> float:
-        """Seconds to the last step."""
+        """The estimated seconds to the last step."""
         return float(statistics.median(one["step_seconds"] for one in self._recent)) * (self._steps - self.steps_done)
 
     def _line(self, last: Metrics) -> str:
@@ -132,7 +132,7 @@ class Display:
 
 
 def describe(about: Metrics) -> list[str]:
-    """What a run says of itself before its first step (``about.json``), for people."""
+    """Return what a run says of itself before its first step (``about.json``), in lines for people."""
     threads = f" x {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["device"] == "cpu" else ""
     matmul = about["float32_matmul"]
     lines = [
@@ -172,7 +172,7 @@ class _Bar:
 
 
 def show_result(console: Console, result: Metrics, seconds: float) -> None:
-    """The result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
+    """Print the result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     speed = result["tokens_per_second"]
     perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
@@ -196,5 +196,5 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
 
 
 def _printable(line: str) -> str:
-    """An untrained model writes control characters too."""
+    """Replace control characters, which an untrained model writes too."""
     return "".join(c if c.isprintable() else "\ufffd" if c != "\t" else "    " for c in line)

@@ -1,4 +1,4 @@
-"""What a box of a timetable is: words, a letter, and colours, the same in every picture."""
+"""Each kind of box in a timetable has words, a letter and colours, the same in every picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.core.instruction import OP_INFO, Op
 
 @dataclass(frozen=True)
 class Look:
-    """How a kind of work is shown: ``letter`` where there are no colours, ``style`` of rich."""
+    """How a kind of work is shown: ``letter`` is used where there are no colours, and ``style`` is one of rich."""
 
     words: str
     letter: str
@@ -41,22 +41,22 @@ LOOKS = {
 
 
 def kind_of(op: Op) -> str:
-    """The kind of the box of an instruction: of its task, or its own word."""
+    """Return the kind of an instruction's box: that of its task, or its own word."""
     return str(op) if op is Op.RECOMPUTE else OP_INFO[op].task or str(op)
 
 
 def look(kind: str) -> Look:
-    """How ``kind`` is shown; one that is not known as :data:`OTHER`."""
+    """Return how ``kind`` is shown; an unknown kind is shown as :data:`OTHER`."""
     return LOOKS.get(kind, OTHER)
 
 
 def lighter(colour: str, share: float) -> str:
-    """``#rrggbb`` mixed with a ``share`` of white."""
+    """Return the colour ``#rrggbb`` mixed with a fraction ``share`` of white."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever can be read on a ``#rrggbb``."""
+    """Return black or white, whichever can be read on the colour ``#rrggbb``."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "black"

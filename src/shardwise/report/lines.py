@@ -1,4 +1,4 @@
-"""Files of JSON lines, as a run leaves them."""
+"""A run leaves files of JSON lines, which may be cut short."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, None where it is no JSON object: one that a killed run was writing, or that a full disk
-    cut.
-    """
+    """Return the object of a line; None if it is no JSON object, as one that a killed run or a full disk cut."""
     try:
         values = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A rank's memory over a step, by category: as a table, in a terminal, and as a picture (PNG, SVG or PDF)."""
+"""A rank's memory over a step is shown by category: in a table, in a terminal, and in a picture (PNG, SVG or PDF)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CATEGORIES = ("optimizer", "parameters", "gradients", "activations", "temporary", "reserve")
-"""From the bottom of a stack to its top: what never changes first."""
+"""The categories from the bottom of a stack to its top; what never changes comes first."""
 
 COLOURS = {
     "optimizer": "#56728f", "parameters": "#8fa9c4", "gradients": "#c7a76c", "activations": "#5a9e6f",
@@ -32,8 +32,8 @@ STYLES = {
     "optimizer": "blue", "parameters": "cyan", "gradients": "yellow", "activations": "green", "temporary": "red",
     "reserve": "bright_black",
 }  # fmt: skip
-HEIGHT = 12  # lines of a chart
-CHARACTERS = 105  # that there is room for beside each other in a picture
+HEIGHT = 12  # the lines of a chart
+CHARACTERS = 105  # the characters that fit beside each other in a picture
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -41,8 +41,9 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 class Account:
     """The bytes of one rank by category (:data:`CATEGORIES`; one that is left out has none).
 
-    ``peaks`` are those of each of the step's ``instructions``, ``at`` the highest and ``where`` what it does, in words;
-    ``between`` is what there is from step to step, ``host`` what is kept on the host for a GPU.
+    ``peaks`` has the peak of each of the step's ``instructions``, ``at`` is the index of the highest, and ``where``
+    says in words what that does; ``between`` is what there is from step to step, and ``host`` the bytes kept on the
+    host for a GPU.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class Account:
         return sum(self.between.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; :meth:`from_dict` reads it back unchanged."""
+        """Return the account as JSON values; :meth:`from_dict` reads them back unchanged."""
         return {
             "rank": self.rank, "peak_bytes": self.peak_bytes, "between_bytes": self.between_bytes,
             "host_bytes": self.host,
@@ -77,7 +78,7 @@ class Account:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Account:
-        """What :meth:`to_dict` gave."""
+        """Read what :meth:`to_dict` returned."""
         columns = values["peaks"]
         peaks = tuple(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return Account(
@@ -99,19 +100,19 @@ def _all(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _present(*accounts: Account) -> list[str]:
-    """The categories of which there is anything, from the bottom up."""
+    """Return the categories that have any bytes, from the bottom up."""
     return [c for c in CATEGORIES if any(max([a.between.get(c, 0), *(p.get(c, 0) for p in a.peaks)]) for a in accounts)]
 
 
 def table(title: str, account: Account) -> RenderableType:
-    """Bytes by category between steps and at the peak."""
+    """Return a table of the bytes by category between steps and at the peak."""
     rows = [(c, size(account.between.get(c, 0)), size(account.peak.get(c, 0))) for c in _present(account)]
     totals = ("total", size(account.between_bytes), size(account.peak_bytes))
     return grid(title, ("category", ">between steps", ">at the peak"), rows, totals=totals)
 
 
 def comparison(title: str, predicted: Account, measured: Account) -> RenderableType:
-    """Each account at its peak, and what is measured beyond what was predicted."""
+    """Return a table of each account at its peak, and of what is measured beyond what was predicted."""
 
     def row(name: str, ours: int, theirs: int) -> tuple[str, ...]:
         more = theirs - ours
@@ -127,15 +128,16 @@ def comparison(title: str, predicted: Account, measured: Account) -> RenderableT
 
 
 def unit(nbytes: float) -> tuple[str, int]:
-    """The unit in which ``nbytes`` bytes are shown."""
+    """Return the name and the bytes of the unit in which ``nbytes`` bytes are shown."""
     return next(((name, n) for name, n in UNITS if nbytes >= n), ("B", 1))
 
 
 def chart(account: Account, width: int, limit: int | None = None) -> Text:
-    """The step from left to right, bytes from bottom to top, :data:`HEIGHT` lines of at most ``width`` columns.
+    """Return the step from left to right, bytes from bottom to top, on :data:`HEIGHT` lines of ``width`` columns or
+    less.
 
-    Of the instructions that share a column the one with the most bytes is shown.  ``limit`` is drawn where it is not
-    far above all.
+    Of instructions that share a column the one with the most bytes is shown; ``limit`` (bytes) is drawn if not far
+    above.
     """
     highest = account.peak_bytes
     top = max(highest, limit) if limit is not None and limit < 1.5 * highest else highest
@@ -166,7 +168,7 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
 
 
 def _columns(account: Account, count: int) -> tuple[list[Mapping[str, int]], int]:
-    """So many columns, and that of the peak."""
+    """Return ``count`` columns of bytes by category, and the index of the column of the peak."""
     number = len(account.peaks)
     bounds = [(c * number // count, max(c * number // count + 1, (c + 1) * number // count)) for c in range(count)]
     columns = [max(account.peaks[a:b], key=lambda p: sum(p.values())) for a, b in bounds]
@@ -174,7 +176,7 @@ def _columns(account: Account, count: int) -> tuple[list[Mapping[str, int]], int
 
 
 def _category(sizes: Mapping[str, int], order: Sequence[str], height: float) -> str | None:
-    """What lies at a height of the stack."""
+    """Return the category that lies at a height (bytes) of the stack, or None above it."""
     reached = 0
     for category in order:
         reached += sizes.get(category, 0)
@@ -187,12 +189,12 @@ def _category(sizes: Mapping[str, int], order: Sequence[str], height: float) -> 
 
 
 def draw(account: Account, out: Path, title: str, limit: int | None = None, measured: Account | None = None) -> None:
-    """Draw the stack over the step into ``out``, with what was ``measured`` as a line over it."""
+    """Draw the stack over the step into ``out``, with what was ``measured`` as a line; ``limit`` is in bytes."""
     save(lambda: make_figure(account, title, limit, measured), out, "--picture")
 
 
 def make_figure(account: Account, title: str, limit: int | None = None, measured: Account | None = None) -> Figure:
-    """The picture, not yet on any canvas."""
+    """Return the picture, not yet on any canvas."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.6), layout="constrained")
@@ -235,7 +237,7 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
 
 
 def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
-    """The peak, in words that lie inside the axes whichever side it is on."""
+    """Mark the peak, in words that lie inside the axes whichever side it is on."""
     at, top = account.at + 0.5, account.peak_bytes / scale
     right = at > 0.5 * len(account.peaks)
     axes.plot([at], [top], marker="v", markersize=7, color="black", clip_on=False, zorder=6)
@@ -248,11 +250,11 @@ def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
 
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
-"""What the tasks of a timetable are called; W is the second part of a backward."""
+"""The names of the tasks of a timetable; W is the second part of a backward."""
 
 
 def _phases(axes: Axes, instructions: Sequence[str]) -> None:
-    """Where each forward, backward and the update begin: their names, or F0, B0, or nothing, as there is room."""
+    """Mark where each forward, each backward and the update begin: by name, by F0 or B0, or not, as there is room."""
     starts: list[tuple[int, str]] = []
     for position, text in enumerate(instructions):
         word, *rest = text.split()

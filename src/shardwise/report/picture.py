@@ -1,4 +1,4 @@
-"""A program as a picture: its lanes from top to bottom, its instructions from left to right, and who waits for whom."""
+"""A program is drawn with its lanes from top to bottom, its instructions from left to right, and lines for waits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ UNIT, HEIGHT, GAP, LEFT = 17, 34, 22, 74
 
 
 def place(program: Program) -> list[tuple[float, float]]:
-    """(start, stop) of every instruction in units of width, each as early as its lane and its waits allow."""
+    """Return (start, stop) of every instruction in units of width, each as early as its lane and its waits allow."""
     free: dict[Lane, float] = {}
     spans: list[tuple[float, float]] = []
     for one in program.instructions:
         issued = spans[-1][0] if spans else 0.0
         ready = [spans[at][1] for at in one.waits]
         start = max([free.get(one.lane, 0.0), issued if one.lane is not Lane.COMPUTE else 0.0, *ready])
-        spans.append((start, start + (4 if one.op is Op.BACKWARD else 2)))  # a backward is two forwards
+        spans.append((start, start + (4 if one.op is Op.BACKWARD else 2)))  # a backward takes as long as two forwards
         free[one.lane] = spans[-1][1]
     return spans
 
 
 def picture(program: Program, title: str = "") -> Sheet:
-    """The program; pairs of lanes are joined where one waits for the other."""
+    """Return the picture of a program; a line joins two instructions if one waits for the other."""
     lanes = [lane for lane in Lane if any(one.lane is lane for one in program.instructions)]
     spans = place(program)
     top = {lane: 44 + i * (HEIGHT + GAP) for i, lane in enumerate(lanes)}

@@ -1,6 +1,4 @@
-"""Runs as curves: loss, throughput and memory over their steps, read from the files that training leaves (PNG, SVG or
-PDF).
-"""
+"""Runs are drawn as curves (PNG, SVG or PDF): loss, throughput and memory over steps, from the files of training."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("-", "--", ":", "-.")  # the next one when all colours are used
 FORMATS = (".png", ".svg", ".pdf")
 OVER = {"steps": "Step", "seconds": "Training time (s)"}
-"""What curves are drawn over, and its words."""
+"""What curves can be drawn over, and the label of that axis."""
 WIDTH, HEIGHT = 9.0, 9.0  # inches
 GIB = 2**30
-FEW = 30  # steps: so many are drawn as points, and are not smoothed
+FEW = 30  # up to this number of steps are drawn as points, and are not smoothed
 DRAWN = 400  # points of a smoothed curve
 LONGEST_NAME = 48  # characters in the legend
 
@@ -51,7 +49,7 @@ class PlottedRun:
     evaluations: list[Metrics]
 
     def values(self, key: str) -> tuple[Floats, Floats]:
-        """Steps and values of ``key``, NaN where there is none or it is not finite."""
+        """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite."""
         source = self.evaluations if key == "validation_loss" else self.metrics
         steps = np.array([one["step"] for one in source], dtype=np.float64)
         values = np.array([math.nan if one.get(key) is None else one[key] for one in source], dtype=np.float64)
@@ -59,7 +57,7 @@ class PlottedRun:
         return steps, values
 
     def along(self, key: str, over: str) -> tuple[Floats, Floats]:
-        """The same, over steps or over the seconds that training has taken by their end."""
+        """Return the same, over steps or over the seconds that training has taken by the end of each."""
         steps, values = self.values(key)
         if over == "steps":
             return steps, values
@@ -69,7 +67,7 @@ class PlottedRun:
 
 
 def read_run(folder: Path) -> PlottedRun:
-    """The run in ``folder``; raises :class:`ConfigError` where there is none, or a file of its is damaged."""
+    """Return the run in ``folder``; raise :class:`ConfigError` if there is none, or one of its files is damaged."""
     legal = "legal: the folder of a run (train.run_dir)"
     if not folder.is_dir():
         raise ConfigError(f"{folder}: {'is a file' if folder.exists() else 'there is no such folder'}; {legal}")
@@ -90,7 +88,7 @@ def read_run(folder: Path) -> PlottedRun:
 
 
 def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
-    """The lines of a file of JSON objects.  A line of a step that was there already is where a restart from a
+    """Return the objects of a file of JSON lines.  A line of a step that was there already is where a restart from a
     checkpoint began: what was noted of that step and of all after it no longer counts."""
     try:
         lines = path.read_bytes().split(b"\n")
@@ -102,8 +100,8 @@ def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
             continue
         try:
             one = _checked(line, keys)
-        except ValueError as error:  # of json and of encodings too
-            if number == len(lines):  # the run is writing it right now
+        except ValueError as error:
+            if number == len(lines):  # the run is writing this line right now
                 break
             raise ConfigError(
                 f'{path}:{number}: {error}; legal: a JSON object with "step" and numbers, or null'
@@ -131,7 +129,7 @@ def _checked(line: bytes, keys: Sequence[str]) -> Metrics:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder, with as many of its parents as tell it from the others."""
+    """Return a short name for each folder, with as many of its parents as tell it from the others."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     depth = [1] * len(parts)
     while True:
@@ -143,7 +141,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def summary(run: PlottedRun) -> Metrics:
-    """Numbers of a run as in its ``result.json``: speed is the median of all steps but the first, which warms up."""
+    """Return numbers of a run as in its ``result.json``: speed is the median of all steps but the first, a warm-up."""
 
     def finite(key: str) -> list[float]:
         values = run.values(key)[1]
@@ -168,7 +166,7 @@ def summary(run: PlottedRun) -> Metrics:
 
 
 def smooth(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """At most :data:`DRAWN` points of a smoothed curve.
+    """Return at most :data:`DRAWN` points of a smoothed curve; steps and values have the shape (n,).
 
     Each is the mean of the middle half of the values around it, which a spike does not move.  The window, a 25th of all
     values, grows from nothing at the start, where a loss falls fast; at the end it loses its right half.
@@ -198,10 +196,9 @@ class Scale:
 
 
 def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
-    """A range in which no few values squash the rest: a first loss that is huge, or a step that was measured as much
-    too fast.
+    """Return a range that a few values do not stretch: a first loss that is huge, or a step measured as much too fast.
 
-    The first value of each curve does not decide.  Logarithmic where the bulk itself spans more than a factor of ten.
+    The first value of each curve does not decide.  The range is logarithmic if the bulk spans more than a factor of 10.
     """
     finite = [one[np.isfinite(one)] for one in curves]
     everything = np.concatenate([np.empty(0), *finite])
@@ -232,7 +229,7 @@ def draw(runs: Sequence[PlottedRun], out: Path, over: str = "steps") -> None:
 
 
 def save(make: Callable[[], Figure], out: Path, option: str) -> None:
-    """Write the figure that ``make`` makes into ``out``, which ``option`` named."""
+    """Write the figure that ``make`` makes into ``out``, which ``option`` named; raise ConfigError on failure."""
     check_format(out, option)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -255,7 +252,7 @@ def check_format(out: Path, option: str) -> None:
 
 
 def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
-    """The picture, not yet on any canvas."""
+    """Return the picture, not yet on any canvas."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -287,9 +284,8 @@ def _panel(
     decimals: bool = False,
     points: Sequence[Curve] = (),
 ) -> None:  # fmt: skip
-    """One panel: curves, over their raw values where smoothed, and points (white-edged) of another measure of the same
-    unit.
-    """
+    """Draw one panel: curves, over raw values if smoothed, and white-edged points of another measure in the same
+    unit."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -330,7 +326,7 @@ def _curve(axes: Axes, steps: Floats, values: Floats, look: dict[str, Any], smoo
 
 
 def _mark_hidden(axes: Axes, curves: Sequence[Curve], limits: Scale, decimals: bool, over: str) -> None:
-    """A triangle at the upper edge for every value above it; the highest of all is told in words."""
+    """Draw a triangle at the upper edge for every value above it; the highest of all is told in words."""
     highest, colour, hidden = -math.inf, "", 0
     for steps, values, look in curves:
         above = np.isfinite(values) & (values > limits.high)
@@ -350,7 +346,7 @@ def _mark_hidden(axes: Axes, curves: Sequence[Curve], limits: Scale, decimals: b
 
 
 def _ticks(axes: Axes, limits: Scale) -> None:
-    """Round numbers in full, with thousands separated: neither powers of ten nor an offset."""
+    """Show round numbers in full, with thousands separated: neither powers of ten nor an offset."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
     if limits.log:
@@ -369,7 +365,7 @@ def _ticks(axes: Axes, limits: Scale) -> None:
 
 
 def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, Any]]]) -> None:
-    """Above the panels, where it hides nothing; the picture grows with it."""
+    """Put the legend above the panels, where it hides nothing; the picture grows with it."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look, linewidth=2.2, label=label) for _, label, look in styled]
@@ -390,6 +386,6 @@ def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, An
 
 
 def _shortened(name: str) -> str:
-    """The middle of a long name says least; one that begins with "_" would have no entry in the legend."""
+    """Cut the middle of a long name, and mask a leading "_", with which the legend would have no entry for it."""
     name = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2 - 1]}...{name[-LONGEST_NAME // 2 + 2 :]}"
     return f"\u200b{name}" if name.startswith("_") else name

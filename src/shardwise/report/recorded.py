@@ -1,4 +1,4 @@
-"""A step that a run has recorded, as a timetable: the files of its ranks on one axis of time."""
+"""A step that a run has recorded becomes a timetable: the files of its ranks are put on one axis of time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .lines import parsed_line
 from .simulated import drawing
 from .timetable import COMPUTE, Drawing, TimeBox, mark_critical
 
-SEEN = 1 / 500  # of a step: a gap that is shorter is less than two pixels wide
+SEEN = 1 / 500  # the fraction of a step below which a gap is less than two pixels wide
 LEGAL = "legal: the folder of a run (train.run_dir) that has come to one of its train.trace_steps"
 
 
 def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) -> Drawing:
-    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded; a
-    second time too, what was done again.
+    """Return what the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have
+    recorded; instructions that were run again appear each time.
 
-    ``whole``: instructions of a kind, stage and microbatch that follow each other are one box.  Raises
-    :class:`ConfigError` where there is no such step.
+    With ``whole``, instructions of a kind, stage and microbatch that follow each other are one box.  Raises
+    :class:`ConfigError` if there is no such step.
     """
     ranks = read_step(folder, step)
     hosts = {one.host: min(r.wall for r in ranks if r.host == one.host) for one in ranks}
@@ -47,8 +47,9 @@ def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) ->
 
 
 def predicted(folder: Path, step: int | None = None) -> Drawing:
-    """The recorded step simulated: each rank's tasks in its order, each in the median time of its kind on its stage;
-    what communicates takes none.  So beside :func:`of_recorded` it shows what communication and uneven times cost.
+    """Return the recorded step simulated: each rank's tasks in its order, each in the median time of its kind on its
+    stage; communication takes no time.  Compared with :func:`of_recorded` it shows what communication and uneven times
+    cost.
 
     Pipelines that are replicas of each other are simulated each for itself.
     """
@@ -69,10 +70,9 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
 
 
 def measured(folder: Path, step: int | None = None, microbatches: int | None = None) -> tuple[Timetable, Costs]:
-    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its
-    stages.
+    """Return the tasks of a recorded step's first pipeline, in each rank's order, and the median seconds of its stages.
 
-    ``microbatches``: the size of a batch; of a window of several batches the first is taken.
+    ``microbatches`` is the number in a batch; of a window of several batches the first is taken.
     """
     ranks = read_step(folder, step)
     timetable, costs = _costs([one for one in ranks if one.pipeline == ranks[0].pipeline])
@@ -84,7 +84,7 @@ def measured(folder: Path, step: int | None = None, microbatches: int | None = N
 
 
 def _simulated(group: Sequence[RankStep]) -> Drawing:
-    """The ranks of one pipeline."""
+    """Return the simulation of the ranks of one pipeline."""
     timetable, costs = _costs(group)
     return drawing("", simulate(timetable, costs), costs)
 
@@ -99,9 +99,8 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
     medians = {
         kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"
     }
-    medians["I"] = [
-        medians["I" if ("I", s) in like else "B"][s] for s in range(stages)
-    ]  # a stage without anything to put off
+    # A stage that defers nothing has B in place of I.
+    medians["I"] = [medians["I" if ("I", s) in like else "B"][s] for s in range(stages)]
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(
@@ -111,9 +110,9 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
 
 
 def _tasks(one: RankStep) -> dict[Task, float]:
-    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward.
+    """Return the tasks of a rank in its order, and how many seconds they took; recomputing is a part of backward.
 
-    Where a backward is in two parts, what has no second one is a part of the first.
+    If a backward is in two parts, whatever of it has no second part counts to the first.
     """
     found: dict[Task, float] = {}
     halved = {(event.stage, event.microbatch) for event in one.events if event.op is Op.BACKWARD_WEIGHT}
@@ -128,7 +127,7 @@ def _tasks(one: RankStep) -> dict[Task, float]:
 
 
 def read_step(folder: Path, step: int | None = None) -> list[RankStep]:
-    """What each rank has recorded of ``step``, by default the last that all have."""
+    """Return what each rank has recorded of ``step``, by default the last that all have."""
     first = _read(folder / TRACE / trace_name(0))
     files = [first, *(_read(folder / TRACE / trace_name(rank)) for rank in range(1, next(iter(first.values())).ranks))]
     common = sorted(set.intersection(*map(set, files)))
@@ -140,14 +139,12 @@ def read_step(folder: Path, step: int | None = None) -> list[RankStep]:
 
 
 def _read(path: Path) -> dict[int, RankStep]:
-    """The steps of a rank; of one that was taken twice, after a restart, the later."""
+    """Return the steps of a rank by number; of a step that was taken twice, after a restart, the later one."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {LEGAL}") from None
-    values = [
-        found for line in lines if (found := parsed_line(line)) is not None
-    ]  # the disk may be full, the run at it
+    values = [found for line in lines if (found := parsed_line(line)) is not None]  # the last may be cut short
     try:
         steps = [RankStep.from_dict(one) for one in values]
     except (KeyError, TypeError, ValueError) as error:
@@ -158,8 +155,8 @@ def _read(path: Path) -> dict[int, RankStep]:
 
 
 def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
-    """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.
-    Messages between two ranks are matched in order too, of those that come twice the last."""
+    """Yield a box for each instruction.  A lane runs in order, so what is posted there begins when the one before is
+    done. Messages between two ranks are matched in order too; of a repeated message the last counts."""
     free: dict[str, float] = {}
     sent: Counter[tuple[int, int]] = Counter()
     for event in one.events:
@@ -177,8 +174,8 @@ def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
 
 
 def _merged(boxes: Sequence[TimeBox], gap: float) -> Iterator[TimeBox]:
-    """One box for those that compute one after the other, with no more than ``gap`` in between, and are of one kind,
-    stage and microbatch."""
+    """Yield one box for those that compute one after the other, with at most ``gap`` seconds in between, and have the
+    same kind, stage and microbatch."""
     last: TimeBox | None = None
     for box in boxes:
         if box.lane != COMPUTE:

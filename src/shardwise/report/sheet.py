@@ -1,6 +1,4 @@
-"""A sheet of boxes, lines and words in pixels, written as SVG with nothing else installed, as PNG or PDF with
-matplotlib.
-"""
+"""A sheet has boxes, lines and words in pixels; it is written as SVG on its own, or as PNG or PDF with matplotlib."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from .plot import check_format, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INCH = 100  # pixels
+INCH = 100  # the pixels of an inch
 DIGIT = 0.62  # the width of a digit in the widest of the fonts, in font sizes
 Anchor = Literal["start", "middle", "end"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle from (``x``, ``y``), its upper left corner; ``tip`` is what a browser says of it."""
+    """A rectangle from (``x``, ``y``), its upper left corner; ``tip`` is what a browser says about it."""
 
     x: float
     y: float
@@ -48,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text whose base line begins, ends or has its middle at (``x``, ``y``)."""
+    """Text whose baseline begins, ends or has its middle at (``x``, ``y``), as ``anchor`` says."""
 
     x: float
     y: float
@@ -61,14 +59,14 @@ class Words:
 
 @dataclass
 class Sheet:
-    """What is on the sheet, from bottom to top; y grows downwards."""
+    """The items are drawn in order, each above those before it; y grows downwards."""
 
     width: float
     height: float
     items: list[Rectangle | Line | Words] = field(default_factory=list)
 
     def svg(self) -> str:
-        """As SVG text."""
+        """Return the sheet as SVG text."""
         size = f'width="{self.width:.0f}" height="{self.height:.0f}" viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica,Arial,sans-serif">'
         return (
@@ -77,9 +75,7 @@ class Sheet:
         )
 
     def write(self, out: Path, option: str) -> None:
-        """Write the sheet into ``out``, which ``option`` named, in the format that its name says; ConfigError where
-        that fails.
-        """
+        """Write the sheet into ``out``, which ``option`` named, in its name's format; raise ConfigError on failure."""
         check_format(out, option)
         if out.suffix.lower() != ".svg":
             save(self.figure, out, option)
@@ -92,7 +88,7 @@ class Sheet:
             raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
 
     def figure(self) -> Figure:
-        """The sheet as a figure of matplotlib, not yet on any canvas."""
+        """Return the sheet as a figure of matplotlib, not yet on any canvas."""
         from matplotlib.collections import LineCollection, PolyCollection
         from matplotlib.figure import Figure
 
@@ -131,7 +127,7 @@ class Sheet:
         return figure
 
     def _runs(self) -> Iterator[list[Rectangle | Line | Words]]:
-        """Items of one kind that follow one another: drawn together, which takes a hundredth of the time."""
+        """Yield items of one kind that follow one another; drawing them together takes a hundredth of the time."""
         run: list[Rectangle | Line | Words] = []
         for item in self.items:
             if run and type(item) is not type(run[0]):
@@ -159,5 +155,5 @@ def _svg(item: Rectangle | Line | Words) -> str:
 
 
 def width_of(text: str, size: float) -> float:
-    """Pixels that a number, or a word of common letters, takes at most."""
+    """Return the most pixels that a number, or a word of common letters, takes in a font of ``size`` pixels."""
     return DIGIT * size * len(text)

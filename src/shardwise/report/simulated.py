@@ -1,4 +1,4 @@
-"""A simulated step as a timetable."""
+"""A simulated step is drawn as a timetable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .timetable import Drawing, TimeBox
 def drawing(
     title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations"
 ) -> Drawing:
-    """What :func:`shardwise.estimate.simulate.simulate` found of ``costs`` and ``norm``, optimizer steps included.
+    """Return what :func:`shardwise.estimate.simulate.simulate` found for ``costs`` and ``norm``, with optimizer steps.
 
     The memory of a rank is that of its activations, in the unit that the costs have them in: bytes, or microbatches of
     a rank.
@@ -31,7 +31,7 @@ def drawing(
 
 
 def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[TimeBox]:
-    """The reduction of the norm, which ends for all ranks at once, and their optimizer steps."""
+    """Return the reduction of the norm, which ends for all ranks at once, and their optimizer steps."""
     ends = [float(times[-1]) for times in simulation.stop]
     steps = [sum(costs.step[stage] for stage in {task.stage for task in tasks}) for tasks in simulation.timetable]
     last = simulation.critical[-1][0]

@@ -1,4 +1,4 @@
-"""Tables and numbers for people, and the same as JSON for programs."""
+"""Tables and numbers are printed for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 80  # columns of what is not a terminal
+WIDTH = 80  # the columns if there is no terminal
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that colours only what it is told to, 80 columns wide where there is no terminal."""
+    """Return a console that colours only what it is told to, and is 80 columns wide if there is no terminal."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
 def pairs(title: str, rows: Mapping[str, Any]) -> RenderableType:
-    """Two columns, names and values; rows whose value is None are left out."""
+    """Return a table of two columns, names and values; rows whose value is None are left out."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -36,7 +36,8 @@ def pairs(title: str, rows: Mapping[str, Any]) -> RenderableType:
 def grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, totals: Sequence[Any] | None = None
 ) -> RenderableType:
-    """A table; columns whose name begins with ``>`` are aligned to the right.  ``totals`` is a last row, set apart."""
+    """Return a table with columns, to the right if their name begins with ``>``, and ``totals`` as a last row, set
+    apart."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_footer=totals is not None)
     for index, name in enumerate(columns):
         footer = str(totals[index]) if totals is not None else ""
@@ -49,7 +50,7 @@ def grid(
 
 
 def folded(text: str, at: str, width: int) -> str:
-    """``text`` in lines of at most ``width``, broken where the pattern ``at`` says, if that can be."""
+    """Return ``text`` in lines of at most ``width`` characters, broken at the pattern ``at`` as far as possible."""
     lines = [""]
     for piece in re.split(at, text):
         lines = [*lines, piece] if lines[-1] and len(lines[-1] + piece) > width else [*lines[:-1], lines[-1] + piece]
@@ -57,7 +58,7 @@ def folded(text: str, at: str, width: int) -> str:
 
 
 def _titled(title: str, table: Table) -> RenderableType:
-    """A table's own title is no wider than the table."""
+    """Put a title above a table, as a table's own title is no wider than the table."""
     return Group(Text(title, style="bold"), table, Text())
 
 
@@ -68,7 +69,7 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def print_json(values: Any) -> None:
-    """A value as JSON on standard output, on lines of its own; infinities and NaN, which JSON lacks, as text."""
+    """Print a value as JSON on standard output; infinities and NaN, which JSON lacks, become text."""
     print(json.dumps(_finite(values), indent=2, allow_nan=False), flush=True)
 
 
@@ -81,7 +82,7 @@ def _finite(values: Any) -> Any:
 
 
 def count(number: float) -> str:
-    """``963.8 K``: a large number with a thousands' unit, three or four digits."""
+    """Return a large number with a thousands' unit and three or four digits, such as ``963.8 K``."""
     for unit in ("", " K", " M", " G", " T"):
         if abs(number) < 1000:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
@@ -90,12 +91,12 @@ def count(number: float) -> str:
 
 
 def plural(number: int, word: str) -> str:
-    """``1 rank``, ``2 ranks``, ``3 microbatches``."""
+    """Return a number and its word, such as ``1 rank``, ``2 ranks`` or ``3 microbatches``."""
     return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
 
 
 def size(nbytes: float) -> str:
-    """``3.7 MiB``: a number of bytes."""
+    """Return a number of bytes with its unit, such as ``3.7 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(nbytes) < 1024 or unit == "TiB":
             break
@@ -104,12 +105,12 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
+    """Return seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def decimal(value: float | None) -> str:
-    """A loss: four decimals, or what it is where it is no number."""
+    """Return a loss with four decimals, or words if it is None, which stands for one that is not finite."""
     return "not finite" if value is None else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, written by torch's SummaryWriter."""
+"""Metrics are written for TensorBoard by torch's SummaryWriter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-FLUSH_SECONDS = 10  # until what was added is in the file, also of a run that is killed
+FLUSH_SECONDS = 10  # the seconds until what was added is in the file, even if the run is killed
 
 
 class TensorBoard:
@@ -33,12 +33,10 @@ class TensorBoard:
         self._make = SummaryWriter
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        self._texts: list[tuple[int, str, str]] = []  # before the first metrics, which say from which step on to forget
+        self._texts: list[tuple[int, str, str]] = []  # they wait for metrics, whose step says what to forget
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Write every number among ``metrics`` under its key, at the step ``metrics["step"]``; what is not finite is
-        left out.
-        """
+        """Write every finite number among ``metrics`` under its key, at the step ``metrics["step"]``."""
         step = int(metrics["step"])
         writer = self._open(step)
         for name, value in metrics.items():
@@ -51,14 +49,14 @@ class TensorBoard:
                 writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Write ``text`` (Markdown) under ``name``."""
+        """Write ``text`` (Markdown) under ``name``, at ``step``."""
         if self._writer is None:
             self._texts.append((step, name, text))
         else:
             self._writer.add_text(name, text, step)
 
     def close(self) -> None:
-        """Write what is left; nothing can be added after that."""
+        """Write what is left, and close the file; nothing can be added after that."""
         if self._writer is None and self._texts:
             self._open(None)
         if self._writer is not None:

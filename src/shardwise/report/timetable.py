@@ -1,6 +1,4 @@
-"""The timetable of a step: what each rank does when, simulated or recorded.  Pure data; others draw it and write it as
-a trace.
-"""
+"""The timetable of a step says what each rank does when, simulated or recorded.  It is pure data; others draw it."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ class TimeBox:
     """A rank's work on a microbatch of a stage, from ``start`` to ``stop`` seconds after the step's begin.
 
     ``kind`` is F (forward), B (backward), its parts I (gradients of inputs) and W (of weights), or the word of an
-    instruction. ``stage`` and ``microbatch`` are -1 where there is none.  A SEND and a RECEIVE of one ``flow`` are the
-    two ends of a message. ``name`` is what the box is called where there is room; by default what the other fields say.
+    instruction.  ``stage`` and ``microbatch`` are -1 where there is none.  A SEND and a RECEIVE of one ``flow`` are the
+    two ends of a message.  ``name`` is what the box is called; by default what the other fields say.
     """
 
     rank: int
@@ -41,7 +39,7 @@ class TimeBox:
 
     @property
     def title(self) -> str:
-        """``F 3 of stage 1``."""
+        """The name of the box, by default words such as ``F 3 of stage 1``."""
         number = f" {self.microbatch}" if self.microbatch >= 0 else ""
         return self.name or f"{self.kind}{number}" + (f" of stage {self.stage}" if self.stage >= 0 else "")
 
@@ -50,8 +48,8 @@ class TimeBox:
 class Drawing:
     """The boxes of all ranks in a step of ``step`` seconds.  Those of a rank and lane do not overlap.
 
-    Boxes may lie behind ``step`` where steps follow each other at once, each rank as soon as it can.  ``bubble`` is the
-    share of the ranks' time in the step in which they compute nothing.  ``memory`` is the most that each rank holds:
+    Boxes may lie behind ``step`` if steps follow each other at once, each rank as soon as it can.  ``bubble`` is the
+    fraction of the ranks' time in the step in which they compute nothing.  ``memory`` is the most that each rank holds:
     bytes, or the number of microbatches whose activations it keeps if ``memory_unit`` says so.
     """
 
@@ -79,23 +77,23 @@ class Drawing:
 
     @property
     def end(self) -> float:
-        """When the last box ends, or the step."""
+        """The seconds at which the last box ends, or the step if that is later."""
         return max([self.step, *(box.stop for box in self.boxes)])
 
     def rows(self) -> dict[tuple[int, str], list[TimeBox]]:
-        """The boxes of each rank and lane, by time."""
+        """Return the boxes of each rank and lane, by time."""
         found: dict[tuple[int, str], list[TimeBox]] = defaultdict(list)
         for box in sorted(self.boxes, key=lambda b: (b.start, b.stop)):
             found[box.rank, box.lane].append(box)
         return found
 
     def lanes(self) -> list[list[str]]:
-        """For each rank, the lanes in which there is something, computing first."""
+        """Return for each rank the lanes in which there is something, computing first."""
         there = {(box.rank, box.lane) for box in self.boxes}
         return [[lane for lane in LANES if lane == COMPUTE or (rank, lane) in there] for rank in range(self.ranks)]
 
     def chunks(self) -> dict[int, dict[int, int]]:
-        """For each rank, its stages, numbered from 0 in the model's order."""
+        """Return for each rank its stages, numbered from 0 in the model's order."""
         stages: dict[int, set[int]] = defaultdict(set)
         for box in self.boxes:
             if box.stage >= 0:
@@ -104,23 +102,23 @@ class Drawing:
 
     @property
     def summary(self) -> str:
-        """``step 33 ms, bubble 27.3% of the ranks' time``."""
+        """The step in words, such as ``step 33 ms, bubble 27.3% of the ranks' time``."""
         return f"step {milliseconds(self.step)}, bubble {self.bubble:.1%} of the ranks' time"
 
     @property
     def memory_words(self) -> list[str]:
-        """The most that each rank holds; of activations only the number, as :attr:`memory_title` says what it is."""
+        """The most that each rank holds; for activations only the number, as :attr:`memory_title` says what it is."""
         return [size(value) if self.memory_unit == "bytes" else f"{value:.4g}" for value in self.memory or ()]
 
     @property
     def memory_title(self) -> str:
-        """What :attr:`memory_words` are; empty where there are none."""
+        """The title of :attr:`memory_words`; empty if there are none."""
         return (
             "" if self.memory is None else "peak memory" if self.memory_unit == "bytes" else f"peak {self.memory_unit}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, times in seconds."""
+        """Return the drawing as JSON values, times in seconds."""
         return {
             "title": self.title, "ranks": self.ranks, "step_seconds": self.step, "bubble": self.bubble,
             "memory": self.memory, "memory_unit": self.memory_unit, "notes": list(self.notes),
@@ -134,7 +132,7 @@ class Drawing:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in ms, with at most four digits."""
+    """Return seconds as milliseconds, such as ``27.35 ms`` or ``1,234 ms``."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 
@@ -143,11 +141,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def mark_critical(boxes: Iterable[TimeBox], pipelines: Sequence[int] | None = None) -> tuple[TimeBox, ...]:
-    """The boxes with those marked that, from the last one to end back to the begin, each waited for the one before.
+    """Return the boxes with the critical path marked: from the last back to the begin, each waited for the one before.
 
     What a box waited for is the latest to end of: the box before it on its rank, and what its own microbatch needs of
-    other stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.  ``pipelines`` says of
-    each rank which replica of the model it belongs to, by default all to one.
+    other stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.  ``pipelines`` has the
+    replica of the model that each rank belongs to; by default all belong to one.
     """
     all_boxes = tuple(boxes)
     computed = sorted((b for b in all_boxes if b.lane == COMPUTE), key=lambda b: b.stop)
@@ -163,7 +161,7 @@ def mark_critical(boxes: Iterable[TimeBox], pipelines: Sequence[int] | None = No
     at = computed[-1] if computed else None
     while at is not None and at not in path:
         path.add(at)
-        needed = [before[at]] if at in before else []  # first: with what is as late, the path stays on its rank
+        needed = [before[at]] if at in before else []  # first, so that on a tie the path stays on its rank
         needed += [ends[home[at.rank], *key] for key in _needs(at) if (home[at.rank], *key) in ends]
         if at.microbatch < 0 and (other := _latest(computed, at)) is not None:
             needed.append(other)
@@ -173,7 +171,7 @@ def mark_critical(boxes: Iterable[TimeBox], pipelines: Sequence[int] | None = No
 
 
 def _needs(box: TimeBox) -> list[tuple[str, int, int]]:
-    """The tasks that a task of a microbatch reads: kind, stage and microbatch."""
+    """Return the tasks that a task of a microbatch reads: their kinds, stages and microbatches."""
     kind, stage, m = box.kind, box.stage, box.microbatch
     if kind == "F":
         return [("F", stage - 1, m)]
@@ -183,7 +181,7 @@ def _needs(box: TimeBox) -> list[tuple[str, int, int]]:
 
 
 def _latest(computed: Sequence[TimeBox], box: TimeBox) -> TimeBox | None:
-    """The last to end on another rank before ``box`` begins."""
+    """Return the box that ends last on another rank before ``box`` begins."""
     return next((b for b in reversed(computed) if b.stop <= box.start and b.rank != box.rank), None)
 
 
@@ -191,8 +189,8 @@ def _latest(computed: Sequence[TimeBox], box: TimeBox) -> TimeBox | None:
 
 
 def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
-    """The drawings in the Trace Event Format that chrome://tracing and ui.perfetto.dev read: a process for each rank, a
-    thread for each lane, times in microseconds.  With several drawings each has processes of its own, which bear its
+    """Return the drawings in the Trace Event Format that chrome://tracing and ui.perfetto.dev read: a process for each
+    rank, a thread for each lane, times in microseconds.  Of several drawings each has processes of its own, with its
     title."""
     events: list[dict[str, Any]] = []
     first = 0

@@ -1,6 +1,4 @@
-"""A timetable in a terminal: a line for each rank, microbatches as numbers, kinds as colours or, where there are none,
-as letters.
-"""
+"""A timetable is shown in a terminal: a line for each rank, microbatches as numbers, kinds as colours or as letters."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from .kinds import look
 from .timetable import COMPUTE, Drawing, TimeBox, milliseconds
 from .timetable_picture import kinds
 
-GOLDEN = 0.618034  # the multiples of the golden ratio are spread evenly
+GOLDEN = 0.618034  # its multiples, modulo 1, are spread evenly
 
 
 def chart(drawings: Sequence[Drawing], width: int, colours: bool) -> Text:
-    """The steps from left to right on a common axis, one below the other, in lines of at most ``width`` columns.
+    """Return the steps from left to right on a common axis, one below the other, in lines of at most ``width`` columns.
 
-    A column shows what is computed in its middle; where boxes are narrower than columns, at places that change from
-    column to column, so that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number,
-    without a letter for its kind (small for the later stages of a rank) and the number after it, where there is room;
-    blanks are idle.
+    A column shows what is computed in its middle; if boxes are narrower than columns, at places that change from column
+    to column, so that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number, without
+    them a letter for its kind (small for the later stages of a rank) and the number after it, if there is room; blanks
+    are idle.
     """
     left = max(len(_name(drawing.ranks - 1)) for drawing in drawings)
     right = max(len(words) for drawing in drawings for words in ("", *drawing.memory_words))
@@ -69,7 +67,7 @@ def _chart(drawing: Drawing, colours: bool, widths: tuple[int, int, int], whole:
 
 
 def _spans(row: list[TimeBox], columns: int, seconds: float) -> Iterator[tuple[TimeBox | None, int]]:
-    """What follows what in a row: a box, or None where it is idle, and over how many columns."""
+    """Yield the boxes of a row in order, None while it is idle, each with the number of its columns."""
     starts = [box.start for box in row]
     narrow = bool(row) and statistics.median(b.stop - b.start for b in row) * columns < seconds
 

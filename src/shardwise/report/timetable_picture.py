@@ -1,6 +1,4 @@
-"""Timetables as a picture: a row for each rank, time from left to right, several drawings one above the other on one
-axis.
-"""
+"""Timetables are drawn with a row for each rank and time from left to right, one above the other on one axis."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from .timetable import COMPUTE, Drawing, TimeBox, milliseconds
 
 LEFT, RIGHT = 74, 104  # pixels beside the rows
 NARROWEST, WIDEST = 760, 1800  # pixels of the rows
-ROOMY = 22  # pixels that the median box gets, if the rows are not too wide then
+ROOMY = 22  # the pixels of the median box, unless the rows would be too wide
 STRIP = 7  # the height of a lane that does not compute
 IDLE, CRITICAL, GREY = "#eeeeee", "#b00000", "#555555"
-SMALLEST = 6.5  # pixels of a number that can be read
+SMALLEST = 6.5  # the pixels of the smallest number that can be read
 SHADE = 0.5  # how much white the last of a rank's stages has, at most
-STEP_OF_SHADE = 0.3
+STEP_OF_SHADE = 0.3  # how much more white each later stage has, at most
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """Pixels of a time: the axis that all drawings share."""
+    """The axis that all drawings share: the pixels of a time."""
 
     seconds: float
     width: float
@@ -37,7 +35,7 @@ class _Scale:
 
 
 def picture(drawings: Sequence[Drawing]) -> Sheet:
-    """The drawings one above the other, the axis of time below the last."""
+    """Return the drawings one above the other, with the axis of time below the last."""
     lengths = [
         b.stop - b.start
         for d in drawings
@@ -58,7 +56,7 @@ def picture(drawings: Sequence[Drawing]) -> Sheet:
 
 
 def _draw(sheet: Sheet, drawing: Drawing, scale: _Scale, y: float) -> float:
-    """A title and the rows below it; where they end."""
+    """Draw a title and the rows below it, and return the y at which they end."""
     sheet.items.append(Words(12, y + 17, drawing.title, 15, bold=True))
     sheet.items.append(Words(12, y + 35, "; ".join([drawing.summary, *drawing.notes]), 12, GREY))
     end = LEFT + scale.width
@@ -84,7 +82,7 @@ def _draw(sheet: Sheet, drawing: Drawing, scale: _Scale, y: float) -> float:
 
 
 def fill(box: TimeBox, chunks: dict[int, int]) -> str:
-    """The colour of a box: the later its stage among those of its rank, the lighter."""
+    """Return the colour of a box: the later its stage among those of its rank, the lighter."""
     shade = min(STEP_OF_SHADE, SHADE / max(1, len(chunks) - 1))
     return lighter(look(box.kind).colour, shade * chunks.get(box.stage, 0))
 
@@ -92,7 +90,7 @@ def fill(box: TimeBox, chunks: dict[int, int]) -> str:
 def _boxes(
     row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, height: float
 ) -> Iterable[Rectangle]:
-    """White lines part boxes that are wide enough; an outline lies inside of its box."""
+    """Yield the boxes of a row: white lines part those that are wide enough, and an outline lies inside its box."""
     for box in row:
         x, width = scale.x(box.start), scale.x(box.stop) - scale.x(box.start)
         tip = f"{box.title}, rank {box.rank}: {milliseconds(box.start)} to {milliseconds(box.stop)}"
@@ -107,7 +105,7 @@ def _boxes(
 
 
 def _numbers(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, digits: int) -> Iterable[Words]:
-    """The numbers of microbatches, in boxes with room for ``digits`` digits, and the words of what has none."""
+    """Yield the numbers of microbatches, in boxes with room for ``digits`` digits, and the words of other boxes."""
     for box in row:
         text = str(box.microbatch) if box.microbatch >= 0 else look(box.kind).words
         room = (scale.x(box.stop) - scale.x(box.start) - 2) / width_of("0" * max(digits, len(text)), 1)
@@ -118,7 +116,7 @@ def _numbers(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: f
 
 
 def _axis(sheet: Sheet, scale: _Scale, y: float) -> float:
-    """Milliseconds, at round numbers that leave room for each other."""
+    """Draw milliseconds, at round numbers that leave room for each other, and return the y at which they end."""
     last = scale.seconds * 1e3
     sheet.items.append(Line(LEFT, y, LEFT + scale.width, y, GREY))
     step = round_step(last / max(1, scale.width / 90))
@@ -131,7 +129,7 @@ def _axis(sheet: Sheet, scale: _Scale, y: float) -> float:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... times a power of ten that is at least ``least``."""
+    """Return the smallest of 1, 2, 5, 10, ... times a power of ten that is at least ``least``."""
     if least <= 0:
         return 0.0
     power = 10.0 ** math.floor(math.log10(least))
@@ -139,7 +137,7 @@ def round_step(least: float) -> float:
 
 
 def _legend(sheet: Sheet, drawings: Sequence[Drawing], y: float) -> float:
-    """The kinds that are there, each in the shades of a rank's stages, in as many lines as they need."""
+    """Draw the kinds that there are, each in the shades of a rank's stages, and return the y at which they end."""
     shades: dict[str, set[str]] = defaultdict(set)
     for drawing in drawings:
         chunks = drawing.chunks()
@@ -167,7 +165,7 @@ def _legend(sheet: Sheet, drawings: Sequence[Drawing], y: float) -> float:
 
 
 def kinds(drawings: Sequence[Drawing], lane: str | None = None) -> list[str]:
-    """The kinds of all boxes, or of those in a lane, forward and backward first."""
+    """Return the kinds of all boxes, or of those in a lane, forward and backward first."""
     there = {box.kind for drawing in drawings for box in drawing.boxes if lane in (None, box.lane)}
     known = list(dict.fromkeys([*"FBIW", *sorted(there)]))
     return [kind for kind in known if kind in there]

@@ -1,6 +1,5 @@
-"""What is chosen: tensor parallelism as the plan asks for it, the strategy of each op on a group of axes, and what a
-solver decided, as data.
-"""
+"""This module holds choices as data: the tensor parallelism that a plan asks for, the strategy of each op on a group of
+mesh axes, and what a solver decided."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from shardwise.core.rates import Machine
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 
 Name = tuple[str, str]
-"""The name of an op: what it is, and the path of its module."""
+"""The name of an op: its target, and the path of its module."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a solver decided for one capture of a model, for use by another: that of another precision, in which a plan
-    is proven.
+    """This holds what a solver decided for one capture of a model, so that a capture in another precision, in which a
+    plan is verified, can use it too.
 
-    ``ops``: by name the strategies, by axis, of all ops that have it, in the order of the graph; ``parameters``: the
-    states of each, by axis, by the name of its placeholder.  ``rows`` is what places call the number of rows.
+    ``ops`` maps a name to the strategies, by axis, of all ops of that name in the order of the graph.  ``parameters``
+    maps the name of a placeholder to its states by axis.  ``rows`` is what places call the number of rows.
     """
 
     ops: Mapping[Name, tuple[Mapping[str, Strategy], ...]]
@@ -34,7 +33,7 @@ class Decisions:
     rows: Any = None
 
     def translated(self, strategy: Strategy, rows: Any) -> Strategy:
-        """A strategy with what another capture calls the number of rows."""
+        """Return ``strategy`` with ``rows``, which is what another capture calls the number of rows."""
 
         def own(state: Placement) -> Placement:
             if not isinstance(state, Shard) or isinstance(state.pre, int):
@@ -46,12 +45,12 @@ class Decisions:
 
 @dataclass(frozen=True)
 class TensorParallelSpec:
-    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its
-    axes and ``pins``.
+    """This asks for tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another
+    ``plan`` on the same axes with ``pins``.
 
-    ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over
-    which their gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``, or what was
-    ``decided`` for another capture.
+    ``layouts`` are those of parameters where they have been chosen before (None means whole), and ``summed`` are the
+    axes over which their gradients are partial sums.  Plan "auto" is the one that is predicted to be fastest on
+    ``machine``, or the one that was ``decided`` for another capture.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -66,8 +65,9 @@ class TensorParallelSpec:
 
 @dataclass
 class Assignment:
-    """The assignment of one group of axes: the states of each node's results, and the strategy of each op that has a
-    form; ``held``: what the result of an op is moved to where it is made, because a user says so."""
+    """This is the assignment of one group of axes: the states of each node's results, and the strategy of each op that
+    has a form.  ``held`` has the states to which results of ops are moved where they are made, because a user pins
+    them."""
 
     states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
@@ -75,12 +75,12 @@ class Assignment:
 
 
 def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> Placement:
-    """Where ``axis`` shards a tensor of this layout (None: whole); "I" where it does not."""
+    """Return where ``axis`` shards a tensor of this layout (None means whole), or "I" where it does not."""
     for dim, factors in enumerate(layout.dims if layout is not None else ()):
         whole, pre = math.prod(f.size for f in factors), 1
         for factor in factors:
             if axis in factor.axes:
-                alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
+                alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # two sub-axes of one axis cut alike
                 equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
                 return Shard(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
             pre *= factor.size

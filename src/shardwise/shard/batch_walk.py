@@ -1,7 +1,7 @@
-"""Which strategy each op has on a group of axes: a walk over the captured graph, from states of operands to states of
-results.
+"""A walk over the captured graph chooses the strategy of each op on a group of axes, from the states of its operands.
 
-Over the batch axes nothing is to choose: fields come in sharded, and what is sharded stays so as long as ops take it.
+On the axes of the batch there are no alternatives: fields come in sharded, and what is sharded stays so as long as ops
+take it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 
 
 class BatchWalk:
-    """The walk for the axes of the batch."""
+    """This is the walk for the axes of the batch."""
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
@@ -35,7 +35,7 @@ class BatchWalk:
     def visit(self, node: fx.Node) -> None:
         """Choose the strategy of an op."""
         form, states = self.forms.get(node), self.found.states
-        if node not in self.forms:  # one of several results
+        if node not in self.forms:  # it takes one of several results
             states[node] = (states[node.args[0]][node.args[1]],)
         elif form is None:
             states[node] = ("I",) * len(self.context.shapes(node))
@@ -44,18 +44,17 @@ class BatchWalk:
             states[node] = strategy.results
 
     def birth(self, node: fx.Node) -> Placement:
-        """The state of a placeholder."""
+        """Return the state with which a placeholder starts."""
         captured = self.context.captured
         return Shard(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
 
     def state(self, node: fx.Node) -> Placement:
-        """The placement of an operand."""
+        """Return the state of an operand."""
         return self.found.states[node][0]
 
     def choose(self, form: OpSharding) -> Strategy:
-        """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole
-        operands.
-        """
+        """Return the strategy that keeps the largest sharded operand which the op can take sharded; else the one on
+        partial sums, the one that makes the result sharded, or the one on whole operands."""
         states = [self.state(o) for o, _ in form.operands]
         sizes = [math.prod(self.context.shape(o)) for o, _ in form.operands]
         for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
@@ -71,15 +70,15 @@ class BatchWalk:
         return self.replicated(form, states)
 
     def replicated(self, form: OpSharding, states: list[Placement]) -> Strategy:
-        """The strategy for whole operands; where all are parameters, a partial gradient passes to them."""
+        """Return the strategy on whole operands: "R" where all that have a gradient are R, as parameters are."""
         carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
         return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
 
 
 def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assignment) -> None:
-    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them
-    alone: their gradients are summed over ranks once a step, as over the axes of the batch, and not for each microbatch
-    where they are used."""
+    """Make whole parameters R on ``axis`` from the start where ops want them as R or in pieces, and with them what
+    follows from them alone.  Their gradients are then summed over ranks once a step, as over the axes of the batch, and
+    not for each microbatch where they are used."""
     nodes, wanted = list(context.normal.graph.nodes), set[fx.Node]()
     alone = {n for n, states in rows.states.items() if context.carrying.get(n) and set(states) == {"R"}}
     for node, strategy in found.strategies.items():

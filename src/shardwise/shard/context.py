@@ -1,8 +1,8 @@
-"""What is known of a captured graph that is to be sharded: its ops as the rules describe them, its sizes, and the
-layouts that values have in given states.
+"""A sharding context holds what is known of a captured graph that is to be sharded: its ops as the rules describe them,
+its sizes, and the layouts that values have in given states.
 
 Walks and solvers choose from this, and the emitter makes the local graph by it.  Sizes are expressions in the number of
-rows where the batch dim is symbolic.  Nothing here changes after it is made, except what is noted for the user.
+rows where the batch dim is symbolic.  Nothing changes after a context is made, except ``notes`` and ``decided``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard, Str
 from shardwise.shard.sizes import factored
 
 Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
-"""Describes a captured op; None where it does not cover the op as it is used."""
+"""A rule describes a captured op; it returns None where it does not cover the op as it is used."""
 
 
 class ShardingContext:
-    """The captured graph ``normal``, to be sharded over the axes of the batch and over those of ``tensor``.
+    """This describes the captured graph ``normal``, sharded over the axes of the batch and over those of ``tensor``.
 
     ``rules`` finds the rule of an op.  ``counted`` is the cross-entropy whose count of targets the step knows
-    beforehand; ``summands`` are what :func:`loss.summands` finds.  ``notes`` are what a user should know of the choices
-    made here, and ``decided`` tells which pin or op made each parameter's layout, by name and axis.
+    beforehand; ``summands`` are what ``units/microbatch_weights.py`` finds.  ``notes`` are what a user should know of
+    the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's layout.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardingContext:
         self.decided: dict[str, dict[str, str]] = {}
 
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
-        """The same graph, with other axes of tensor parallelism."""
+        """Return a context of the same graph with other axes of tensor parallelism."""
         return ShardingContext(
             self.normal, self.rules, replace(self.tensor, axes=axes), counted=self.counted, summands=self.summands,
             dropout=self.dropout,
@@ -71,7 +71,7 @@ class ShardingContext:
 
     @cached_property
     def forms(self) -> Mapping[fx.Node, OpSharding | None]:
-        """How each op treats shards; None where no rule covers it."""
+        """Return how each op treats shards; None where no rule covers it."""
         ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)]
         return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
 
@@ -79,13 +79,14 @@ class ShardingContext:
         self, node: fx.Node, operands: Sequence[tuple[fx.Node, DimLabels]], labels: DimLabels | Sequence[DimLabels],
         linear: str | Sequence[int] = (), several: bool = False, **more: Any,
     ) -> OpSharding:  # fmt: skip
-        """The form of an op; ``labels`` are those of its result, or of each of ``several``."""
+        """Return the form of an op; ``labels`` are those of its result, or of each of ``several`` results."""
         how: frozenset[int] | str = linear if isinstance(linear, str) else frozenset(linear)
         return OpSharding(node, list(operands), list(labels) if several else [labels], how, **more)
 
     # ---- whole tensors -------------------------------------------------------------------------------------------
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of a node's whole tensor; symbolic sizes are those of the example."""
         return tuple(concrete(s) for s in node.meta["val"].shape)
 
     def shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
@@ -93,42 +94,40 @@ class ShardingContext:
         return [tuple(concrete(s) for s in v.shape) for v in (value if isinstance(value, tuple | list) else [value])]
 
     def expressions(self, node: fx.Node) -> list[Any]:
-        """The sizes of a tensor, comparable for every number of rows."""
+        """Return the sizes of a tensor as expressions, which are comparable for every number of rows."""
         return [expression(s) for s in node.meta["val"].shape]
 
     def learned(self, node: fx.Node) -> bool:
-        """Whether a captured node's value follows from parameters alone."""
+        """Return whether a captured node is a parameter or is made of one by ops of one operand."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         return node.op == "placeholder" and node.name in self.captured.parameters
 
     @property
     def rows(self) -> Any:
-        """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
+        """Return the number of rows as an expression: a symbol, or a number where the batch dim is static."""
         return self.captured.rows if self.symbol is None else self.symbol
 
     def size(self, node: fx.Node, place: Shard) -> Any:
-        """The size, as an expression, of the factor at ``place`` of a captured node's value."""
+        """Return the size, as an expression, of the factor at ``place`` of a captured node's value."""
         found = self.expressions(node)[place.dim]
         return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
 
     def shared_out(self, node: fx.Node, place: Shard) -> bool:
-        """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it."""
+        """Return whether the cut at ``place`` is not along rows of the batch and leaves every rank some elements."""
         size = self.size(node, place)
         if size == self.rows or not isinstance(size, int):
             return False
         return size >= math.prod(self.tensor.axes.values()) or self.stands_for_pieces(size)
 
     def stands_for_pieces(self, size: Any) -> bool:
-        """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many
-        elements as ranks.
-        """
+        """Return whether a factor of this size stands for equal pieces: it has as many elements as every axis has
+        ranks, and other axes shard within each piece."""
         return all(n in (1, size) for n in self.tensor.axes.values())
 
     def layout_of(self, shape: Sequence[int], states: Mapping[str, Placement]) -> Layout:
-        """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within
-        the other.
-        """
+        """Return the layout of a tensor of whole ``shape`` in these states; groups that shard the same factor nest.
+        :class:`Uncapturable` is raised where the states do not fit together."""
         dims: list[list[Factor]] = [[Factor(s)] for s in shape]
         for d, size in enumerate(shape):
             found = [(g, s) for g, s in states.items() if isinstance(s, Shard) and s.dim == d]
@@ -137,7 +136,7 @@ class ShardingContext:
         return Layout(tuple(tuple(dim) for dim in dims))
 
     def behind_rows(self, states: Mapping[str, Placement], place: Shard) -> Shard:
-        """A place with its ``pre`` as a number; what is behind rows goes only together with shards of these."""
+        """Return ``place`` with its ``pre`` as a number; :class:`Uncapturable` where rows before it are whole."""
         if isinstance(place.pre, int):
             return place
         rows = states.get(ROWS)
@@ -146,9 +145,8 @@ class ShardingContext:
         return place._replace(pre=int(place.pre.subs(self.symbol, self.example)))
 
     def agree(self, form: OpSharding, operands: Sequence[Mapping[str, Placement]]) -> bool:
-        """Whether the pieces of an op's ``operands`` go together on every rank; the states of each are by group of
-        axes, and fit.
-        """
+        """Return whether the pieces of an op's ``operands``, whose states are by group of axes and fit, go together on
+        every rank."""
         if form.agree is None:
             return True
         shapes = [self.shape(operand) for operand, _ in form.operands]
@@ -160,14 +158,14 @@ class ShardingContext:
         strategies: Mapping[str, Strategy],
         fits: Callable[[Sequence[int], Mapping[str, Placement]], bool] | None = None,
     ) -> bool:
-        """Whether an op's strategies, by group of axes, go together; ``fits`` is :meth:`fits`, or a faster one."""
+        """Return whether an op's strategies, by group of axes, go together; ``fits`` may be a faster :meth:`fits`."""
         operands = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
         results = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
         shapes = (*(self.shape(o) for o, _ in form.operands), *self.shapes(form.node))
         return all(map(fits or self.fits, shapes, (*operands, *results))) and self.agree(form, operands)
 
     def fits(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
-        """Whether a tensor can be in these states together."""
+        """Return whether a tensor can be in these states together."""
         try:
             self.layout_of(shape, states)
         except Uncapturable:
@@ -177,7 +175,7 @@ class ShardingContext:
     def same_cut(
         self, shape: Sequence[int], states: Mapping[str, Placement], after: Mapping[str, Placement], dim: int
     ) -> bool:
-        """Whether ranks have of a dim, whose size does not depend on rows, in some states what they have in others."""
+        """Return whether each rank has the same elements of a dim in both states; its size must not depend on rows."""
         if not self.fits(shape, after):
             return False
         mesh, here, there = Mesh.spanned(self.tensor.axes), self.layout_of(shape, states), self.layout_of(shape, after)
@@ -188,19 +186,19 @@ class ShardingContext:
     # ---- sizes in rows -------------------------------------------------------------------------------------------
 
     def multiple(self, size: Any) -> int | None:
-        """m where a size is m times the symbolic number of rows."""
+        """Return m where ``size`` is m times the symbolic number of rows, else None."""
         if not isinstance(size, torch.SymInt) or self.symbol is None:
             return None
         ratio = size.node.expr / self.symbol
         return int(ratio) if ratio.is_Integer else None
 
     def is_rows(self, size: Any) -> bool:
-        """Whether a size is the symbolic number of rows."""
+        """Return whether ``size`` is the symbolic number of rows."""
         return self.multiple(size) == 1
 
 
 def with_gradient(normal: Normal) -> dict[fx.Node, bool]:
-    """Whether a node's value depends on trainable parameters in a differentiable way."""
+    """Return for each node whether its value depends on trainable parameters in a differentiable way."""
     found: dict[fx.Node, bool] = {}
     for node in normal.graph.nodes:
         if node.op == "placeholder":

@@ -1,7 +1,7 @@
-"""The local graph of one rank, from what has been chosen for each op of the captured graph.
+"""The emitter makes the local graph of one rank from what has been chosen for each op of the captured graph.
 
-Operands are moved to the states that an op's strategies want, sizes become local, and results get their layouts.  All
-values keep the meta data of the whole batch's graph.
+It moves operands to the states that an op's strategies want, makes sizes local, and gives results their layouts.  All
+values keep the metadata of the whole batch's graph.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 
 
 class Emitter(LocalGraph):
-    """Makes the local graph by ``assignments``, one for each group of axes.
+    """This makes the local graph by ``assignments``, one for each group of axes.
 
-    Its output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every rank
-    computes whole, by (op, module path); ``layouts`` those of the parameters that tensor parallelism shards, by name,
-    and ``summed`` the axes over which their gradients are partial sums.
+    The graph's output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every
+    rank computes whole, by (op, module path); ``layouts`` are those of the parameters that tensor parallelism shards,
+    by name, and ``summed`` are the axes over which parameters' gradients are partial sums.
     """
 
     def __init__(self, context: ShardingContext, assignments: Mapping[str, Assignment]) -> None:
@@ -70,7 +70,7 @@ class Emitter(LocalGraph):
         new.meta["val"] = value
         parameter = self.context.captured.parameters.get(node.name)
         states = {group: one.states[node][0] for group, one in self.assignments.items()}
-        # A field comes with all rows of this rank's part of the batch, of which axes that shard rows again take theirs.
+        # A field comes with all rows of this rank's part of the batch; axes that shard rows again take pieces of these.
         born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
         layout = self.context.layout_of(self.context.shape(node), born)
         if parameter is not None and layout.sharding_axes:
@@ -98,7 +98,7 @@ class Emitter(LocalGraph):
         return self.replicate(node) if form is None else self.local(node, form)
 
     def held(self, node: fx.Node, value: Any) -> Any:
-        """The value of a node, moved to where users want it to be."""
+        """Return the value of a node, moved to the states that users pinned."""
         goals = {group: one.held[node] for group, one in self.assignments.items() if node in one.held}
         return self.convert(value, goals) if goals else value
 
@@ -125,13 +125,13 @@ class Emitter(LocalGraph):
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
-        """The same op, on local operands."""
+        """Emit the same op on local operands."""
         args, kwargs = self.filled(node, solved.values)
         several = isinstance(node.meta["val"], tuple | list)
         return self.emit(node, args, kwargs, solved.layouts if several else solved.layout)
 
     def number(self, node: fx.Node) -> Any:
-        """Arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
+        """Emit arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and not of_data(value):
             return self.sizes.node(value)
@@ -141,7 +141,7 @@ class Emitter(LocalGraph):
         return new
 
     def replicate(self, node: fx.Node) -> fx.Node:
-        """The fall-back: every rank computes the op whole."""
+        """Emit an op that every rank computes whole; :class:`Uncapturable` is raised where that would be wrong."""
         if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
         if has(node, Fact.BY_STRIDE):
@@ -161,12 +161,12 @@ class Emitter(LocalGraph):
         return new
 
     def large(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-        """Whether an op has to do with more than single numbers; what it costs is measured when that is asked for."""
+        """Return whether an op handles more than single numbers; its cost is measured only when asked for."""
         shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
         return any(math.prod(shape) > 1 for shape in shapes)
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
-        """Sizes that depend on data can be asked of the tensor that has them."""
+        """Add nodes that read sizes which depend on data from ``new``, the tensor that has them."""
         for d, size in enumerate(value.shape):
             if of_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
                 self.sizes.data[symbol] = self.graph.call_function(aten.sym_size.int, (new, d))
@@ -178,21 +178,21 @@ class Emitter(LocalGraph):
         return value.meta["layout"]
 
     def operands(self, argument: Any) -> Any:
-        """Arguments with every tensor as I."""
+        """Return arguments with the local value of every node, and every tensor as I."""
         return fx.map_arg(argument, lambda n: self.whole(n) if is_tensor(n) else self.value[n])
 
     def convert(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
-        """``value`` in other states."""
+        """Return ``value`` in other states."""
         return self.moves.convert(value, goals)
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """A captured node's value as I."""
+        """Return a captured node's value as I."""
         return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
 
     # ---- what rules emit ------------------------------------------------------------------------------------
 
     def filled(self, node: fx.Node, values: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a node with its tensors, in their order, replaced."""
+        """Return the arguments of a node with its tensors, in their order, replaced by ``values``."""
         feed = iter(values)
 
         def replaced(a: fx.Node) -> Any:
@@ -219,7 +219,7 @@ class Emitter(LocalGraph):
 
 
 def _following(graph: fx.Graph, names: Collection[str]) -> set[fx.Node]:
-    """The nodes that depend on the placeholders ``names``."""
+    """Return the nodes that depend on the placeholders ``names``."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.name in names if node.op == "placeholder" else any(i in found for i in node.all_input_nodes):

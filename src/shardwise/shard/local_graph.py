@@ -1,6 +1,5 @@
-"""The graph that one rank computes, as it is made: its nodes with their layouts, and local sizes, each a number or a
-node.
-"""
+"""A local graph is the graph that one rank computes: it is built of nodes with their layouts and of local sizes, each a
+number or a node."""
 
 from __future__ import annotations
 
@@ -22,11 +21,12 @@ from shardwise.shard.sizes import LocalSizes, of_rows
 
 
 class LocalGraph:
-    """The local graph of what ``context`` describes.  Its placeholders are ``env`` and those of the captured graph.
+    """This is the local graph of what ``context`` describes.  Its placeholders are ``env`` and those of the captured
+    graph.
 
-    The meta data of a node: ``layout`` and ``states`` (by group of axes) of its value, ``grad`` (whether it has a
-    gradient), ``val`` of the whole batch's graph, ``path`` of its module.  ``value`` are the nodes by captured node,
-    and ``current`` is the captured node that is emitted.
+    The metadata of a node are ``layout`` and ``states`` (by group of axes) of its value, ``grad`` (whether it has a
+    gradient), ``val`` of the whole batch's graph, and ``path`` of its module.  ``value`` maps captured nodes to local
+    ones; ``current`` is the captured node being emitted.
     """
 
     def __init__(self, context: ShardingContext) -> None:
@@ -39,7 +39,7 @@ class LocalGraph:
         self.current: fx.Node | None = None
 
     def arguments(self, argument: Any) -> Any:
-        """Arguments of a captured op with local nodes in place of captured ones."""
+        """Return arguments of a captured op with local nodes in place of captured ones."""
         return fx.map_arg(argument, lambda n: self.value[n])
 
     # ---- what is known of a node ---------------------------------------------------------------------------------
@@ -62,14 +62,13 @@ class LocalGraph:
     # ---- local sizes ---------------------------------------------------------------------------------------------
 
     def factor_size(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
-        """The size of one of the ``factors`` of a dim of ``whole`` size: in one that depends on the number of rows one
-        of them is that.
-        """
+        """Return the size of one of the ``factors`` of a dim of ``whole`` size; if that depends on the number of rows,
+        one factor is that number."""
         symbolic = ROWS in factor.axes or (factor is of_rows(factors) and not isinstance(expression(whole), int))
         return self.sizes.rows if symbolic else factor.size
 
     def extent(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
-        """The local size of one of the ``factors`` of a dim of ``whole`` size, as a number or as a node."""
+        """Return the local size of one of the ``factors`` of a dim of ``whole`` size, as a number or as a node."""
         if factor.axes == (ROWS,):
             return self.sizes.local_rows
         size = self.factor_size(whole, factor, factors)
@@ -79,14 +78,14 @@ class LocalGraph:
         return self.graph.call_function(collectives.local_size, (self.env, factor.parts or size, factor.axes))
 
     def local_dim(self, layout: Layout, size: Any, dim: int) -> Any:
-        """The local size of dim ``dim``, of whole ``size``, as a number or as a node."""
+        """Return the local size of dim ``dim``, of whole ``size``, as a number or as a node."""
         factors = layout.dims[dim]
         if not any(f.axes for f in factors):
             return self.sizes.node(size)
         return self.sizes.fold(operator.mul, [self.extent(size, f, factors) for f in factors])
 
     def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
-        """The sizes of a node's result in ``layout``; ``given`` are the op's own size arguments."""
+        """Return the local sizes of a node's result in ``layout``; ``given`` are the op's own size arguments."""
         out = []
         for d, size in enumerate(node.meta["val"].shape):
             sharded = any(f.axes for f in layout.dims[d])
@@ -97,9 +96,8 @@ class LocalGraph:
         return out
 
     def cut(self, value: fx.Node, states: Mapping[str, Placement], groups: Sequence[str]) -> tuple[Any, ...]:
-        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of
-        what is around it.
-        """
+        """Return what a move needs to know of a sharded factor: (axes, outer axes, dim, pre, size, post, parts); pre
+        and post are local sizes."""
         place = states[groups[0]]
         assert isinstance(place, Shard)
         layout = self.context.layout_of(value.meta["layout"].shape, states)

@@ -1,4 +1,4 @@
-"""How an op of a captured graph treats shards of its operands: pure descriptions, which rules make and others read.
+"""A form describes how an op of a captured graph treats shards of its operands; rules make forms, and others read them.
 
 On a group of mesh axes a value is in one *state*: sharded at a :class:`Shard` (V), a partial sum ("P"), replicated with
 a replicated gradient ("I"), or replicated with a partial gradient ("R").  Most ops are described by labels for the dims
@@ -18,10 +18,10 @@ from torch import fx
 
 
 class Shard(NamedTuple):
-    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a
-    concatenation, each of its ``parts``.
+    """This says where a tensor is sharded: dim ``dim`` is pre × size × post, and the factor in the middle is sharded,
+    or each of its ``parts`` where it is a concatenation.
 
-    ``pre`` is an expression of the number of rows where a dim has these before the factor: rows × heads.
+    ``pre`` is an expression in the number of rows where a dim has these before the factor: rows × heads.
     """
 
     dim: int
@@ -31,30 +31,29 @@ class Shard(NamedTuple):
 
 
 Placement = Shard | str
-"""A place, or "P", "I", "R"."""
+"""A state: a place, or "P", "I", "R"."""
 
 Label = Any
-"""The label of a dim; None: the op needs the dim whole."""
+"""The label of a dim; None means that the op needs the dim whole."""
 
 DimLabels = Sequence[Label]
 
 
 class Strategy(NamedTuple):
-    """What an op's operands have to be on one group of axes, and what its results are then."""
+    """A strategy says in which states an op takes its operands on one group of axes, and gives its results."""
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
 
     @property
     def sharded(self) -> bool:
-        """Whether an operand or a result is."""
+        """Return whether an operand or a result is sharded."""
         return any(isinstance(s, Shard) for s in (*self.operands, *self.results))
 
 
 class Emission(NamedTuple):
-    """What an op is emitted with: the values of its operands, the layouts of its results, and its strategy on each
-    group.
-    """
+    """This is what an op is emitted with: the values of its operands, the layouts of its results, and its strategy on
+    each group."""
 
     values: list[fx.Node]
     layouts: list[Any]
@@ -62,17 +61,17 @@ class Emission(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """The layout of the only result."""
+        """Return the layout of the only result."""
         return self.layouts[0]
 
 
 ShardRule = Callable[[int, Shard], Strategy | None]
 Emit = Callable[[Any, Emission], fx.Node]
-"""Adds the local op; called with the :class:`~shardwise.shard.emit.Emitter`."""
+"""This adds the local op; it is called with the :class:`~shardwise.shard.emit.Emitter`."""
 
 
 class OwnCall(NamedTuple):
-    """One of our own functions that takes the place of an op: it is called as ``function(env, *args, **kwargs)``."""
+    """This calls one of shardwise's own functions in place of an op, as ``function(env, *args, **kwargs)``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -80,28 +79,29 @@ class OwnCall(NamedTuple):
 
 
 Call = Callable[[Mapping[str, Strategy], Sequence[Any]], OwnCall | None]
-"""By an op's strategies and the values of its operands: what is called in its place, or None where that is itself."""
+"""This returns the call that replaces an op with these strategies and values of its operands, or None for no change.
+"""
 
 
 def sharding(strategies: Mapping[str, Strategy], dim: int) -> tuple[str, ...]:
-    """The groups of axes that shard ``dim`` of an op's first operand."""
+    """Return the groups of axes that shard ``dim`` of an op's first operand."""
     return tuple(g for g, s in strategies.items() if isinstance(at := s.operands[0], Shard) and at.dim == dim)
 
 
 @dataclass
 class OpSharding:
-    """A captured op ``node`` with labels for its tensor ``operands``, in the order of its arguments, and for its
-    ``results``.
+    """This is the form of a captured op ``node``: it has labels for its tensor ``operands``, in the order of its
+    arguments, and for its ``results``.
 
-    ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them
-    together.  ``added`` are operands that are added to a product: beside a partial sum they count once.  ``moves`` says
-    for what labels cannot say what shards of an operand lead to, or None where the op does not take them; ``spread`` is
-    another way, with more operands whole, where groups of axes would not go together so: ``agree`` tells from the
-    layouts of the operands, and from the sizes of the axes.  ``fresh`` is where the result may be made sharded,
-    although no operand is. ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those
-    behind rows. ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).
-    ``emit`` adds the local op, where it is not just the same one; ``call`` says which of our own functions takes its
-    place, where one does: what that communicates is found by calling it.
+    ``linear`` names the operands in which the op is linear, by position, or is "add" where it is linear in all of them
+    together.  ``added`` are operands that are added to a product: beside a partial sum they count once.  ``moves``
+    gives the strategy for a shard of an operand where labels cannot, or None where the op does not take it.  ``spread``
+    is another way, with more operands whole, for groups of axes that would not go together otherwise: ``agree`` tells
+    that from the layouts of the operands and the sizes of the axes.  ``fresh`` is where the result may be made sharded
+    although no operand is.  ``factors`` says whether ``moves``, ``emit`` and ``call`` know of places in concatenations
+    and of those behind rows.  ``alike`` are results that are always replicated, without a gradient (statistics of a
+    whole batch).  ``emit`` adds the local op where it is another one; ``call`` gives the function of shardwise's own
+    that is called instead, where there is one: what it communicates is found by calling it.
     """
 
     node: fx.Node
@@ -119,25 +119,25 @@ class OpSharding:
     factors: bool = False
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:
-        """The strategies that take operand ``position`` sharded at ``place``, that with fewest whole operands first."""
+        """Yield ways to take operand ``position`` sharded at ``place``, the one with fewest whole operands first."""
         for way in (self.shards, self.spread if self.knows(place) else None):
             strategy = None if way is None else way(position, place)
             if strategy is not None:
                 yield strategy
 
     def knows(self, place: Shard) -> bool:
-        """Whether ``moves``, ``emit`` and ``call``, if there are any, know of this kind of place."""
+        """Return whether ``moves``, ``emit`` and ``call``, if there are any, know of this kind of place."""
         plain = not place.parts and isinstance(place.pre, int)
         return plain or self.factors or (self.moves is None and self.emit is None and self.call is None)
 
     def shards(self, position: int, place: Shard) -> Strategy | None:
-        """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
+        """Return the strategy that takes operand ``position`` sharded at ``place``; None where it has to be whole."""
         if not self.knows(place):
             return None
         return self.by_label(position, place) if self.moves is None else self.moves(position, place)
 
     def by_label(self, position: int, place: Shard) -> Strategy | None:
-        """What :meth:`shards` says by labels alone."""
+        """Return what :meth:`shards` says by labels alone."""
         label = self.operands[position][1][place.dim]
         if label is None:
             return None
@@ -153,31 +153,31 @@ class OpSharding:
         return Strategy(operands, results)
 
     def sums(self, label: Label) -> bool:
-        """Whether the op sums over a label."""
+        """Return whether the op sums over a label."""
         return label is not None and all(label not in labels for labels in self.results) and self.moves is None
 
     def contracts(self, position: int) -> bool:
-        """Whether the op sums over a label that operand ``position`` shares with others."""
+        """Return whether the op sums over a label that operand ``position`` shares with others."""
         others = {label for j, (_, theirs) in enumerate(self.operands) if j != position for label in theirs}
         return any(self.sums(label) and label in others for label in self.operands[position][1])
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is an op of several operands that sums over a label: a product, or a lookup."""
+        """Return whether this is an op of several operands that sums over a label: a product, or a lookup."""
         return len(self.operands) > 1 and any(self.sums(label) for _, labels in self.operands for label in labels)
 
     def keeps(self, partial: Sequence[int]) -> bool:
-        """Whether the op can be applied to partial sums of just these operands."""
+        """Return whether the op can be applied to partial sums of just these operands."""
         if not partial:
             return False
         return self.linear == "add" or (len(partial) == 1 and partial[0] in self.linear)
 
     def on_partial(self, partial: Sequence[int]) -> Strategy:
-        """The strategy that does so."""
+        """Return the strategy that applies the op to partial sums of these operands."""
         every = self.linear == "add"
         operands = tuple("P" if every or i in partial else "R" for i in range(len(self.operands)))
         return Strategy(operands, ("P",) * len(self.results))
 
     def whole(self, state: str) -> Strategy:
-        """All operands replicated, "I" or "R", and so the results."""
+        """Return the strategy under which all operands and results are replicated as ``state``, "I" or "R"."""
         return Strategy((state,) * len(self.operands), (state,) * len(self.results))

@@ -1,4 +1,4 @@
-"""Changing what a value of a local graph is on groups of mesh axes: which collective, and what it is for the gradient.
+"""A value of a local graph changes its state on groups of mesh axes by these moves; its gradient moves back as stated.
 
 =====  ====================================  ====================
  from   to                                    gradient
@@ -13,8 +13,8 @@
  R      I: ``own``, nothing                   of one rank
 =====  ====================================  ====================
 
-All others are two of these.  Groups that make the same move make it together.  :func:`path` says which moves are due;
-the emitter makes them, and the solver prices them.
+Any other change is two of these moves.  Groups that make the same move make it together.  :func:`path` says which
+moves are due; the emitter makes them, and the solver prices them.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from shardwise.shard.op_spec import Placement, Shard
 
 
 def communicated(node: fx.Node) -> tuple[str, str]:
-    """The collective of a move's value and that of its gradient; "" where there is none or the node is no move."""
+    """Return the collectives of a move's value and of its gradient; "" where there is none, or the node is no move."""
     return collectives.kinds(node.target, str(node.args[3]) if len(node.args) > 3 else "I")
 
 
 CUTTING = ("gather", "shard", "shard_leaf", "scatter")
-"""The moves of pieces; others are of whole values."""
+"""The moves of pieces; the others are of whole values."""
 ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
-"""Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed
-behind a gather.
-"""
+"""The order of moves.  Slices come first and gathers late: what is gathered after slices is smaller, and so is the
+gradient that is summed behind a gather."""
 
 Placements = tuple[Placement, ...]
-"""The placements of a value, one on each group of axes."""
+"""The states of a value, one on each group of axes."""
 
 
 class Step(NamedTuple):
-    """One move, of a value in ``states``: the name of a function of ``ops.collectives``, the groups that make it (by
-    number), and what the value is on these after it."""
+    """This is one move of a value in ``states``: ``name`` is a function of ``ops.collectives``, ``groups`` (by number)
+    make it, and ``after`` is the state on these after it."""
 
     states: Placements
     name: str
@@ -58,34 +57,34 @@ class Step(NamedTuple):
 
     @property
     def result(self) -> Placements:
-        """What the value is on each group after it."""
+        """Return the state on each group after the move."""
         return _with(self.states, self.groups, self.after)
 
     @property
     def sharded(self) -> Placements:
-        """The side on which a move of pieces is sharded."""
+        """Return the states before or after a move of pieces, whichever are sharded."""
         return self.states if self.name == "gather" else self.result
 
 
 class Movable(Protocol):
-    """What the moves of a value depend on, beside what it is on each group of axes."""
+    """The moves of a value depend on this, beside its state on each group of axes."""
 
     @property
     def grad(self) -> bool:
-        """Whether it has a gradient; where it has none, I and R are the same."""
+        """Return whether it has a gradient; where it has none, I and R are the same."""
         ...
 
     def fits(self, states: Placements) -> bool:
-        """Whether it can be in these states together."""
+        """Return whether it can be in these states together."""
         ...
 
     def same_cut(self, states: Placements, after: Placements, dim: int) -> bool:
-        """Whether ranks have of a dim in some states what they have in others."""
+        """Return whether each rank has the same elements of a dim in both states."""
         ...
 
 
 def path(value: Movable, states: Placements, goals: Placements) -> list[Step]:
-    """The moves that make ``value`` what it is to be on each group of axes, in order."""
+    """Return the moves, in order, that bring ``value`` to the state in ``goals`` on each group of axes."""
     found: list[Step] = []
     _convert(value, states, goals, found)
     return found
@@ -107,7 +106,7 @@ def _convert(value: Movable, states: Placements, goals: Placements, found: list[
 
 
 def _renames(value: Movable, states: Placements, group: int, goal: Placement) -> bool:
-    """Whether a goal is the cut that the value has, in other words: 2 heads of 3 are 6 thirds."""
+    """Return whether a goal is the present cut in other words: over 2 ranks, 2 × 3 elements are cut like 6."""
     own = states[group]
     if not isinstance(own, Shard) or not isinstance(goal, Shard) or own == goal or own.dim != goal.dim:
         return False
@@ -115,7 +114,7 @@ def _renames(value: Movable, states: Placements, group: int, goal: Placement) ->
 
 
 def _together(states: Placements, steps: Sequence[tuple[str, Placement] | None], group: int) -> tuple[int, ...]:
-    """The groups that make a step together with ``group``: those of a gather are sharded in the same way."""
+    """Return the groups that make a step together with ``group``; those of a gather are sharded in the same way."""
     step = steps[group]
     gathers = step is not None and step[0] == "gather"
     return tuple(j for j, one in enumerate(steps) if one == step and (not gathers or states[j] == states[group]))
@@ -123,7 +122,7 @@ def _together(states: Placements, steps: Sequence[tuple[str, Placement] | None],
 
 def _move(value: Movable, step: Step, found: list[Step]) -> Placements:
     minor = _minors(step.sharded, step.groups) if step.name in CUTTING else ()
-    if minor:  # what is sharded within these shards is put together first
+    if minor:  # what is sharded within these shards is gathered first
         joined = _convert(value, step.states, _with(step.states, minor, "I"), found)
         after = _move(value, step._replace(states=joined), found)
         inner = tuple(step.states[i] if i in minor else s for i, s in enumerate(after))
@@ -133,7 +132,7 @@ def _move(value: Movable, step: Step, found: list[Step]) -> Placements:
 
 
 def _minors(states: Placements, groups: Sequence[int]) -> tuple[int, ...]:
-    """The groups that shard the same factor as ``groups`` within their shards."""
+    """Return the groups that shard the same factor as ``groups`` within their shards."""
     own = states[groups[0]]
     assert isinstance(own, Shard)
     later = ((i, s) for i, s in enumerate(states) if i > groups[0] and i not in groups)
@@ -145,7 +144,7 @@ def _with(states: Placements, groups: Sequence[int], after: Placement) -> Placem
 
 
 def _towards(state: Placement, goal: Placement, grad: bool) -> tuple[str, Placement] | None:
-    """The first move from a state towards another, if any is due: its name, and the state after it."""
+    """Return the first move from a state towards another, if any is due: its name, and the state after it."""
     if state == goal or (not grad and {state, goal} == {"I", "R"}):
         return None
     if isinstance(state, Shard):
@@ -163,13 +162,13 @@ def _towards(state: Placement, goal: Placement, grad: bool) -> tuple[str, Placem
 
 
 def dual(step: Step) -> str:
-    """Whether the whole result of a move is I or R; other moves have one dual."""
+    """Return whether the whole result of a move is "I" or "R"; only moves to whole values have both."""
     return str(step.after) if step.name in ("all_reduce", "gather") else "I"
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A value of a local graph, as what is moved."""
+    """This is a value of a local graph, as a :class:`Movable`."""
 
     local: LocalGraph
     node: fx.Node
@@ -193,13 +192,13 @@ class _Node:
 
 @dataclass
 class Redistribution:
-    """Conversions of one local graph; a value makes each move once, whoever needs it."""
+    """This converts the values of one local graph; a value makes each move once, whoever needs it."""
 
     local: LocalGraph
     done: dict[tuple[fx.Node, str, tuple[int, ...], Placement], fx.Node] = field(default_factory=dict)
 
     def convert(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
-        """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
+        """Return ``value`` in the state ``goals[group]`` on each group; without a gradient, I and R are the same."""
         states = value.meta["states"]
         groups = tuple(states)
         subject = _Node(self.local, value, groups)

@@ -1,10 +1,10 @@
-"""From the graph of the whole batch to the local graph of one rank.
+"""This module turns the graph of the whole batch into the local graph of one rank.
 
 Rules (package ``rules``) describe how each op treats shards, :func:`choose` takes a strategy for each op on each group
 of mesh axes, and the emitter makes the local graph by them.
 
-The axes of the batch are one group, ``ROWS``: fields start sharded on dim 0, and parameters, and what is made of them
-alone, are R by birth, for what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of
+The axes of the batch are one group, ``ROWS``.  Fields start sharded on dim 0.  Parameters, and what is made of them
+alone, start as R, because what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of
 tensor parallelism is a group of its own, on which parameters are what ``tensor`` makes them.
 """
 
@@ -37,15 +37,15 @@ from shardwise.shard.solver.solve import predicted, solve
 
 @dataclass
 class Sharded:
-    """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum,
-    *updates)``.
+    """This is a local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as
+    partial sum, *updates)``.
 
-    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats``
-    (rows) is what those that cost something do.  ``layouts`` are those of
-    parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are partial
-    sums; ``decided`` says which pin or op made them so, by name and axis, and ``notes`` what did not get its way, or
-    may be not the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` are the seconds of a
-    microbatch, by which a solver chooses, and ``decisions`` what one has chosen.
+    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and
+    ``repeats(rows)`` gives the number and work of those that cost something.  ``layouts`` are those of parameters that
+    tensor parallelism shards, by name, and ``summed`` are the axes over which their gradients are partial sums;
+    ``decided`` says, by name and axis, which pin or op made them so, and ``notes`` what was not done as asked or may
+    not be the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` returns the seconds of a
+    microbatch, by which a solver chooses, and ``decisions`` are what one has chosen.
     """
 
     graph: fx.Graph
@@ -66,10 +66,9 @@ def shard(
     summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
     tensor: TensorParallelSpec | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard ``normal`` over the batch axes, and over those of ``tensor`` as that says.
+    """Shard ``normal`` over the batch axes, and over those of ``tensor`` as it says.
 
-    ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as
-    :func:`loss.summands` finds them.
+    ``counted``, ``summands``, ``dropout`` and ``device`` are as in :class:`ShardingContext`.
     """
     context = ShardingContext(
         normal, rules, tensor or TensorParallelSpec(), counted=counted, summands=summands, dropout=dropout,
@@ -86,9 +85,8 @@ def shard(
 
 
 class Choice(NamedTuple):
-    """The assignment of each group of axes; the context, in which a recipe may have divided an axis into two; and what
-    a solver decided.
-    """
+    """This is the assignment of each group of axes, the context, in which a recipe may have divided an axis into two,
+    and what a solver decided."""
 
     context: ShardingContext
     assignments: Mapping[str, Assignment]

@@ -1,6 +1,5 @@
-"""Sizes of the whole batch: what a symbolic size of the captured graph is in terms of the number of rows, and the node
-that computes it.
-"""
+"""This module expresses symbolic sizes of the captured graph in the number of rows, and makes the nodes that compute
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def local_shape(value: torch.Tensor, layout: Layout, env: collectives.Env, most: int | None = None) -> tuple[int, ...]:
-    """The shape on one rank of a value of the captured graph.  ``most`` as in :func:`known`."""
+    """Return the shape on one rank of a value of the captured graph; ``most`` is as in :func:`known`."""
 
     def local(size: Any, factors: Sequence[Factor]) -> int:
         if not any(f.axes for f in factors):
@@ -45,12 +44,12 @@ def local_shape(value: torch.Tensor, layout: Layout, env: collectives.Env, most:
 
 
 def of_rows(factors: Sequence[Factor]) -> Factor | None:
-    """That of the factors of a dim with a symbolic size, of which some are sharded, that is the number of rows."""
+    """Return which factor of a dim with a symbolic size, some of which are sharded, is the number of rows."""
     return next((f for f in factors if collectives.ROWS in f.axes), next((f for f in factors if f.axes), None))
 
 
 class LocalSizes:
-    """The sizes of one local graph: nodes that compute them from ``env``, made when first needed and used again.
+    """This makes nodes that compute the sizes of one local graph from ``env``, each when it is first needed.
 
     ``symbol`` is the number of rows; None where the batch dim is static.
     """
@@ -59,10 +58,10 @@ class LocalSizes:
         self.graph, self.env, self.symbol = graph, env, symbol
         self.rows = graph.call_function(collectives.rows, (env,))
         self.local_rows = graph.call_function(collectives.local_rows, (env,))
-        self.data: dict[Any, fx.Node] = {}  # symbols of sizes that depend on data
+        self.data: dict[Any, fx.Node] = {}  # nodes of sizes that depend on data, by symbol
 
     def node(self, size: Any) -> Any:
-        """A size of the whole batch, or an expression of one, as a number or as a node."""
+        """Return a size of the whole batch, or an expression of one, as a number or as a node."""
         expr = expression(size)
         if isinstance(expr, int):
             return expr
@@ -76,7 +75,7 @@ class LocalSizes:
         return self.fold(function, [self.node(a) for a in expr.args])
 
     def fold(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """``function`` over numbers and nodes, from the left."""
+        """Return ``function`` folded over numbers and nodes, from the left."""
 
         def apply(a: Any, b: Any) -> Any:
             if isinstance(a, int) and isinstance(b, int):
@@ -88,7 +87,7 @@ class LocalSizes:
         return functools.reduce(apply, values)
 
     def product(self, sizes: Sequence[Any]) -> Any:
-        """The product of sizes of the whole batch, as a number or as a node."""
+        """Return the product of sizes of the whole batch, as a number or as a node."""
         numbers, nodes = 1, []
         for size in map(self.node, sizes):
             if isinstance(size, int):
@@ -98,19 +97,20 @@ class LocalSizes:
         return self.fold(operator.mul, [numbers, *nodes])
 
     def local(self, times: int) -> Any:
-        """``times`` this rank's number of rows."""
+        """Return ``times`` this rank's number of rows."""
         return self.fold(operator.mul, [self.local_rows, times])
 
 
 def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str, int]) -> list[Factor]:
-    """The factors of a dim in which each of ``places``, (group, place), shards one.
+    """Return the factors of a dim in which each of ``places``, (group, place), shards one; :class:`Unfit` if they
+    clash.
 
     Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each
-    but ``ROWS``, which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the
-    next group has its own.
+    except ``ROWS``, which comes first.  A factor with as many elements as ranks stands for equal pieces: within each
+    the next group has its own.
     """
     found: list[Factor] = []
-    done = 1  # of the dim, from the left
+    done = 1  # the product of the factors so far
     for pre in sorted({place.pre for _, place in places}):
         own = {g: place.post for g, place in places if place.pre == pre}
         concatenated = {place.parts for _, place in places if place.pre == pre}
@@ -144,10 +144,10 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
 
 
 def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], rows: Any) -> Shard | None:
-    """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one
-    dim.
+    """Return where the factor at ``place`` of row-major ``source`` sizes is after a view as ``goal`` sizes; None if it
+    does not stay in one dim.
 
-    Sizes are :func:`expression`; ``rows`` is the symbol, or the number of rows.
+    Sizes are :func:`expression`; ``rows`` is the size of the factor, which need not be the number of rows.
     """
     outer: Any = place.pre
     for size in source[: place.dim]:
@@ -163,7 +163,7 @@ def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], rows: An
 
 
 def ratio(a: Any, b: Any) -> int | None:
-    """a / b, of expressions, if it is an integer for every number of rows."""
+    """Return a / b, of expressions, if it is an integer for every number of rows, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     found = a / b
@@ -171,9 +171,8 @@ def ratio(a: Any, b: Any) -> int | None:
 
 
 def _multiple(a: Any, b: Any) -> Any:
-    """a / b, of expressions, if it is a positive integer, or so many times the number of rows, for every number of
-    rows.
-    """
+    """Return a / b, of expressions, if for every number of rows it is a positive integer or a multiple of the number of
+    rows, else None."""
     found = _quotient(a, b)
     if found is None and not (isinstance(a, int) and isinstance(b, int)) and (whole := a / b).is_polynomial():
         return (

@@ -1,10 +1,9 @@
-"""What becomes of a product's result, for a recipe that decides by the way: is it read by products that add to it, is
-it scores?
+"""A recipe looks ahead at what reads a product's result: products that add to it, or a cross-entropy.
 
 A recipe walks forward, and one product by columns and the next by rows is the least that a chain of products can
-communicate.  It is not where what is cut by columns is a *stream*: read by the products of one layer after the other,
-each of which adds its result to it. A transformer that begins with a product instead of a table (ViT's patches) has
-one, and so has what modulates another's stream (DiT).
+communicate.  It is not the least where the result that is cut by columns is a *stream*: products of one layer after the
+other read it, and each adds its result to it.  A transformer that begins with a product instead of a table (ViT's
+patches) has one, and so has what modulates another's stream (DiT).
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ from shardwise.shard.context import ShardingContext
 
 @dataclass
 class Reach:
-    """What a value reaches through ops that are no products: those ops, and the products of a weight that read it
-    there.
-    """
+    """This is what a value reaches through ops that are no products: those ops, and the products of a weight that read
+    it there."""
 
     ops: dict[fx.Node, None] = field(default_factory=dict)
     products: dict[fx.Node, None] = field(default_factory=dict)
 
 
 class Ahead:
-    """Looks at the ops after a product, before states are chosen for them."""
+    """This looks at the ops after a product, before states are chosen for them."""
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
 
     def is_stream(self, product: fx.Node) -> bool:
-        """Whether products that read the result add to it, and more is summed if it is cut by columns than if it is
-        whole.
+        """Return whether products that read the result add to it, and more is summed if it is cut by columns than if it
+        is whole.
 
-        Cut, the results of those that read it are partial sums; whole, it is gathered, and so are summed what is added
-        to it.
+        If it is cut, the results of the products that read it are partial sums, which are reduced; if it is whole, it
+        is gathered, and what is added to it is reduced.
         """
         reach = self.reach(product)
         spared = 2 * sum(map(self.size, reach.products)) - 2 * self.size(product)
@@ -50,19 +48,20 @@ class Ahead:
         return bool(added) and spared > 2 * sum(map(self.size, added))
 
     def is_scores(self, product: fx.Node) -> bool:
-        """Whether a cross-entropy takes the result, by classes."""
+        """Return whether the result reaches a cross-entropy over classes."""
         return any(has(node, Fact.CLASS_LOSS) for node in self.reach(product).ops)
 
     def size(self, node: fx.Node) -> int:
+        """Return the number of elements of an op's results."""
         return sum(map(math.prod, self.context.shapes(node)))
 
     def multiplies(self, node: fx.Node) -> list[fx.Node]:
-        """The operands that an op sums over together with others; of one of several results there is no form."""
+        """Return the operands that an op sums over together with others; one of several results has no form."""
         form = self.forms.get(node)
         return [] if form is None else [o for i, (o, _) in enumerate(form.operands) if form.contracts(i)]
 
     def weighted(self, node: fx.Node) -> bool:
-        """Whether an op multiplies by a weight."""
+        """Return whether an op multiplies by a weight."""
         return any(map(self.context.learned, self.multiplies(node)))
 
     def reach(self, product: fx.Node) -> Reach:
@@ -79,7 +78,7 @@ class Ahead:
         return found
 
     def added(self, reach: Reach) -> dict[fx.Node, None]:
-        """The products whose results join what is reached, and that come after products that read it."""
+        """Return the products whose results join what is reached, and that come after products that read it."""
         after = set(reach.products)
         for node in self.context.normal.graph.nodes:
             if any(n in after for n in node.all_input_nodes):

@@ -1,6 +1,5 @@
-"""Parameters on which a walk over the captured graph decides where they are first used: until then they, and views of
-them, are open.
-"""
+"""A walk over the captured graph may decide on parameters where they are first used: until then they and their views
+are *open*."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 
 OPEN = "?"
-"""The state of a parameter that nothing has used yet, and of views of it."""
+"""The state of a parameter that nothing has used yet, and of its views."""
 
 
 class OpenParameters(BatchWalk):
-    """A walk that may leave parameters open, with their views."""
+    """This walk may leave parameters open, with their views."""
 
     def __init__(self, context: ShardingContext) -> None:
         super().__init__(context)
-        self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
-        self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
+        self.views: dict[fx.Node, list[fx.Node]] = {}  # the views of each open parameter, in order
+        self.origin: dict[fx.Node, fx.Node] = {}  # the parameter of each open node
 
     def run(self) -> Assignment:
         super().run()
@@ -32,7 +31,7 @@ class OpenParameters(BatchWalk):
         return self.found
 
     def visit(self, node: fx.Node) -> None:
-        """Views of open parameters stay open; what else reads these decides on them."""
+        """Leave views of open parameters open; any other op that reads a view decides on its parameter."""
         form = self.forms.get(node)
         if form is not None and len(form.operands) == 1 and form.operands[0][0] in self.origin:
             self.found.states[node] = (OPEN,) * len(form.results)
@@ -46,7 +45,7 @@ class OpenParameters(BatchWalk):
             self.remember(node, node.args[0])
 
     def leave_open(self, parameter: fx.Node) -> Placement:
-        """The state of a parameter on which what uses it first decides."""
+        """Leave a parameter open, and return its state; what uses it first decides on it."""
         self.views[parameter], self.origin[parameter] = [], parameter
         return OPEN
 
@@ -55,9 +54,8 @@ class OpenParameters(BatchWalk):
         self.views[self.origin[source]].append(node)
 
     def close(self, node: fx.Node, wanted: Placement | None) -> bool:
-        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.
-        Whether it is.
-        """
+        """Decide on the parameter under ``node``, if it is open, so that ``node`` is as wanted; else make it whole.
+        Return whether ``node`` is as wanted."""
         if node not in self.origin:
             return self.found.states[node][0] == wanted
         parameter = self.origin[node]
@@ -69,7 +67,7 @@ class OpenParameters(BatchWalk):
         return False
 
     def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Shard) -> Iterator[Shard]:
-        """Where a parameter might be sharded for a view of it to be sharded as wanted."""
+        """Yield where a parameter might be sharded for a view of it to be sharded as wanted."""
         shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
         for dim, whole in enumerate(shape):
             for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
@@ -77,7 +75,7 @@ class OpenParameters(BatchWalk):
                     yield wanted._replace(dim=dim, pre=pre)
 
     def under(self, parameter: fx.Node, place: Shard | None) -> dict[fx.Node, tuple[Placement, ...]]:
-        """The states of a parameter and its views if it is sharded there."""
+        """Return the states of a parameter and its views if it is sharded at ``place`` (None means whole)."""
         found: dict[fx.Node, tuple[Placement, ...]] = {parameter: ("I" if place is None else place,)}
         for node in self.views[parameter]:
             form = self.forms.get(node)

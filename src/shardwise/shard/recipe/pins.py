@@ -1,4 +1,4 @@
-"""What pins are about: the parameters, and the results of modules, that patterns match, and where these are cut."""
+"""Patterns of pins match parameters and results of modules; this module finds these, and where they are cut."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from shardwise.shard.recipe.walk import TensorWalk
 
 @dataclass(frozen=True)
 class Pin:
-    """What is said on one axis of the tensor called ``name``: ``text``, as the user wrote it, is ``"pattern" =
-    "where"``.
-    """
+    """This is what a pin says on one axis of the tensor called ``name``; ``text``, as the user wrote it, is ``"pattern"
+    = "where"``."""
 
     text: str
     cut: PinnedCut
@@ -28,16 +27,16 @@ class Pin:
 
 @dataclass(frozen=True)
 class Pins:
-    """By node, and by axis, what is said of parameters and of results of modules."""
+    """This is what is said of parameters and of results of modules, by node and by axis."""
 
     parameters: Mapping[fx.Node, Mapping[str, Pin]]
     results: Mapping[fx.Node, Mapping[str, Pin]]
 
 
 def read_pins(context: ShardingContext) -> Pins:
-    """The pins of ``p.tensor``; :class:`ConfigError` for a pattern that matches nothing, for two pins that disagree,
-    and for parameters of several dims that a table leaves out.  Where the layouts of parameters are known, as in
-    evaluation, only results are looked at."""
+    """Return the pins of ``context.tensor``; :class:`ConfigError` is raised for a pattern that matches nothing and for
+    two pins that disagree.  Where the layouts of parameters are known, as in evaluation, a pattern may match nothing.
+    """
     parameters, results = used_parameters(context), dict(returned(context.normal.graph))
     aliases = {alias: own for alias, own in context.captured.names.items() if own in parameters}
     found: tuple[dict[fx.Node, dict[str, Pin]], dict[fx.Node, dict[str, Pin]]] = ({}, {})
@@ -60,7 +59,7 @@ def read_pins(context: ShardingContext) -> Pins:
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """The pattern that may have been meant: instead of ``*.x.y`` one of the last two parts of a name."""
+    """Return a hint at the pattern that may have been meant; for ``*.x.y`` it has the last two parts of a name."""
     rest = pattern.removeprefix("*.")
     if rest != pattern:
         names = (f"*.{'.'.join(name.split('.')[-rest.count('.') - 1 :])}" for name in names)
@@ -70,15 +69,15 @@ def _near(pattern: str, names: Iterable[str]) -> str:
 
 
 def used_parameters(context: ShardingContext) -> dict[str, fx.Node]:
-    """The parameters that an op reads, by name."""
+    """Return the parameters that an op reads, by name."""
     places = [n for n in context.normal.graph.nodes if n.op == "placeholder" and n.name in context.captured.parameters]
     return {context.captured.parameters[n.name]: n for n in places if n.users}
 
 
 def returned(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
-    """By path of a module the tensors that it makes and others read; what only goes into buffers it does not return."""
+    """Yield (path, the tensors that the module makes and others read); those that only go into buffers are left out."""
     loss = next(reversed(graph.nodes)).args[0][0]
-    read = {loss}  # all that the loss is made of
+    read = {loss}  # the nodes that the loss is made of
     for node in reversed(graph.nodes):
         if node in read:
             read.update(node.all_input_nodes)
@@ -93,13 +92,13 @@ def returned(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
 
 
 def _calls(node: fx.Node) -> dict[str, str]:
-    """The calls of modules that a node is within, each with the module's path."""
+    """Return the calls of modules that a node is within, each with the module's path."""
     stack = node.meta.get("nn_module_stack") or {}
     return {call: str(path).removeprefix("module").removeprefix(".") for call, (path, _) in stack.items()}
 
 
 class Places:
-    """Where the pins of one walk cut."""
+    """This finds where the pins of one walk cut."""
 
     def __init__(self, walk: TensorWalk) -> None:
         self.walk, self.context = walk, walk.context
@@ -107,7 +106,7 @@ class Places:
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def parameter(self, node: fx.Node, pin: Pin) -> tuple[Shard, bool] | None:
-        """Where a parameter is cut, and whether that is along what a product sums over; None: it is whole."""
+        """Return where a parameter is cut (None means whole), and whether that is along what a product sums over."""
         cut, shape = pin.cut, self.context.shape(node)
         if cut.side == "whole":
             return None
@@ -126,13 +125,13 @@ class Places:
         return self.beside(node, found, pin), cut.side == "row"
 
     def legal(self, node: fx.Node) -> list[str]:
-        """What may be said of a parameter."""
+        """Return what may be said of a parameter."""
         sides = [side for side in ("column", "row") if next(self.sides(node, side), None) is not None]
         dims = [str(d) for d, size in enumerate(self.context.shape(node)) if size >= self.walk.parts]
         return [f'"{word}"' for word in (*sides, *dims, "whole")]
 
     def sides(self, node: fx.Node, side: str) -> Iterator[Shard]:
-        """Where a parameter is cut along what its products keep of it, or along what they sum over."""
+        """Yield where a parameter is cut along what its products keep of it, or along what they sum over."""
         for form, position, views in self.products(node):
             operand, labels = form.operands[position]
             beside = {label for o, theirs in form.operands if not self.walk.context.learned(o) for label in theirs}
@@ -150,7 +149,7 @@ class Places:
                         break
 
     def products(self, node: fx.Node) -> Iterator[tuple[OpSharding, int, list[fx.Node]]]:
-        """(form, which operand, the views in between) of the products and lookups that use a parameter."""
+        """Yield (form, which operand, the views in between) for products and lookups that use a parameter."""
         stack: list[tuple[fx.Node, list[fx.Node]]] = [(node, [])]
         while stack:
             value, views = stack.pop(0)
@@ -161,7 +160,7 @@ class Places:
                     yield form, position, views
 
     def through(self, place: Shard, views: list[fx.Node]) -> Shard | None:
-        """Where a shard is after views."""
+        """Return where a shard is after views; None where one of them does not take it."""
         at: Shard | None = place
         for node in views:
             source, index = (node, 0) if node in self.walk.forms else (node.args[0], node.args[1])
@@ -172,7 +171,7 @@ class Places:
         return at
 
     def beside(self, node: fx.Node, place: Shard, pin: Pin) -> Shard:
-        """A place within what other axes cut along the same dim, if any do."""
+        """Return a place within what other axes cut along the same dim, if any do."""
         others = [one.states[node][0] for one in self.walk.before.values()]
         if any(isinstance(s, Shard) and s.dim == place.dim for s in others):
             size, inner = self.context.shape(node)[place.dim], self.walk.within(node, place.dim)
@@ -184,7 +183,7 @@ class Places:
         return place
 
     def dim(self, node: fx.Node, pin: Pin) -> int:
-        """The dim that a pin names; :class:`ConfigError` if there is none."""
+        """Return the dim that a pin names; :class:`ConfigError` is raised if there is none."""
         rank = len(self.context.shape(node))
         if not -rank <= pin.cut.dim < rank:
             wrong = f"{pin.text}: {pin.name} of {list(self.context.shape(node))} has no dim {pin.cut.dim}"
@@ -193,7 +192,7 @@ class Places:
         return pin.cut.dim % rank
 
     def explicit(self, node: fx.Node, pin: Pin) -> Shard:
-        """Each of the parts of a dim, which the pin names, cut."""
+        """Return the place that cuts each of the equal parts of a dim which a pin names."""
         dim, parts = self.dim(node, pin), pin.cut.parts or 1
         size = self.context.shape(node)[dim]
         if size % parts or size // parts < self.walk.parts:
@@ -206,7 +205,7 @@ class Places:
     # ---- results of modules ----------------------------------------------------------------------------------------
 
     def result(self, node: fx.Node, pin: Pin) -> Shard | None:
-        """Where the result of a module is cut; None: it is whole."""
+        """Return where the result of a module is cut; None means whole."""
         if pin.cut.side == "whole":
             return None
         if pin.cut.side:
@@ -227,7 +226,7 @@ class Places:
 
 
 def check_table(context: ShardingContext, pins: Pins, places: Places) -> None:
-    """:class:`ConfigError` that lists the parameters of several dims that no pin of a table is about."""
+    """Raise a :class:`ConfigError` that lists the parameters of several dims that no pin of a table is about."""
     left: dict[str, list[str]] = {}
     for name, node in used_parameters(context).items():
         if len(context.shape(node)) > 1 and node not in pins.parameters:

@@ -1,4 +1,4 @@
-"""Layouts from pins, as GSPMD does it (Xu et al., arXiv 2105.04663, section 3.5): what a user says of a few tensors
+"""Layouts follow from pins, as in GSPMD (Xu et al., arXiv 2105.04663, section 3.5): what a user says of a few tensors
 goes on through the ops, forward and backward, until nothing new follows.
 
 An op passes on where a tensor is sharded to its other operands and results as its form says.  What is passed on without
@@ -28,13 +28,12 @@ from shardwise.shard.recipe.walk import TensorWalk
 from shardwise.shard.sizes import ratio
 
 THROUGH, FROM_WEIGHT, TO_WEIGHT, FORWARD, BACKWARD = range(5)
-"""In this order an op passes on what is known."""
+"""An op passes on what is known in this order."""
 
 
 class Fact(NamedTuple):
-    """Where a tensor is sharded (None: it is whole), by which pin, and through which op this follows from it ("": it is
-    pinned).
-    """
+    """This says where a tensor is sharded (None means whole), by which pin, and through which op that follows from it
+    ("" means that the tensor is pinned itself)."""
 
     place: Shard | None
     pin: str
@@ -42,7 +41,7 @@ class Fact(NamedTuple):
 
 
 class PinnedWalk(TensorWalk):
-    """The walk for one axis: parameters are what pins make them, and ops take their operands as the facts say."""
+    """This is the walk for one axis: pins make parameters what they are, and ops take operands as the facts say."""
 
     def __init__(
         self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment], pins: Pins
@@ -57,7 +56,7 @@ class PinnedWalk(TensorWalk):
         return super().run()
 
     def pin(self) -> None:
-        """The facts that users state; what is cut along what a product sums over may wait for how its input comes."""
+        """Note the facts that users state; a cut along what a product sums over may wait for how its input comes."""
         places = Places(self)
         if self.context.tensor.layouts is None:
             if self.context.tensor.plan == "table":
@@ -77,7 +76,7 @@ class PinnedWalk(TensorWalk):
             self.found.held[node] = self.facts[node].place or "I"
 
     def about(self, pins: Mapping[fx.Node, Mapping[str, Pin]]) -> list[tuple[fx.Node, Pin]]:
-        """What is said of this axis."""
+        """Return what is said of this axis."""
         return [(node, by_axis[self.axis]) for node, by_axis in pins.items() if self.axis in by_axis]
 
     def birth(self, node: fx.Node) -> Placement:
@@ -92,7 +91,7 @@ class PinnedWalk(TensorWalk):
             self.found.states[node] = (self.found.held[node],)
 
     def state(self, node: fx.Node) -> Placement:
-        """What a value is; if that is no shard, where it is to be sharded."""
+        """Return the state of a value; if it is not sharded, return where it is to be sharded."""
         found, fact = super().state(node), self.facts.get(node)
         if isinstance(found, Shard) or fact is None or fact.place is None or node in self.found.held:
             return found
@@ -100,7 +99,7 @@ class PinnedWalk(TensorWalk):
 
 
 class Following:
-    """The fixed point of what follows from the facts of a walk."""
+    """This finds all that follows from the facts of a walk, up to a fixed point."""
 
     def __init__(self, walk: PinnedWalk) -> None:
         self.walk, self.facts = walk, walk.facts
@@ -136,7 +135,7 @@ class Following:
     # ---- what is to be looked at -------------------------------------------------------------------------------------
 
     def push(self, node: fx.Node) -> None:
-        """A tensor has a place: all ops that read or make it have something to pass on."""
+        """Let all ops that read or make a tensor with a place pass that on."""
         if self.facts[node].place is None:
             return
         for _, position, form in self.walk.cuts.uses(node):
@@ -153,7 +152,7 @@ class Following:
         heapq.heappush(self.waiting, (level, next(self.count), form, side, index, node))
 
     def level(self, form: OpSharding, side: str, index: int, node: fx.Node) -> int:
-        """How soon an op passes on where this operand or result is sharded."""
+        """Return how soon an op passes on where this operand or result is sharded."""
         place = self.facts[node].place
         if form.moves is not None or place is None or not form.multiplies:
             return THROUGH
@@ -167,7 +166,7 @@ class Following:
         return TO_WEIGHT if form.sums(label) else FORWARD
 
     def spread(self, most: int) -> None:
-        """Pass on what is waiting, up to a level."""
+        """Pass on what is waiting, up to the level ``most``."""
         while self.waiting and self.waiting[0][0] <= most:
             _, _, form, side, index, node = heapq.heappop(self.waiting)
             strategy = self.strategy(form, side, index, node)
@@ -183,7 +182,7 @@ class Following:
                     self.propose(other, state, node, form)
 
     def strategy(self, form: OpSharding, side: str, index: int, node: fx.Node) -> Strategy | None:
-        """That which has a tensor sharded where it is."""
+        """Return the strategy that has a tensor sharded where it is, or None."""
         place = self.facts[node].place
         assert place is not None
         if side == "operands":
@@ -196,7 +195,7 @@ class Following:
         return None
 
     def before(self, form: OpSharding, position: int, index: int, place: Shard) -> Iterator[Shard]:
-        """Where an operand may be sharded for a result of its op to be at ``place``."""
+        """Yield where an operand may be sharded for a result of its op to be at ``place``."""
         operand, labels = form.operands[position]
         if form.moves is None:
             label = form.results[index][place.dim]
@@ -222,7 +221,7 @@ class Following:
     # ---- what is found -----------------------------------------------------------------------------------------------
 
     def propose(self, node: fx.Node, place: Shard, source: fx.Node, form: OpSharding) -> None:
-        """An op wants a tensor sharded at ``place``."""
+        """Shard a tensor at ``place``, as an op wants it, or note the conflict."""
         size, by = self.walk.context.expressions(node)[place.dim], self.facts[source]
         if isinstance(size, int):
             if size < self.walk.parts:

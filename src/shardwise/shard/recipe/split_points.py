@@ -1,6 +1,5 @@
-"""Where to cut a dim of a weight: what it is made of (heads, parts of a fused projection) follows from the views and
-splits after it.
-"""
+"""This finds where to cut a dim of a weight; what it is made of (heads, parts of a fused projection) follows from the
+views and splits after it."""
 
 from __future__ import annotations
 
@@ -17,32 +16,28 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Shard
 
 FAR = 200
-"""Ops after which it is no longer followed where a shard leads to."""
+"""The number of values through which a shard is followed at most."""
 
 
 class Cuts:
-    """For ``parts`` pieces."""
+    """This finds cuts into ``parts`` pieces."""
 
     def __init__(self, context: ShardingContext, parts: int) -> None:
         self.context, self.forms, self.parts = context, context.forms, parts
 
     def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Shard:
-        """A place; where pieces come out equal it says so, whatever they are made of."""
+        """Return a place; where pieces come out equal it says just that, whatever they are made of."""
         return Shard(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
 
     def split(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard] | None:
-        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the
-        pieces.
-
-        With the number of elements that have to be gathered even so.
-        """
+        """Return how many elements have to be gathered after the best cut of dim ``dim`` of a weight, dim ``result`` of
+        the product, and where that cut is."""
         found = self.best(form.node, result, self.context.shape(form.operands[weight][0])[dim])
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
     def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Shard] | None:
-        """Where to cut a dim of ``size`` elements of a value so that what follows can go on with the pieces; and what
-        is gathered even so.
-        """
+        """Return how many elements have to be gathered, because what follows does not take the pieces, after the best
+        cut of a dim of ``size`` elements of a value, and where that cut is."""
         places: list[Shard] = []
         found = []
         for pre, post in self.made_of(node, dim):
@@ -58,9 +53,8 @@ class Cuts:
         return lost, place
 
     def joined(self, node: fx.Node, dim: int) -> Shard | None:
-        """The place of a concatenation of unequal parts, each of which is cut as what follows wants it; None where it
-        is none, or they are too small.
-        """
+        """Return the place of a concatenation of unequal parts, each of which is cut as what follows wants it; None
+        where the dim is none, or its parts are too small."""
         for value, d, scale in self.as_a_whole(node, dim):
             pieces = self.parts_of(value, d)
             each = [self.of_part(one, size, d) for one, size in pieces]
@@ -73,9 +67,8 @@ class Cuts:
         return None
 
     def as_a_whole(self, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
-        """The values in which all of a dim of ``node`` is one dim, or the major one of those that it is seen as: with
-        so many elements in each of it.
-        """
+        """Yield (value, dim, n) where all of a dim of ``node`` is one dim, or the major one of those that it is viewed
+        as, with n elements of ``node``'s dim in each of its elements."""
         stack = [(node, dim, 1)]
         seen: set[tuple[fx.Node, int, int]] = set()
         while stack and len(seen) < FAR:
@@ -98,15 +91,13 @@ class Cuts:
                             or self.context.shape(result)[at.dim] * post != sizes[d] * at.post
                         ):
                             continue
-                        if (
-                            scale * post % at.post == 0
-                        ):  # else it is repeated, and a part may end within one of this dim's elements
+                        # Else it is repeated, and a part may end within one of this dim's elements.
+                        if scale * post % at.post == 0:
                             stack.append((result, at.dim, scale * post // at.post))
 
     def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """The (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``; none where
-        it is not.
-        """
+        """Return the (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``;
+        none where it is not."""
         found: dict[int, tuple[fx.Node, int]] = {}
         for user in value.users:
             results = self.results(user) if user in self.forms else []
@@ -135,7 +126,7 @@ class Cuts:
         return parts if tiled and len(set(sizes)) > 1 else []
 
     def of_part(self, node: fx.Node, size: int, dim: int) -> Shard | None:
-        """Where to cut dim ``dim`` of a part."""
+        """Return where to cut dim ``dim`` of a part of ``size`` elements."""
         places = [self.even(size, dim, 1, post) for _, post in self.made_of(node, dim) if size % post == 0]
         places = [place for place in places if place.pre == 1 and size // place.post >= self.parts]
         return min(
@@ -143,7 +134,7 @@ class Cuts:
         )
 
     def multiplied(self, node: fx.Node) -> bool:
-        """Whether what follows from ``node`` is multiplied with other activations, as keys and values are."""
+        """Return whether what follows from ``node`` is multiplied with other activations, as keys and values are."""
         seen, stack = {node}, [node]
         while stack and len(seen) < FAR:
             value = stack.pop()
@@ -159,10 +150,10 @@ class Cuts:
         return False
 
     def made_of(self, node: fx.Node, dim: int) -> list[tuple[int, int]]:
-        """The (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""
+        """Return (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""
         found: dict[tuple[int, int], None] = {(1, 1): None}
         seen: set[tuple[fx.Node, int, int]] = set()
-        stack = [(node, dim, 1)]  # the dim, or a part of so many equal ones, as it goes on
+        stack = [(node, dim, 1)]  # (value, its dim, of how many equal parts this is one)
         while stack and len(seen) < FAR:
             value, d, parts = one = stack.pop()
             sizes = self.context.expressions(value)
@@ -187,7 +178,7 @@ class Cuts:
         return list(found)
 
     def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, OpSharding]]:
-        """(op, position among its operands, its form) of those that read a value."""
+        """Yield (op, position among its operands, its form) for each op that reads a value."""
         for user in value.users:
             form = self.forms.get(user)
             for position, (operand, _) in enumerate(form.operands if form is not None else ()):
@@ -195,16 +186,15 @@ class Cuts:
                     yield user, position, form
 
     def results(self, user: fx.Node) -> list[fx.Node | None]:
-        """The nodes of an op's results, of those that are read."""
+        """Return the nodes of an op's results; None for those that nothing reads."""
         if not isinstance(user.meta["val"], tuple | list):
             return [user]
         picked = {u.args[1]: u for u in user.users if u not in self.forms}
         return [picked.get(i) for i in range(len(user.meta["val"]))]
 
     def gathered(self, node: fx.Node, place: Shard) -> int:
-        """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not
-        take them so.
-        """
+        """Return how many elements have to be gathered before ops that do not take them sharded, if ``node`` is sharded
+        at ``place``."""
         total = 0
         seen: set[tuple[fx.Node, Shard]] = set()
         stack = [(node, place)]
@@ -226,9 +216,8 @@ class Cuts:
 
 
 def _factors(source: list[Any], dim: int, goal: list[Any]) -> list[tuple[int, int]]:
-    """The (pre, post) of the dims that a row-major view of ``source`` as ``goal`` sizes makes of dim ``dim``, where it
-    makes several.
-    """
+    """Return (pre, post) of the dims into which a row-major view of ``source`` as ``goal`` sizes splits dim ``dim``,
+    where these are several."""
     if not all(isinstance(s, int) for s in source[dim + 1 :]):
         return []
     size, behind = source[dim], math.prod(source[dim + 1 :])

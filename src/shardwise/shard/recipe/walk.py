@@ -1,13 +1,13 @@
-"""What the ops of a model are on an axis of tensor parallelism, by a recipe: which parameters are sharded, and where
+"""A recipe says what the ops of a model are on an axis of tensor parallelism: which parameters are sharded, and where
 ranks communicate.
 
 ``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns,
-and one whose input is sharded along what it sums over, by rows; a table is split by rows where indices come from the
-batch, and a cross-entropy takes scores that are split by classes.  ``ahead.py`` says where these turns would
-communicate more than they have to.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a
-rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section
-4.2.2): what comes between the products is sharded along the sequence; the all-reduces become a reduce-scatter and an
-all-gather each, of the same volume.  The others, and their volumes, are in ``parallel/tensor.py``.
+and one whose input is sharded along what it sums over has it split by rows; a table is split by rows where indices come
+from the batch, and a cross-entropy takes scores that are split by classes.  ``lookahead.py`` says where these turns
+would communicate more than they have to.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t
+elements per rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198,
+section 4.2.2): what comes between the products is sharded along the sequence; each all-reduce becomes a reduce-scatter
+and an all-gather, of the same total volume.  The others, and their volumes, are in ``parallel/tensor.py``.
 
 Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits
 that come after.
@@ -31,14 +31,14 @@ from shardwise.shard.recipe.open_parameters import OpenParameters
 from shardwise.shard.recipe.split_points import Cuts
 
 TABLE = 8
-"""Rows a rank from which on a table is split."""
+"""A table is split by rows if it has this number of rows or more for each rank."""
 
 
 class TensorWalk(OpenParameters):
-    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the
-    assignments of those before it.
+    """This is the walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the
+    assignments of the axes before it.
 
-    ``known`` is what the axis does; none: all compute the same over it.
+    ``known`` is what the axis does; None means that all ranks compute the same over it.
     """
 
     def __init__(
@@ -51,19 +51,17 @@ class TensorWalk(OpenParameters):
         own = [name for name in context.tensor.axes if axis_of(name) == axis_of(axis)]
         self.parts, self.major = math.prod(context.tensor.axes[name] for name in own), context.tensor.axes[own[0]]
         self.divided, self.outer = len(own) > 1, axis == own[0]
-        self.few = 1  # ranks among which heads can be shared out that are not enough for all
-        self.shared: set[fx.Node] = (
-            set()
-        )  # products that are the same on several ranks, each of which uses a part of what follows
+        self.few = 1  # the number of ranks among which heads are shared out, if not all
+        self.shared: set[fx.Node] = set()  # products that several ranks compute alike: each uses a part of the result
         self.role, self.inert = known or Role(), known is None
         self.made: set[fx.Node] = set()  # partial sums that products made
         self.cuts = Cuts(context, self.parts)
         self.ahead = Ahead(context)
-        self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, for it is what others add to
+        self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, as others add to it
 
     @property
     def alternates(self) -> bool:
-        """Whether products by columns and by rows take turns by themselves."""
+        """Return whether products by columns and by rows take turns by themselves."""
         return self.role.stream in ("whole", "sequence") and not self.role.rows
 
     # ---- parameters ------------------------------------------------------------------------------------------------
@@ -80,7 +78,7 @@ class TensorWalk(OpenParameters):
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def state(self, node: fx.Node) -> Placement:
-        """As the ops see it that read it."""
+        """Return the state of a value as the ops that read it see it."""
         return "I" if node in self.streams else super().state(node)
 
     def choose(self, form: OpSharding) -> Strategy:
@@ -109,24 +107,23 @@ class TensorWalk(OpenParameters):
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
 
     def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
-        """A form's strategy whose shards go together with those of other axes."""
+        """Return a form's strategy whose shards go together with those of other axes, or None."""
         return next((strategy for strategy in form.ways(position, place) if self.together(form, strategy)), None)
 
     def fits(self, node: fx.Node, place: Shard) -> bool:
-        """Whether a value can be sharded at ``place`` beside what other axes make of it."""
+        """Return whether a value can be sharded at ``place`` beside what other axes make of it."""
         others = {group: one.states[node][0] for group, one in ((collectives.ROWS, self.rows), *self.before.items())}
         return self.context.fits(self.context.shape(node), {**others, self.axis: place})
 
     def together(self, form: OpSharding, strategy: Strategy) -> bool:
-        """Whether a strategy's shards go together with those of other axes."""
+        """Return whether a strategy's shards go together with those of other axes."""
         walked = {collectives.ROWS: self.rows, **self.before}
         known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
         return self.context.together(form, {**known, self.axis: strategy})
 
     def sharded(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
-        """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are
-        gathered at use.
-        """
+        """Return the strategy of a sharded operand: parameters come first, then the largest; weights that are gathered
+        at use do not count."""
         order = []
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
             if isinstance(state, Shard):
@@ -142,7 +139,7 @@ class TensorWalk(OpenParameters):
         return None
 
     def column(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
-        """Of a product by rows, if products are all by columns: its weight sharded otherwise than it rests."""
+        """Return the strategy by columns for a weight that rests cut by rows, if all products are by columns."""
         if self.role.stream != "width":
             return None
         for i, (operand, labels) in enumerate(form.operands):
@@ -158,7 +155,7 @@ class TensorWalk(OpenParameters):
         return None
 
     def noted(self, form: OpSharding, strategy: Strategy) -> Strategy:
-        """Remember where a partial sum is that of a product, and where a stream begins."""
+        """Remember where a partial sum is that of a product, and where a stream begins; return the strategy."""
         product = any(
             form.contracts(i) or self.looks_up(form, i)
             for i, (o, _) in enumerate(form.operands)
@@ -172,7 +169,7 @@ class TensorWalk(OpenParameters):
         return strategy
 
     def keeps(self, form: OpSharding, partial: list[int]) -> bool:
-        """Whether an op is applied to a partial sum, which is reduced later."""
+        """Return whether an op is applied to a partial sum, which is reduced later."""
         others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
         if others:
             return False
@@ -186,9 +183,8 @@ class TensorWalk(OpenParameters):
         return small or together or later
 
     def large_table(self, form: OpSharding, table: int) -> bool:
-        """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table
-        gathered.
-        """
+        """Return whether an op looks up fewer elements than the table has, so that these are reduced instead of the
+        table being gathered."""
         rows, found = (
             math.prod(self.context.shape(form.operands[table][0])),
             sum(map(math.prod, self.context.shapes(form.node))),
@@ -196,12 +192,12 @@ class TensorWalk(OpenParameters):
         return self.looks_up(form, table) and rows > found
 
     def looks_up(self, form: OpSharding, table: int) -> bool:
-        """Whether an op looks up rows of the operand ``table``."""
+        """Return whether an op looks up rows of the operand ``table``."""
         labels = form.operands[table][1]
         return not form.contracts(table) and len(form.operands) > 1 and any(form.sums(label) for label in labels)
 
     def decide(self, form: OpSharding, opened: list[int]) -> None:
-        """Close the open operands of an op: as its other operands want it, or as the recipe says if these are whole."""
+        """Close the open operands of an op as its other operands want, or as the recipe says if these are whole."""
         if self.role.rows:
             place = self.at_rest(form, opened)
         else:
@@ -222,9 +218,8 @@ class TensorWalk(OpenParameters):
                 strategy = None
 
     def at_rest(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over,
-        else any dim.
-        """
+        """Return (weight, where it rests) for a product whose weight is gathered where it is used: along what is summed
+        over, else along any dim."""
         if not self.role.at_use:
             return None
         for i in opened:
@@ -239,7 +234,7 @@ class TensorWalk(OpenParameters):
         return None
 
     def within(self, operand: fx.Node, dim: int) -> int | None:
-        """The number of pieces into which others cut a dim of a parameter; None where there is no telling."""
+        """Return into how many pieces other axes cut a dim of a parameter; None where that cannot be told."""
         pieces = 1
         for one in self.before.values():
             state = one.states[operand][0]
@@ -250,7 +245,7 @@ class TensorWalk(OpenParameters):
         return pieces
 
     def by_rows(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
+        """Return (operand, where it is sharded): along a label that is summed over and that the weight has too."""
         for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
             if i in opened:
                 continue
@@ -261,14 +256,13 @@ class TensorWalk(OpenParameters):
         return None
 
     def keeps_scores(self, form: OpSharding, position: int) -> bool:
-        """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are
-        not to be whole.
-        """
+        """Return whether a product is by columns all the same: scores of a vocabulary, larger than its input, are not
+        to be whole."""
         sizes = [math.prod(self.context.shape(node)) for node in (form.node, form.operands[position][0])]
         return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
 
     def pieces(self, operand: fx.Node) -> list[Shard]:
-        """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
+        """Return where an operand is sharded, or where slices of a whole one may begin turns of columns and rows."""
         state = self.state(operand)
         if state == "I" and self.role.turned and not self.context.learned(operand):
             sizes = self.context.expressions(operand)
@@ -278,7 +272,7 @@ class TensorWalk(OpenParameters):
         return [state] if isinstance(state, Shard) else []
 
     def by_columns(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(weight, where to shard it): along a dim of the result that the weight alone has, of a product."""
+        """Return (weight, where to shard it) for a product: along a dim of the result that the weight alone has."""
         for i in opened:
             labels = form.operands[i][1]
             others = {label for j, (_, theirs) in enumerate(form.operands) if j not in opened for label in theirs}
@@ -292,11 +286,11 @@ class TensorWalk(OpenParameters):
         return None
 
     def column_of(self, form: OpSharding, weight: int, dim: int, result: int) -> Shard | None:
-        """Where to cut a weight by columns.
+        """Return where to cut a weight by columns.
 
-        Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut
-        among as many of the ranks as can have whole ones: those of the major sub-axis; over the other all have the
-        same.
+        Where that leaves a rank less than a head, as of keys and values that groups of queries share, heads are cut
+        among as many of the ranks as can have whole ones: those of the major sub-axis.  The ranks of the other sub-axis
+        have the same heads.
         """
         found = self.cuts.split(form, weight, dim, result)
         lost, place = found or (1, None)
@@ -310,9 +304,8 @@ class TensorWalk(OpenParameters):
         return heads if self.divided and number == self.major else place
 
     def fewer(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard | None]:
-        """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and
-        how.
-        """
+        """Return the largest number of ranks, a divisor of all, among which a dim can be shared out without gathers,
+        and its cut."""
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
             found = Cuts(self.context, number).split(form, weight, dim, result)
             whole = self.context.shape(form.operands[weight][0])[dim]
@@ -321,9 +314,8 @@ class TensorWalk(OpenParameters):
         return 1, None
 
     def by_table(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of
-        each.
-        """
+        """Return (table, where to shard it): along rows that are looked up by what comes from the batch, or along the
+        width of each."""
         for i in opened:
             operand, labels = form.operands[i]
             if not self.looks_up(form, i):
@@ -341,9 +333,8 @@ class TensorWalk(OpenParameters):
         return None
 
     def in_stream(self, form: OpSharding, position: int) -> Strategy | None:
-        """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes
-        between products.
-        """
+        """Return the strategy of an op on the partial sum of a product that is reduced to shards, if activations
+        between products are sharded."""
         operand = form.operands[position][0]
         if operand not in self.made:
             return None
@@ -360,12 +351,11 @@ class TensorWalk(OpenParameters):
 
 
 def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
-    """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for
-    its ranks.
-    """
+    """Return the assignment of each axis by the recipe, and None; if an axis has too few heads for its ranks, return
+    all axes with that one as two sub-axes instead of None."""
     found: dict[str, Assignment] = {}
     roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
-    # What rests within others' pieces comes last.
+    # Axes whose weights rest within the pieces of others come last.
     for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
         walk = TensorWalk(context, axis, rows, found, known)
         found[axis] = walk.run()

@@ -1,7 +1,7 @@
-"""How each op of a captured graph treats a sharded batch: tables of small functions, a file for each family.
+"""Rules say how each op of a captured graph treats a sharded batch: tables of small functions, one file per family.
 
-Most ops are one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where the op,
-so used, is not covered; it is then computed whole on every rank, and reported.
+Most ops take one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where it does
+not cover an op as it is used; that is then computed whole on every rank, and reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "batch_norm of rows": reductions.batch_norm,
     }
 )  # fmt: skip
-"""By the name of the op, whatever its overload."""
+"""The rules by the name of the op, whatever its overload."""
 
 
 def find(node: fx.Node) -> Rule | None:
-    """The rule of an op, if there is one."""
+    """Return the rule of an op, or None."""
     if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
     rule = RULES.get(op_name(node))

@@ -1,4 +1,4 @@
-"""Attention, whose heads of keys and values may be fewer than those of queries."""
+"""These rules are for attention, which may have fewer heads of keys and values than of queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
     leads = [context.expressions(x)[:lead] for x in (q, k, v)]
     if any(rank_of(context, x) != lead + 2 for x in (k, v)):
         return None
-    # A dim that differs is of heads that share keys, or is broadcast: whole.
+    # A dim whose sizes differ has heads that share keys, or is broadcast; it stays whole.
     names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
     operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
     if isinstance(mask, fx.Node):
@@ -46,14 +46,13 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
-    """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has
-    these whole.
-    """
+    """Let groups of queries share heads of keys and values: the heads are cut like the queries, or every rank has them
+    whole."""
     sizes = [context.shape(x)[dim] for x, _ in form.operands[:3]]
     queries, keys = sizes[:2]
     mask = context.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
     if len(mask) > 2 and mask[-3] != 1:
-        return  # a mask for each head
+        return  # there is a mask for each head
     masks: list[Placement] = ["R"] * (len(form.operands) - 3)
 
     def moves(position: int, place: Shard) -> Strategy | None:
@@ -79,9 +78,8 @@ def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
 def _heads(
     axes: Mapping[str, int], layouts: Sequence[Layout], dim: int, each: int
 ) -> list[tuple[list[int], list[int]]]:
-    """By rank over the ``axes`` of tensor parallelism: the head of keys that each of its queries uses, and the heads of
-    keys that it has.
-    """
+    """Return by rank over the ``axes`` of tensor parallelism the head of keys that each of its queries uses, and the
+    heads of keys that it has."""
     mesh = Mesh.spanned(axes)
     queries, keys = (
         [
@@ -94,9 +92,8 @@ def _heads(
 
 
 def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
-    """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular
-    as in the whole.
-    """
+    """Select a head of keys and values for each query of a rank, if the rank's heads are not as regular as those of the
+    whole."""
     q, k = node.args[:2]
     dim = rank_of(emitter.context, q) - 3
     if dim < 0 or emitter.context.shape(q)[dim] == emitter.context.shape(k)[dim]:
@@ -120,9 +117,8 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
 
 
 def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
-    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is
-    allowed to differ.
-    """
+    """Return what emits attention spelled out, so that its dropout mask is keyed by sample, or the fused kernel where
+    that may differ."""
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         q, k = node.args[:2]

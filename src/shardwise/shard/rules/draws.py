@@ -1,4 +1,4 @@
-"""Random ops, keyed by the sample's index in the global batch."""
+"""These rules are for random ops, whose numbers are keyed by the sample's index in the global batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = tuple[int, int] | None
 
 
 def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None) -> Batch:
-    """Where the samples are in a random tensor of these sizes, as (dim, minor)."""
+    """Return where samples are in a random tensor of these sizes, as (dim, its elements per sample), or None."""
     if place is not None:
         return place.dim, place.post
     if context.symbol is not None:
@@ -42,7 +42,8 @@ def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | No
 def keys(
     context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, Placement]
 ) -> tuple[Any, ...]:
-    """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
+    """Return what a random op of these whole ``sizes`` is told of where its elements are: (ordinal, batch, spread,
+    grid).
 
     ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it,
     each with the axes of tensor parallelism that shard it; None where nothing does.
@@ -64,7 +65,7 @@ def keys(
 
 
 def ordered(context: ShardingContext, form: OpSharding) -> OpSharding:
-    """``form``, which does not take rows in another order than one device numbers samples in."""
+    """Return ``form``, made to refuse rows in another order than that in which one device numbers samples."""
     inner = form.moves or form.by_label
 
     def moves(position: int, place: Shard) -> Strategy | None:
@@ -76,7 +77,7 @@ def ordered(context: ShardingContext, form: OpSharding) -> OpSharding:
 
 
 def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> OpSharding:
-    """An op each element of whose operand gets a random number; ``emit(emitter, key, value, layout)``."""
+    """Return the form of an op that draws a number for each element of ``x``; ``emit(emitter, key, value, layout)``."""
     labels = range(rank_of(context, x))
 
     def local(emitter: Emitter, solved: Emission) -> fx.Node:

@@ -1,6 +1,5 @@
-"""Elementwise ops.  Those that torch tags as pointwise need no entry, unless they are linear: these keep partial sums
-partial.
-"""
+"""These rules are for elementwise ops.  Those that torch tags as pointwise need no entry, unless they are linear:
+linear ones keep partial sums partial."""
 
 from __future__ import annotations
 
@@ -25,9 +24,8 @@ RULES.same(
 
 @RULES.rule("where")
 def _where(context: ShardingContext, node: fx.Node) -> Any:
-    return (
-        pointwise(context, node) if given(node, "self") is not None else None
-    )  # of a condition alone: the positions where it holds
+    # With a condition alone, the result is the positions where it holds.
+    return pointwise(context, node) if given(node, "self") is not None else None
 
 
 @RULES.rule("add", "sub", "subtract")

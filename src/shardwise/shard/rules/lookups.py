@@ -1,4 +1,4 @@
-"""Embeddings, gathers, indexing: rows that look up, in tables or in themselves."""
+"""These rules are for embeddings, gathers and indexing, where rows look up rows of tables or of themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = Table()
 def _embedding(context: ShardingContext, node: fx.Node) -> Any:
     weight, index = node.args[:2]
     if given(node, "scale_grad_by_freq", False):
-        return None  # a gradient divided by how often a row occurs in the batch
+        return None  # the gradient is divided by how often a row occurs in the batch
     labels = [f"i{d}" for d in range(rank_of(context, index))]
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
@@ -46,7 +46,7 @@ def _one_hot(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("gather", "scatter", "scatter_add", "scatter_reduce")
 def _gather(context: ShardingContext, node: fx.Node) -> Any:
-    """Along ``dim`` every operand is whole; another dim passes where all operands have it in full."""
+    """Keep every operand whole along ``dim``; another dim passes where all operands have it in full."""
     operands = tensors(node)
     rank = rank_of(context, node)
     dim = given(node, "dim") % rank if rank else 0
@@ -97,7 +97,7 @@ def _index(context: ShardingContext, node: fx.Node) -> Any:
     apart, together = _indexed(context, node, present, put, None), _indexed(context, node, present, put, mine)
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        """Rows that look at themselves go together with their numbers."""
+        """Cut rows that index themselves together with their numbers."""
         own = mine is not None and position == 0 and place == Shard(mine[0])
         return (together if own else apart).by_label(position, place)
 
@@ -110,7 +110,7 @@ def _index(context: ShardingContext, node: fx.Node) -> Any:
         for index in indices:
             value = next(feed) if isinstance(index, fx.Node) else None
             if rows and mine is not None and index is mine[2]:
-                assert value is not None  # global numbers of own rows, as positions among own rows
+                assert value is not None  # turn the global numbers of own rows into positions among them
                 start = emitter.graph.call_function(collectives.row_start, (emitter.env, rows))
                 value = emitter.emit(index, (value, start), {}, emitter.layout(value), aten.sub.Tensor)
             local.append(value)
@@ -127,7 +127,7 @@ def _indexed(
     put: bool,
     mine: tuple[int, int, fx.Node] | None,
 ) -> OpSharding:
-    """The labels of ``x[i, j]``, if rows look at themselves as ``mine`` says."""
+    """Return the form of ``x[i, j]``, where rows index themselves if ``mine`` says so."""
     x = node.args[0]
     block = broadcast(context, [i for _, i in present])
     indexed = {d for d, _ in present}
@@ -136,7 +136,7 @@ def _indexed(
     if mine is not None:
         own[mine[0]] = names[mine[1]]
     elif put:
-        names = [None] * len(block)  # rows may write to the same place
+        names = [None] * len(block)  # several rows may write to the same place
     first = min(indexed)
     at = first if max(indexed) - first + 1 == len(indexed) else 0
     rest = [("x", d) for d in range(rank_of(context, x)) if d not in indexed]
@@ -153,7 +153,7 @@ def _indexed(
 
 
 def _masked_put(context: ShardingContext, node: fx.Node) -> Any:
-    """``x[mask] = number`` is elementwise, with the mask's dims in front."""
+    """Return the form of ``x[mask] = number``, which is elementwise, with the mask's dims in front."""
     x, masks, value = node.args[:3]
     mask, *others = list(masks)
     if others or mask is None or context.shape(value) not in ((), (1,)) or given(node, "accumulate", False):
@@ -178,9 +178,8 @@ def _result_sizes(context: ShardingContext, x: fx.Node, indexed: set[int], block
 def _own_rows(
     context: ShardingContext, x: fx.Node, present: Sequence[tuple[int, fx.Node]]
 ) -> tuple[int, int, fx.Node] | None:
-    """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x
-    with as many rows.
-    """
+    """Return (dim of x, dim of the indices' block, index) where rows may index themselves, or None: ``x[arange(rows),
+    …]`` of an x with as many rows."""
     rank, sizes = len(broadcast(context, [i for _, i in present])), context.expressions(x)
     for d, index in present:
         if sizes[d] == context.rows:
@@ -191,9 +190,8 @@ def _own_rows(
 
 
 def _row_numbers(context: ShardingContext, node: fx.Node) -> int | None:
-    """The dim along which a tensor is 0, 1, … up to the number of rows and along all others constant, if it is known to
-    be so.
-    """
+    """Return the dim along which a tensor is known to be 0, 1, … up to the number of rows, and constant along all
+    others, or None."""
     name = op_name(node)
     if name == "arange":
         plain = node.target is aten.arange.default or (given(node, "start") == 0 and given(node, "step", 1) == 1)
@@ -208,8 +206,7 @@ def _row_numbers(context: ShardingContext, node: fx.Node) -> int | None:
         axis = _row_numbers(context, source)
         found = [d for d, s in enumerate(context.expressions(node)) if s == context.rows]
         others = [s for s in context.expressions(source) if s != 1]
-        one = (
-            len(found) == 1 and len(others) == 1
-        )  # nothing but the row numbers themselves: the dim is known by its size
+        # If there are only the row numbers themselves, the dim is known by its size.
+        one = len(found) == 1 and len(others) == 1
         return found[0] if axis is not None and one else None
     return None

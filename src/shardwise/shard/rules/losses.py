@@ -1,4 +1,4 @@
-"""Losses: a mean over rows is this rank's sum over everybody's count."""
+"""These rules are for losses: a mean over rows is this rank's sum divided by the count of all ranks."""
 
 from __future__ import annotations
 
@@ -45,18 +45,17 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         return isinstance(at, Shard) and labels[at.dim] == "class"
 
     def sharing(strategies: Mapping[str, Strategy]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The groups of axes that shard the classes, and those that shard rows."""
+        """Return the groups of axes that shard the classes, and those that shard rows."""
         axes = tuple(g for g, s in strategies.items() if of_classes(s))
         return axes, tuple(g for g, s in strategies.items() if isinstance(s.operands[0], Shard) and g not in axes)
 
     def known(spread: Sequence[str]) -> bool:
-        """Whether the step has counted the targets of all ranks beforehand."""
+        """Return whether the step has counted the targets of all ranks beforehand."""
         return node is context.counted and ROWS in spread
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is
-        log-probabilities already they add up.
-        """
+        """Cut rows or classes; over classes, ranks exchange what a row's softmax needs and all have the result, or they
+        only add it up where there are log-probabilities."""
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
             return strategy
@@ -81,8 +80,8 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> bool:
-    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even
-    over all axes that may share in it."""
+    """Return whether ranks find their classes as pieces of all of them: a cut at multiples of ``post`` has the same
+    pieces if it is even over all axes that may share in it."""
     if place.pre != 1:
         return False
     if place.post == 1:
@@ -92,7 +91,7 @@ def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> boo
 
 
 def _before_cast(scores: Any) -> Any:
-    """Scores before they were cast to fp32: the cross-entropy casts them piece by piece."""
+    """Return scores as they were before a cast to fp32: the cross-entropy casts them piece by piece."""
     narrow = (torch.bfloat16, torch.float16)
     cast = isinstance(scores, fx.Node) and scores.target is aten.to.dtype
     if not cast or scores.meta["val"].dtype is not torch.float32:
@@ -112,7 +111,7 @@ def _elementwise_loss(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
 def _row_loss(context: ShardingContext, node: fx.Node) -> Any:
-    """One number a row: of vectors, and some of them with a target a row; one vector or target may be for all rows."""
+    """Return the form of a loss with one number per row, of vectors and maybe targets; one may be for all rows."""
     operands, target, weight = tensors(node), given(node, "target"), given(node, "weight")
     numbers = [o for o in operands if o is target and rank_of(context, o) == 1]
     vectors = [o for o in operands if o is not weight and o not in numbers]
@@ -129,9 +128,10 @@ def _reduced(
     context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any],
     sizes: list[Any], apart: bool = False
 ) -> OpSharding:  # fmt: skip
-    """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
+    """Return the form of a loss whose unreduced result has these labels and sizes: a mean is a sum over the number of
+    rows.
 
-    ``apart``: it is summed behind its kernel, whose own sum of no rows may be anything.
+    With ``apart`` it is summed after its kernel, whose own sum of no rows may be anything.
     """
     reduction = given(node, "reduction", cross_entropy.MEAN)
 

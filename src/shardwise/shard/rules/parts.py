@@ -1,4 +1,4 @@
-"""Parts of tensors, and their concatenations: slices, selections and splits, and what puts such pieces together."""
+"""These rules are for parts of tensors and concatenations: slices, selections, splits, and ops that join pieces."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _END = 1 << 62  # slices to the end of a dim end at the largest integer
 
 
 def _blocks(size: Any, block: Any) -> int | None:
-    """How many times ``block`` a size or a position is."""
+    """Return how many times ``block`` a size or a position is, or None."""
     return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), block)
 
 
 def _taken(place: Shard, start: Any, stop: Any) -> Shard | None:
-    """What a cut from ``start`` to ``stop`` takes of a concatenation, if that is of whole parts."""
+    """Return what a cut from ``start`` to ``stop`` takes of a concatenation, if that is whole parts, else None."""
     ends = [0, *itertools.accumulate(n * place.post for n in place.parts)]
     stop = ends[-1] if isinstance(stop, int) and stop >= _END else stop
     if place.pre != 1 or start not in ends or stop not in ends or ends.index(start) >= ends.index(stop):
@@ -40,7 +40,7 @@ def _taken(place: Shard, start: Any, stop: Any) -> Shard | None:
 
 
 def _local_end(emitter: Emitter, factor: Factor, place: Shard, end: int) -> Any:
-    """Where ``end``, of a part of a concatenation, is on this rank."""
+    """Return where ``end``, the end of a part of a concatenation, is on this rank."""
     count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
     before = place.parts[:count]
     return (
@@ -63,7 +63,7 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
         return context.labelled(node, [(x, labels)], labels, (0,))
 
     def whole_copies(place: Shard) -> tuple[int, int] | None:
-        """The slice in terms of what is sharded: a view of several that were concatenated."""
+        """Return (first, last) of the slice in blocks around what is sharded, if it takes whole blocks, else None."""
         block = context.size(x, place) * place.post
         first = _blocks(start, block)
         last = place.pre if isinstance(end, int) and end >= _END else _blocks(end, block)
@@ -91,7 +91,7 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
         cuts = [(q, c) for q in places if isinstance(q, Shard) and q.dim == dim and (c := whole_copies(q))]
         if not cuts:
             return emitter.plain(node, solved)
-        # Of several axes the outermost says it: what is sharded within its blocks leaves no whole ones of the others'.
+        # The outermost axis decides: what is sharded within its blocks leaves no whole blocks of the others.
         place, (first, last) = min(cuts, key=lambda cut: cut[0].pre if isinstance(cut[0].pre, int) else 0)
         whole = x.meta["val"].shape[dim]
         block = emitter.sizes.fold(
@@ -205,7 +205,7 @@ def _cat(context: ShardingContext, node: fx.Node) -> Any:
     )
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        """Along the dim: what is sharded inside, operands outside, which locally is just a concatenation."""
+        """Along ``dim``, cut all operands within equal blocks, so that each rank concatenates its pieces."""
         if place.dim != dim:
             return form.by_label(position, place)
         block = context.size(operands[position], place) * place.post

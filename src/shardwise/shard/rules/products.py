@@ -1,4 +1,4 @@
-"""Contractions: matrix products, convolutions, recurrent layers."""
+"""These rules are for contractions: matrix products, convolutions, recurrent layers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _einsum(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _letters(term: str, dots: list[str], rank: int) -> list[str]:
-    """The labels of one term of an einsum for a tensor of ``rank`` dims, its ellipsis spelled out."""
+    """Return the labels of one term of an einsum for a tensor of ``rank`` dims, its ellipsis spelled out."""
     before, _, after = term.partition("...")
     hidden = rank - len(before) - len(after)
     return [*before, *dots[len(dots) - hidden :], *after]
@@ -155,7 +155,7 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule(*named(Fact.RECURRENT))
 def _recurrent(context: ShardingContext, node: fx.Node) -> Any:
-    """Sequences of one length; packed ones have no batch dim."""
+    """Return the form for sequences of one length; packed ones have no batch dim."""
     x = node.args[0]
     if rank_of(context, x) != 3 or not isinstance(given(node, "batch_first"), bool):
         return None

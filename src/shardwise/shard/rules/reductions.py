@@ -1,4 +1,5 @@
-"""Reductions, norms, pooling, sorting: a sum over rows is a partial sum, everything else wants its dims whole."""
+"""These rules are for reductions, norms, pooling and sorting: sums over rows are partial sums, most others need dims
+whole."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _sum(context: ShardingContext, node: fx.Node) -> Any:
     form = context.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        """A mean over what is sharded is this rank's sum over everybody's number."""
+        """Divide this rank's sum by the number of elements on all ranks, if a mean is over what is sharded."""
         places = [s.operands[0] for s in solved.strategies.values()]
         if not any(isinstance(q, Shard) and q.dim in dims for q in places):
             return emitter.plain(node, solved)
@@ -58,7 +59,7 @@ def _sum(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _whole(context: ShardingContext, node: fx.Node) -> Any:
-    """Reductions that cannot be finished from partial results."""
+    """Return the form of a reduction that cannot be finished from partial results."""
     x = node.args[0]
     rank = rank_of(context, x)
     dims, keep = dims_of(node, rank, none=_default_dims(node, rank)), bool(given(node, "keepdim", False))
@@ -77,7 +78,7 @@ def _default_dims(node: fx.Node, rank: int) -> list[int]:
 @RULES.rule("histc")
 def _histc(context: ShardingContext, node: fx.Node) -> Any:
     if given(node, "min", 0) == given(node, "max", 0):
-        return None  # between the least and the largest of all
+        return None  # the bins lie between the least and the largest of all elements
     x = node.args[0]
     return context.labelled(node, [(x, range(rank_of(context, x)))], ["bins"])
 
@@ -115,12 +116,12 @@ RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), 
 RULES["msort"] = whole_dims(lambda n, r: [0])
 
 FEW = 8
-"""Numbers a rank: a softmax of less, as of a router's experts, gathers them rather than what it would exchange."""
+"""A softmax of fewer numbers per rank than this (a router's experts) gathers them rather than exchange statistics."""
 
 
 @RULES.rule("softmax", "log_softmax", "logsumexp")
 def _softmax(context: ShardingContext, node: fx.Node) -> Any:
-    """Along what is shared out, ranks exchange two numbers a row."""
+    """Let ranks exchange two numbers per row along a dim that is shared out."""
     x, name = node.args[0], op_name(node)
     sums = name == "logsumexp"
     form = (_whole if sums else _named)(context, node)
@@ -165,7 +166,7 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
         return form
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        """Along the width the ranks exchange what a row's statistics need."""
+        """Let ranks exchange what a row's statistics need along the width."""
         width = rank - 1 if position == 0 else 0
         if place.dim != width or place.pre != 1 or context.size(operands[position][0], place) == context.rows:
             return form.by_label(position, place)
@@ -189,9 +190,8 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("group_norm", "batch_norm")
 def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is
-    ``norms.batch_norm``.)
-    """
+    """Return the form of a norm whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is
+    ``norms.batch_norm``.)"""
     operands = tensors(node)
     rank = rank_of(context, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
@@ -200,7 +200,7 @@ def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("instance_norm")
 def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """As a group norm of one channel a group, which takes a rank without rows."""
+    """Return the form of a group norm with one channel per group, which takes a rank without rows."""
     operands = tensors(node)
     if given(node, "running_mean") is not None:
         return None
@@ -217,7 +217,7 @@ def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """BatchNorm over dim 0 of all ranks, channel by channel; the other dims are gathered."""
+    """Return the form of BatchNorm over dim 0 of all ranks, channel by channel; the other dims are gathered."""
     operands = tensors(node)
     shapes = context.shapes(node)
     rank = len(shapes[0])
@@ -251,7 +251,7 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _unbatched(node: fx.Node, rank: int) -> bool:
-    """Whether a pooling takes dim 0 for channels, of which it wants some: two dims if one is pooled, and so on."""
+    """Return whether a pooling takes dim 0 for channels, of which it needs some: rank 2 if one dim is pooled, etc."""
     return rank == 1 + next(int(c) for c in op_name(node) if c.isdigit())
 
 
@@ -271,7 +271,7 @@ RULES.same(
 
 @RULES.rule("im2col", "col2im")
 def _patches(context: ShardingContext, node: fx.Node) -> Any:
-    """The form of patches; in one image by itself dim 0 are channels, and patches are within them."""
+    """Return the form of patches of a batch; a single image has channels in dim 0, and patches within them."""
     batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
     return _sample(context, node) if batched else None
 

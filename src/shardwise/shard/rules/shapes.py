@@ -1,4 +1,4 @@
-"""Views, reordered and repeated dims, new tensors: where the rows are after a change of shape."""
+"""These rules are for views, reordered and repeated dims, and new tensors: where rows are after a change of shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = Table()
 
 @RULES.rule(*named(Fact.REGROUPS))
 def _view(context: ShardingContext, node: fx.Node) -> Any:
-    """A row-major regrouping of dims: a sharded factor stays in one dim, or the operand is gathered."""
+    """Return the form of a row-major regrouping of dims: a sharded factor stays in one dim, or it is gathered."""
     if node.target is aten.view.dtype:
         return None
     x = node.args[0]
@@ -55,7 +55,7 @@ def _unsqueeze(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("squeeze")
 def _squeeze(context: ShardingContext, node: fx.Node) -> Any:
-    """By name of the dims that have one element in the whole batch: a rank may happen to have one row."""
+    """Squeeze the dims that have one element in the whole batch, by number: a rank may happen to have one row."""
     x = node.args[0]
     sizes, rank = context.expressions(x), rank_of(context, x)
     wanted = node.args[1] if len(node.args) > 1 else range(rank)
@@ -116,7 +116,7 @@ def _expand(context: ShardingContext, node: fx.Node) -> Any:
             node, (solved.values[0], emitter.local_sizes(node, solved.layout)), {}, solved.layout, aten.expand.default
         )
 
-    # A free choice: each rank expands to its own rows.
+    # Each rank may expand to its own rows.
     place = Shard(fresh[0]) if fresh else None
     return context.labelled(node, [(x, labels)], range(len(shape)), (0,), fresh=place, emit=emit)
 
@@ -166,7 +166,7 @@ def _pad(context: ShardingContext, node: fx.Node) -> Any:
     constant = op_name(node) == "constant_pad_nd" or (
         op_name(node) == "pad" and given(node, "mode", "constant") == "constant"
     )
-    if not constant:  # kernels that want something in each dim but the first of as many as they know
+    if not constant:  # these kernels need elements in each dim but the first
         form.emit = functools.partial(with_rows, node)
     return form
 

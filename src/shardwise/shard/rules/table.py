@@ -1,6 +1,5 @@
-"""What the tables of rules are made of: registration, the arguments of a captured op by name, and labels for broadcast
-dims.
-"""
+"""Tables of rules are made with this: registration, the arguments of a captured op by name, and labels for broadcast
+dims."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from shardwise.shard.op_spec import Emission, Emit, OpSharding, Shard, ShardRule
 
 
 class Table(dict[str, Rule]):
-    """Rules by the name of the op, whatever its overload."""
+    """This has rules by the name of the op, whatever its overload."""
 
     def rule(self, *names: str) -> Callable[[Rule], Rule]:
-        """Register a rule for the ops called so."""
+        """Register a rule for the ops of these names."""
 
         def register(function: Rule) -> Rule:
             self.update(dict.fromkeys(names, function))
@@ -35,18 +34,19 @@ class Table(dict[str, Rule]):
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node, in the order of its arguments, repeated ones repeated."""
+    """Return the tensor operands of a node in the order of its arguments; repeated ones are repeated."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda a: found.append(a) if is_tensor(a) else None)
     return found
 
 
 def rank_of(context: ShardingContext, node: fx.Node) -> int:
+    """Return the number of dims of a node's tensor."""
     return len(context.shape(node))
 
 
 def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list[int]:
-    """The dims that the argument ``dim`` names, non-negative; ``none``, by default all, where it is None or empty."""
+    """Return the dims that the argument ``dim`` names, not negative; or ``none``, by default all, if it names none."""
     dims = given(node, "dim")
     if dims is None or dims == []:
         return list(range(rank)) if none is None else list(none)
@@ -56,7 +56,7 @@ def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list
 def aligned(
     context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]
 ) -> list[tuple[fx.Node, list[Any]]]:
-    """Labels of operands that broadcast to ``sizes``: the position in it; None where an operand is broadcast."""
+    """Return operands with labels: the position of each dim in ``sizes``, or None where the operand is broadcast."""
     out = []
     for node in operands:
         own = context.expressions(node)
@@ -66,7 +66,7 @@ def aligned(
 
 
 def broadcast(context: ShardingContext, operands: Sequence[fx.Node]) -> list[Any]:
-    """The sizes, as expressions, that operands broadcast to."""
+    """Return the sizes, as expressions, that operands broadcast to."""
     out: list[Any] = [1] * max(rank_of(context, o) for o in operands)
     for node in operands:
         own = context.expressions(node)
@@ -77,7 +77,7 @@ def broadcast(context: ShardingContext, operands: Sequence[fx.Node]) -> list[Any
 
 
 def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> OpSharding:
-    """Elementwise with broadcasting."""
+    """Return the form of an elementwise op with broadcasting."""
     sizes = context.expressions(node)
     return context.labelled(node, aligned(context, tensors(node), sizes), range(len(sizes)), linear)
 
@@ -85,7 +85,7 @@ def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> OpSh
 def unary(
     context: ShardingContext, node: fx.Node, moves: ShardRule, emit: Emit, results: int = 1, factors: bool = False
 ) -> OpSharding:
-    """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
+    """Return the form of an op that is linear in its one operand, and whose dims labels do not describe."""
     x = node.args[0]
     shapes = [[None] * len(s) for s in context.shapes(node)]
     assert len(shapes) == results
@@ -97,9 +97,9 @@ def unary(
 def whole_dims(
     dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: Callable[[fx.Node, int], bool] | bool = False
 ) -> Rule:
-    """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass.
+    """Return a rule: the op needs these dims of its one operand whole and keeps the number of dims; all others pass.
 
-    ``never_empty``: its kernel does not take an empty tensor, which a rank may have; or whether that is so.
+    ``never_empty`` says whether the op's kernel does not take an empty tensor, which a rank may have.
     """
 
     def apply(context: ShardingContext, node: fx.Node) -> Any:
@@ -119,9 +119,7 @@ def whole_dims(
 
 
 def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
-    """Emit an op of one operand, whose kernel wants a row where a rank has none, and so in any other dim that is
-    sharded.
-    """
+    """Emit an op of one operand whose kernel needs elements in each dim that is sharded, where a rank may have none."""
     places = [strategy.operands[0] for strategy in solved.strategies.values()]
     dims = sorted({place.dim for place in places if isinstance(place, Shard)})
     if not dims:

@@ -1,5 +1,5 @@
-"""What a solver may choose from: the strategies of each op on one axis of tensor parallelism, and where parameters may
-be sharded.
+"""This lists what a solver may choose from: the strategies of each op on one axis of tensor parallelism, and where
+parameters may be sharded.
 
 Places come from the parameters (each dim, cut evenly or along what it is made of) and from the dims of what ops read,
 and go on as far as ops take them.  What follows from batch fields alone has no gradient and is computed whole: slices
@@ -22,14 +22,13 @@ from shardwise.shard.recipe.split_points import Cuts
 from shardwise.shard.solver.cost_model import CostModel
 
 Places = dict[Shard, None]
-"""A set in the order of insertion."""
+"""A set of places in the order of insertion."""
 
 
 @dataclass
 class Chosen:
-    """What is chosen on one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's
-    placeholder; ``rows`` is what the axes of the batch do.
-    """
+    """This is what may be chosen on one axis: the ``strategies`` of each op that has a form, and the ``states`` of each
+    parameter's placeholder; ``rows`` is the assignment of the axes of the batch."""
 
     rows: Assignment
     strategies: dict[fx.Node, tuple[Strategy, ...]]
@@ -37,7 +36,7 @@ class Chosen:
 
 
 class Candidates(Chosen):
-    """All that there is to choose on axis ``axis``."""
+    """This finds all that may be chosen on axis ``axis``."""
 
     def __init__(self, context: ShardingContext, axis: str, prices: CostModel) -> None:
         self.context, self.forms, self.prices, self.axis, self.parts = (
@@ -69,11 +68,11 @@ class Candidates(Chosen):
             else ("I", *["R"] * context.carrying[node], *places)
             if node.users
             else ("I",)
-            for node, places in self.parameters.items()  # nobody reads a tied one under its other names
+            for node, places in self.parameters.items()  # nothing reads a tied parameter under its other names
         }
 
     def only(self, several: Sequence[Assignment]) -> Chosen:
-        """What some assignments say, as far as it is legal, and nothing else; what is held by none is whole."""
+        """Return just the choices of some assignments, as far as they are legal; what none of them chooses is whole."""
         same: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
         def some(every: tuple[Any, ...], wanted: Iterable[Any]) -> tuple[Any, ...]:
@@ -95,38 +94,38 @@ class Candidates(Chosen):
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def seeds(self, node: fx.Node) -> Places:
-        """Even cuts of each dim; or where it lies already."""
+        """Return even cuts of each dim of a parameter, or the cut that it has already."""
         if self.context.tensor.layouts is None:
             return dict.fromkeys(self.even(node))
         state = self.resting(node)
         return {state: None} if isinstance(state, Shard) else {}
 
     def resting(self, node: fx.Node) -> Placement:
-        """The state of a parameter whose layout has been chosen before."""
+        """Return the state of a parameter whose layout has been chosen before."""
         name = self.context.captured.parameters[node.name]
         layout = (self.context.tensor.layouts or {}).get(name)
         state = place_of(layout, self.axis, self.context.tensor.axes)
         return "R" if state == "I" and self.axis in self.context.tensor.summed.get(name, ()) else state
 
     def even(self, node: fx.Node) -> Iterator[Shard]:
-        """Each dim of a tensor in equal pieces, or in any where these do not divide it."""
+        """Yield a cut of each dim of a tensor: in equal pieces, or in uneven ones where these do not divide it."""
         for dim, size in enumerate(self.context.expressions(node)):
             if isinstance(size, int) and size >= self.parts:
                 yield self.cuts.even(size, dim)
 
     def under(self, node: fx.Node) -> fx.Node | None:
-        """The parameter that a value is a view or a cast of."""
+        """Return the parameter that a value is a view or a cast of, or None."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         return node if node in self.parameters else None
 
     def wish(self, node: fx.Node, place: Shard) -> None:
-        """Let the parameter under ``node`` be sharded so that this may come out at ``place``."""
+        """Let the parameter under ``node`` be sharded so that ``node`` may come out at ``place``."""
         parameter = self.under(node)
         if parameter is None or self.context.tensor.layouts is not None:
             return
         size = self.context.shape(node)[place.dim]
-        if place.parts:  # of a weight itself, cut part by part
+        if place.parts:  # only a weight itself is cut part by part
             if node is parameter:
                 self.parameters[parameter].setdefault(place)
             return
@@ -137,9 +136,8 @@ class Candidates(Chosen):
                         self.parameters[parameter].setdefault(Shard(dim, pre, place.post))
 
     def made_of(self, form: OpSharding) -> None:
-        """Let weights be cut along the factors that views and splits of the product show; of several results those of
-        the first.
-        """
+        """Let weights be cut along the factors that views and splits of the product show; if it has several results, of
+        the first."""
         product = self.cuts.results(form.node)[0]
         if product is None:
             return
@@ -159,7 +157,7 @@ class Candidates(Chosen):
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def walk(self) -> None:
-        """From the first op to the last."""
+        """Find the strategies of each op, from the first to the last."""
         for node in self.context.normal.graph.nodes:
             form = self.forms.get(node)
             if node in self.parameters:
@@ -187,7 +185,7 @@ class Candidates(Chosen):
                         self.wish(operand, one.operands[i])
 
     def candidates(self, operand: fx.Node) -> Iterable[Shard]:
-        """Where an operand may be sharded: where it may have been made so, along any other of its dims, along rows."""
+        """Return where an operand may be sharded: where its maker may shard it, along any other dim, and along rows."""
         found = dict(self.places.get((operand, 0), {}))
         dims = {(place.dim, place.pre) for place in found}
         if self.under(operand) is None:
@@ -200,7 +198,7 @@ class Candidates(Chosen):
         return found
 
     def legal(self, form: OpSharding, candidates: tuple[tuple[Shard, ...], ...]) -> Iterator[Strategy]:
-        """All strategies that fit beside the rows."""
+        """Yield all strategies that fit beside those of the batch axes."""
         yield form.whole("I")
         if any(self.context.carrying[o] for o, _ in form.operands):
             yield form.whole("R")
@@ -219,7 +217,7 @@ class Candidates(Chosen):
 
 
 def learned(context: ShardingContext) -> set[fx.Node]:
-    """What follows from parameters, frozen or not."""
+    """Return the nodes that follow from parameters, frozen or not."""
     found: set[fx.Node] = set()
     for node in context.normal.graph.nodes:
         mine = node.op == "placeholder" and node.name in context.captured.parameters

@@ -1,9 +1,9 @@
-"""Predicted seconds of a local graph before it is made: of each op on local shapes, and of the moves between states.
+"""This predicts the seconds of a local graph before it is made: of each op on local shapes, and of moves between
+states.
 
 An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.
-Where a group of axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes
-that its local operands and results are.  Moves are those that ``redistribute.py`` makes: a value makes each once,
-whoever needs it.
+Where a group of axes shards it, it takes the fraction of FLOPs that the largest piece is, and the fraction of bytes
+that its local operands and results are.  Moves are those that ``redistribute.py`` makes, each once for a value.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardwise.shard.solver.op_cost import Works
 
 
 class Value(NamedTuple):
-    """What moves of a tensor cost depends on: its sizes as priced and as captured, whether they do not depend on rows,
-    bytes of an element, whether it has a gradient, and where rows are sharded."""
+    """The cost of a tensor's moves depends on this: its sizes as priced and as captured, whether each does not depend
+    on rows, the bytes of an element, whether it has a gradient, and where its rows are sharded."""
 
     shape: tuple[int, ...]
     captured: tuple[int, ...]
@@ -43,7 +43,7 @@ class Value(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """A collective of ``nbytes`` of a whole over the axes ``groups`` (by number), in forward or in backward."""
+    """This is a collective of a whole of ``nbytes`` bytes over the axes ``groups`` (by number)."""
 
     backward: bool
     kind: str
@@ -53,9 +53,9 @@ class Talk(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """The seconds of one microbatch on the rank that has most; ``talks`` are what it communicates, ``once`` what there
-    is at the end of its step, ``nbytes`` what it keeps: parameters with what belongs to them, results of ops, and what
-    moves make of these."""
+    """These are the seconds of one microbatch on the slowest rank; ``talks`` are its collectives, ``once`` those at the
+    end of its step, and ``nbytes`` the bytes that it keeps: parameters with gradients and optimizer state, results of
+    ops, and what moves make of these."""
 
     computing: float
     communicating: float
@@ -65,14 +65,14 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Nothing is assumed to overlap."""
+        """Return the sum of both: nothing is assumed to overlap."""
         return self.computing + self.communicating
 
 
 class CostModel:
-    """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch
-    axes, on devices of ``kind``.
-    """
+    """This prices ops and moves over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of
+    ``rows`` rows a rank of the batch axes, on devices of ``kind``; ``beside`` and ``live`` are as in
+    :class:`~shardwise.core.rates.Machine`."""
 
     def __init__(
         self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str,
@@ -90,7 +90,7 @@ class CostModel:
         )
         self.ranks_of = dict(context.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
-        self.where = context if axes is None else context.over(axes)  # of which nothing but layouts is asked
+        self.where = context if axes is None else context.over(axes)  # it only makes layouts
         self.values: dict[fx.Node, Value] = {}
         self.works = Works(context, rows, kind)
         self.ops: dict[Any, float] = {}
@@ -100,7 +100,7 @@ class CostModel:
     # ---- values and moves ------------------------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Value:
-        """The value of a node with one tensor."""
+        """Return the value of a node with one tensor."""
         if node not in self.values:
             tensor = node.meta["val"]
             where = self.batch.states[node][0]
@@ -115,26 +115,26 @@ class CostModel:
         return self.values[node]
 
     def piece(self, shape: Sequence[int], states: Sequence[Placement]) -> tuple[int, ...]:
-        """The largest local shape."""
+        """Return the largest local shape of a tensor of whole ``shape``."""
         out = list(shape)
         for axes in self.sharings(states).values():
             place, parts = states[axes[0]], self.ranks(axes)
             assert isinstance(place, Shard)
             size = self.extent(shape[place.dim], place)
-            if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
+            if size == self.parts[axes[0]]:  # there are equal pieces, and other axes shard within each
                 out[place.dim] //= parts
             elif size:
                 out[place.dim] = out[place.dim] // size * -(-size // parts)
         return tuple(out)
 
     def extent(self, size: int, place: Shard) -> int:
-        """The size of the factor of a dim that is sharded at ``place``."""
+        """Return the size of the factor of a dim that is sharded at ``place``."""
         pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.context.symbol, self.rows))
         return size // (pre * place.post)
 
     @staticmethod
     def sharings(states: Sequence[Placement]) -> dict[tuple[int, Any], tuple[int, ...]]:
-        """The axes that shard the same factor of a dim, by number, for each that is sharded."""
+        """Return for each factor (dim, pre) that is sharded the axes, by number, that shard it."""
         found: dict[tuple[int, Any], tuple[int, ...]] = {}
         for i, state in enumerate(states):
             if isinstance(state, Shard):
@@ -142,13 +142,12 @@ class CostModel:
         return found
 
     def fits(self, value: Value, states: Sequence[Placement]) -> bool:
-        """Whether a tensor can be sharded so, beside its rows."""
+        """Return whether a tensor can be in these states, beside those of its rows."""
         return self.beside(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
 
     def beside(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
-        """Whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; over one axis
-        that may be any.
-        """
+        """Return whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; a
+        single axis may have any name."""
         every = [(g, s) for g, s in states.items() if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
@@ -162,16 +161,16 @@ class CostModel:
         return True
 
     def together(self, form: OpSharding, rows: Strategy, strategies: Mapping[str, Strategy]) -> bool:
-        """Whether an op's strategies over axes go together, and beside what it does with the rows."""
+        """Return whether an op's strategies over axes go together, and with its strategy on the rows."""
         return self.where.together(form, {ROWS: rows, **strategies}, self.beside)
 
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
-        """The moves from states to others; None where what is between does not fit."""
+        """Return the moves from states to goals; None where a state between them does not fit."""
         found = path(_Priced(self, value), states, goals)
         return tuple(found) if all(self.fits(value, step.result) for step in found) else None
 
     def talks(self, value: Value, step: Step) -> Iterator[Talk]:
-        """What a move communicates."""
+        """Yield the collectives of a move."""
         there, back = collectives.kinds(getattr(collectives, step.name), dual(step))
         whole = self.piece(value.shape, step.result if step.name == "gather" else step.states)
         nbytes = math.prod(whole) * value.itemsize
@@ -183,7 +182,7 @@ class CostModel:
             yield Talk(True, back, step.groups, nbytes)
 
     def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
-        """The bytes of a whole with those by which uneven pieces are padded."""
+        """Return the bytes of a whole, including the padding of uneven pieces."""
         sharded = step.sharded
         place, parts = sharded[step.groups[0]], self.ranks(step.groups)
         assert isinstance(place, Shard)
@@ -194,12 +193,12 @@ class CostModel:
         return nbytes // local * -(-size // (outer * parts)) * parts
 
     def ranks(self, groups: Iterable[int]) -> int:
+        """Return the number of ranks over the axes ``groups``, which are numbers."""
         return math.prod(self.parts[i] for i in groups)
 
     def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Talk]:
-        """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a
-        step.
-        """
+        """Yield the all-reduce at the end of the step of a parameter's gradient that is a partial sum until then; the
+        step is taken to have one microbatch."""
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
             yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
@@ -213,14 +212,14 @@ class CostModel:
         return sum(self.seconds(talk) for talk in self.talks(value, step))
 
     def steps(self, value: Value, states: Placements, goals: Iterable[Placements]) -> frozenset[Step] | None:
-        """All moves that are due for a value to be what its users want; None where there is no way."""
+        """Return all moves that make a value what its users want; None where there is no way."""
         paths = [self.path(value, states, goal) for goal in goals]
         return None if None in paths else frozenset(step for path in paths for step in path or ())
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def kept(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> int:
-        """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
+        """Return the bytes of an op's results with a gradient, kept for backward of live microbatches; 0 for a view."""
         if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
         value = node.meta["val"]
@@ -231,12 +230,12 @@ class CostModel:
         return found * self.live
 
     def copied(self, value: Value, step: Step) -> int:
-        """Bytes of what a move makes of a value with a gradient."""
+        """Return the bytes, of live microbatches, of what a move makes of a value with a gradient."""
         new = step.name in ("gather", "all_reduce", "scatter") and value.grad
         return math.prod(self.piece(value.shape, step.result)) * value.itemsize * self.live if new else 0
 
     def resting(self, node: fx.Node, states: Sequence[Placement]) -> int:
-        """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name that is read."""
+        """Return the bytes of a parameter, with gradient and optimizer state if it is trained; 0 if it is not read."""
         if not node.users:
             return 0
         value = self.value(node)
@@ -245,7 +244,7 @@ class CostModel:
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def op(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> float:
-        """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
+        """Return the seconds of an op, forward and backward, by its strategy on each axis; without any it is whole."""
         key = (self.works.key(node), tuple(strategies))
         if key not in self.ops:
             self.ops[key] = self._op(node, form, strategies)
@@ -271,7 +270,7 @@ class CostModel:
         return sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
 
     def share(self, shape: Sequence[int], state: Placement, parts: int) -> float:
-        """The part of a dim that the largest piece is."""
+        """Return the fraction of a dim that the largest piece is."""
         if not isinstance(state, Shard):
             return 1.0
         size = self.extent(shape[state.dim], state)
@@ -282,7 +281,7 @@ class CostModel:
         return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
 
     def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
-        """What an op communicates by itself."""
+        """Return the collectives that an op makes by itself."""
         if form is None or form.call is None or not strategies:
             return []
         values = []
@@ -293,8 +292,9 @@ class CostModel:
         call = form.call(dict(zip(self.axes, strategies, strict=True)), values)
         if call is None:
             return []
-        args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes
-        env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})  # that has most
+        args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes may be any
+        # The last rank has most.
+        env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})
         found = exchanges(env, call.function, args, call.kwargs)
         number = self.axes.index
         return [Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
@@ -302,7 +302,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A value of a captured graph, as what would be moved."""
+    """This is a value of a captured graph, as a :class:`Movable` that is priced."""
 
     prices: CostModel
     value: Value

@@ -1,8 +1,8 @@
-"""Tensor plans as a problem: variables are the strategies of ops and the states of parameters, and what a microbatch
-takes is a sum of tables.
+"""Tensor plans are solved as a problem: variables are the strategies of ops and the states of parameters, and what a
+microbatch takes is a sum of tables.
 
-Of each op there is a table over its strategies; of each value one over the strategies of the op that makes it and of
-those that read it, for the moves between.  On several axes a choice is a strategy on each of them.
+Each op has a table over its strategies; each value has one over the strategies of the op that makes it and of those
+that read it, for the moves between.  On several axes a choice is a strategy on each of them.
 ``variable_elimination.py`` finds the least sum.
 """
 
@@ -31,26 +31,25 @@ from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Cos
 from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
 
 DIRECT = 1 << 18
-"""Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each
-reader.
-"""
+"""A table of up to this number of elements says what all readers of a value make of it; beyond that each reader has its
+own."""
 LINK = 1 << 22
-"""Elements of such a table of one reader: more come of a weight that very many ops read in ways of their own."""
+"""The most elements of a table of one reader; a weight that very many ops read in ways of their own needs more."""
 
 Choice = tuple[Any, ...]
-"""The choice for an op, a :class:`Strategy` on each axis, or for a parameter, a state."""
+"""The choice for an op is a :class:`Strategy` on each axis, and for a parameter a state on each."""
 
 
 Made = tuple[Placements, frozenset[Step]]
-"""A value's state, and moves of it that have been made."""
+"""A value's states, and the moves of it that have been made."""
 
 Reading = tuple[int, Sequence[tuple[Placements, ...]]]
 """The variable of an op, and by its choices the states in which it needs a value."""
 
 
 class Solved(NamedTuple):
-    """What each axis is, and the seconds and bytes that this is predicted to take; no plan within the limit of memory
-    takes fewer seconds than ``bound``, where that is known."""
+    """This is the assignment of each axis, and the seconds and bytes that it is predicted to take; no plan within the
+    limit of memory takes fewer seconds than ``bound``, where that is known."""
 
     assignments: dict[str, Assignment]
     seconds: Seconds
@@ -58,14 +57,14 @@ class Solved(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """By what part of the best's seconds these may be more; 0 where this is the best, or nothing is known."""
+        """Return by what fraction the seconds may exceed the best plan's; 0 if it is the best, or nothing is known."""
         more = 0.0 if self.bound is None else self.seconds.total / self.bound - 1
         return more if more > EXACT else 0.0
 
 
 @dataclass
 class Problem:
-    """Variables with their choices, and tables over them of seconds, and of bytes as the imaginary part."""
+    """These are variables with their choices, and tables over them of seconds, and of bytes as the imaginary part."""
 
     choices: list[Sequence[Any]] = field(default_factory=list)
     factors: list[CostFactor] = field(default_factory=list)
@@ -80,9 +79,8 @@ class Problem:
 
 
 class Solver:
-    """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are
-    left out.
-    """
+    """This chooses for the axes of ``prices`` together, from what there is to choose on each; without ``limited``,
+    bytes are left out."""
 
     def __init__(
         self, context: ShardingContext, prices: CostModel, choices: Mapping[str, Chosen],
@@ -98,7 +96,7 @@ class Solver:
         self.build()
 
     def build(self) -> None:
-        """Ops and parameters, then the values between them."""
+        """Add variables and tables of ops and parameters, then tables of the values between them."""
         joint: dict[Any, Sequence[Choice]] = {}
         for node in self.context.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
@@ -124,7 +122,7 @@ class Solver:
         return self.variables[node]
 
     def together(self, node: fx.Node, form: OpSharding | None, choice: Choice) -> bool:
-        """Whether what is chosen on the axes fits."""
+        """Return whether what is chosen on the axes fits."""
         rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
             return self.prices.beside(
@@ -133,7 +131,7 @@ class Solver:
         return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
 
     def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
-        """What a parameter costs where it rests."""
+        """Return the table of what a parameter costs where it rests."""
         key = (self.prices.value(node), bool(node.users), tuple(options))
         if key not in self.tables:
             self.tables[key] = np.array([self.rest_cost(node, own) for own in options])
@@ -155,13 +153,13 @@ class Solver:
         return complex(took, prices.kept(node, form, strategies) if self.limited else 0)
 
     def step(self, value: Value, step: Step) -> complex:
-        """What a move costs."""
+        """Return what a move costs."""
         return complex(self.prices.step(value, step), self.prices.copied(value, step) if self.limited else 0)
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def connect(self, node: fx.Node) -> None:
-        """Tables for the moves of a value."""
+        """Add tables for the moves of a value."""
         value, (maker, index) = self.prices.value(node), self.flow.maker(node)
         whole = ("I",) * len(self.prices.axes)
         fixed: set[Placements] = set()
@@ -184,7 +182,7 @@ class Solver:
             self.slices(value, whole, readers)
 
     def slices(self, value: Value, whole: Placements, readers: Mapping[int, Sequence[tuple[Placements, ...]]]) -> None:
-        """Take up the slices of what is whole and has no gradient: they are free."""
+        """Forbid slices that do not fit of a value that is whole and has no gradient; the others are free."""
         for variable, needs in readers.items():
             legal = [self.prices.steps(value, whole, goals) is not None for goals in needs]
             if not all(legal):
@@ -198,9 +196,8 @@ class Solver:
         self, value: Value, first: tuple[int, ...], made: Sequence[Placements], fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:  # fmt: skip
-        """One table over maker and readers; where that would be large, a chain of tables over what has been made for
-        the readers so far.
-        """
+        """Add one table over maker and readers; where that would be large, add a chain of tables over what has been
+        made for the readers so far."""
         variables, needs = [v for v, _ in readers], [n for _, n in readers]
         states = list(dict.fromkeys(made))
         distinct = [list(dict.fromkeys(n)) for n in needs]
@@ -235,9 +232,8 @@ class Solver:
         fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:
-        """A variable between each reader and the next: the state of the value, and those of its moves that cost and
-        that are made.
-        """
+        """Add a variable between each reader and the next: the states of the value, and which of its moves that cost
+        something have been made."""
         if key not in self.tables:
             self.tables[key] = self.links(value, made, fixed, [needs for _, needs in readers])
         start, links = self.tables[key]
@@ -257,8 +253,8 @@ class Solver:
         fixed: Sequence[Placements],
         needs: Sequence[Sequence[tuple[Placements, ...]]],
     ) -> tuple[Costs, list[Costs]]:
-        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after);
-        :class:`TooWide` where so many readers make one with more than ``LINK`` elements."""
+        """Return the cost of what fixed readers need, and for each other reader a table over (before, its choice,
+        after); :class:`TooWide` is raised where many readers make one with more than ``LINK`` elements."""
         start = np.array([self.moving(value, states, fixed) for states in made], complex)
         before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
         tables: list[Costs] = []
@@ -297,14 +293,14 @@ class Solver:
     # ---- the answer --------------------------------------------------------------------------------------------------
 
     def least(self, weights: Objective = SECONDS, limit: int = LIMIT) -> Solved:
-        """That which costs least; ``limit`` is of the elements of a table."""
+        """Return the plan that costs least; ``limit`` is the most elements of a table."""
         best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
         return self.solved(best.values)
 
     def within(self, limit: int, known: Solved, price: Objective, most: Sequence[int] = MOST) -> Solved:
-        """The fastest of at most ``limit`` bytes, where one is ``known`` that is best at some ``price`` of a byte."""
+        """Return the fastest plan of at most ``limit`` bytes; ``known`` is best at some ``price`` of a byte."""
         prices = (price, SECONDS, BYTES)
         found = fewest(self.problem.sizes, self.problem.factors, limit, known.seconds.total, prices, most)
         return (known if found.values is None else self.solved(found.values))._replace(bound=found.bound)
@@ -314,7 +310,7 @@ class Solver:
         return Solved(found, seconds(self.prices, self.flow, found))
 
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
-        """The assignment of each axis for the values of the variables."""
+        """Return the assignment of each axis for the values of the variables."""
         chosen = {node: self.options[node][values[v]] for node, v in self.variables.items()}
         out = {}
         for a, axis in enumerate(self.prices.axes):

@@ -1,7 +1,7 @@
-"""What a solver decided for one capture of a model, taken up by another.
+"""What a solver decided for one capture of a model is taken up by another.
 
-An op goes by what it is, by the path of its module, and by its number among those of that name.  Casts are left out,
-for each precision has its own.
+An op is known by its target, by the path of its module, and by its number among those of that name.  Casts are left
+out, because each precision has its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.shard.solver.candidates import Chosen, learned
 
 
 def decisions_of(context: ShardingContext, found: Mapping[str, Assignment]) -> Decisions:
-    """What assignments say of all that there was to choose."""
+    """Return what assignments say of all that there was to choose."""
     ops = {
         name: tuple({axis: one.strategies[node] for axis, one in found.items()} for node in nodes)
         for name, nodes in _named(context).items()
@@ -35,7 +35,7 @@ def decisions_of(context: ShardingContext, found: Mapping[str, Assignment]) -> D
 def take_up(
     decided: Decisions, context: ShardingContext, choices: Mapping[str, Chosen]
 ) -> dict[str, Chosen]:  # fmt: skip
-    """``choices``, of which casts are left free, and what this capture alone has; that is noted."""
+    """Return ``choices`` as decided; casts, and ops of this capture alone, which are noted, are left free."""
     here, out = _named(context), dict[str, Chosen]()
     known = {name: nodes for name, nodes in here.items() if len(nodes) == len(decided.ops.get(name, ()))}
     if other := sorted(name for name in {**here, **decided.ops} if name not in known):
@@ -57,7 +57,7 @@ def take_up(
 
 
 def check_taken(decided: Decisions, context: ShardingContext, found: Mapping[str, Assignment]) -> None:
-    """:class:`ShardwiseError` where what was taken up is not what was decided."""
+    """Raise :class:`ShardwiseError` where what was taken up is not what was decided."""
     taken = decisions_of(context, found)
     for name, own in taken.ops.items():
         wanted = decided.ops.get(name, ())
@@ -73,7 +73,7 @@ def check_taken(decided: Decisions, context: ShardingContext, found: Mapping[str
 
 
 def _named(context: ShardingContext) -> dict[Name, list[fx.Node]]:
-    """The ops that a solver chooses for."""
+    """Return the ops that a solver chooses for, by name."""
     mine, found = learned(context), dict[Name, list[fx.Node]]()
     for node, form in context.forms.items():
         if form is not None and node in mine and not has(node, Fact.CASTS):

@@ -1,6 +1,5 @@
-"""Which op makes each value and which ops read it, and so what a microbatch takes under a tensor plan: the ops, and the
-moves of values between them.
-"""
+"""This finds which op makes each value and which ops read it, and so what a microbatch takes under a tensor plan: the
+ops, and the moves of values between them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk
 
 
 class Reader(NamedTuple):
-    """What reads a value: an op, at some of its operands; or, without one, what wants it in ``goal`` on every axis."""
+    """This reads a value: an op, at some of its operands; or, without one, what wants it in ``goal`` on every axis."""
 
     node: fx.Node | None
     positions: tuple[int, ...] = ()
@@ -24,7 +23,7 @@ class Reader(NamedTuple):
 
 
 class Flow:
-    """Who makes and who reads the tensors of a captured graph."""
+    """This tells who makes and who reads the tensors of a captured graph."""
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
@@ -33,7 +32,7 @@ class Flow:
         ]
 
     def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
-        """The placeholder or op that makes a value, and as which of its results."""
+        """Return the placeholder or op that makes a value, and as which of its results."""
         picked: Any = value.args if value.op == "call_function" and value not in self.forms else (value, 0)
         maker, index = picked
         return maker, index
@@ -52,7 +51,7 @@ class Flow:
 
 
 def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
-    """What a microbatch takes under assignments, chosen by whomever."""
+    """Return what a microbatch takes under assignments, whoever chose them."""
     axes = [found[axis] for axis in prices.axes]
     computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
     for node, form in flow.forms.items():

@@ -1,12 +1,12 @@
-"""The fewest seconds of tables of seconds and bytes whose bytes are within a limit: elimination again, of what may
-still be part of a better answer.
+"""This finds the fewest seconds, of tables of seconds and bytes, whose bytes are within a limit: elimination again, of
+what may still be part of a better answer.
 
-For each price of a byte, elimination gives the least sum through every element of every table.  An element through
-which that is more than an answer in hand would cost at the price cannot be part of a better one.  Of what is left, each
-eliminated variable leaves not one least sum but all sums, of which none is as few seconds and as few bytes as another.
-Those of equal variables are the same, so 32 equal layers are 32 times the sums of one, and no choice between the orders
-in which layers differ.  Sums may become too many; then those of the largest bound on the whole answer go, and that
-bound is part of the result.  Nothing depends on time: every process finds the same.
+For each price of a byte, elimination gives the least sum through every element of every table.  An element cannot be
+part of a better answer if that sum is more than the seconds of the answer in hand and the bytes of the limit cost at
+the price.  Of what is left, each eliminated variable leaves not one least sum but all sums that no other beats in both
+seconds and bytes.  Those of equal variables are the same, so the sums of 32 equal layers follow from the sums of one,
+whichever of the layers differ.  If sums become too many, those with the largest bounds on the whole answer are dropped,
+and the least of these bounds is part of the result.  Nothing depends on time: every process finds the same.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Costs = np.ndarray[Any, np.dtype[np.complex128]]
 """Seconds, and bytes as the imaginary part: both add up side by side."""
 
 EXACT = 1e-9
-"""Seconds are equal that differ by less, as a part of the whole."""
+"""Seconds are equal if they differ by less than this fraction of the whole."""
 
 MOST = (1 << 8, 1 << 12, 1 << 15)
-"""Sums that are kept of a variable, in one attempt after the other: what an attempt finds leaves less to the next."""
+"""The number of sums kept of a variable in each attempt; what one attempt finds leaves less to the next."""
 
 
 class Objective(NamedTuple):
-    """What a second and a byte count for."""
+    """This is the price of a second and of a byte."""
 
     seconds: float = 1.0
     nbytes: float = 0.0
 
     def of(self, costs: Any) -> Any:
-        """The price of numbers or tables; what is infinite stays so."""
+        """Return the price of numbers or tables; what is infinite stays so."""
         good = np.isfinite(costs)
         finite = np.where(good, costs, 0)
         return np.where(good, self.seconds * finite.real + self.nbytes * finite.imag, math.inf)
 
     def factors(self, factors: Iterable[CostFactor]) -> list[CostFactor]:
-        """Factors with one number for each element; what shared a table still does."""
+        """Return factors with one number for each element; those that shared a table still do."""
         every = list(factors)
         tables = {key: self.of(table) for key, table in {id(f.table): f.table for f in every}.items()}
         return [CostFactor(f.variables, tables[id(f.table)]) for f in every]
@@ -52,8 +52,8 @@ SECONDS, BYTES = Objective(), Objective(0.0, 1.0)
 
 
 class Fewest(NamedTuple):
-    """The values of all variables, None where none are within the limit and better than what was known; no answer
-    within the limit is of fewer seconds than ``bound``."""
+    """These are the values of all variables, None where none are within the limit and better than what was known; no
+    answer within the limit has fewer seconds than ``bound``."""
 
     values: list[int] | None
     bound: float
@@ -67,9 +67,7 @@ def fewest(
     prices: Sequence[Objective],
     most: Sequence[int] = MOST,
 ) -> Fewest:
-    """The fewest seconds within ``limit`` bytes, of fewer than ``known``; ``prices`` are those at which elements are
-    looked at.
-    """
+    """Return the fewest seconds, less than ``known``, within ``limit`` bytes; ``prices`` serve to rule elements out."""
     best: list[int] | None = None
     views = [_View(weights, Elimination(sizes, weights.factors(factors))) for weights in prices]
     for number in most:
@@ -83,7 +81,7 @@ def fewest(
 
 
 class _View:
-    """Everything at one price."""
+    """This is the elimination of all variables at one price."""
 
     def __init__(self, weights: Objective, elimination: Elimination) -> None:
         self.weights, self.elimination = weights, elimination
@@ -91,8 +89,9 @@ class _View:
 
 
 class _Sums(NamedTuple):
-    """What a kind leaves, sorted by element of its table, those of which begin at ``start``: what each costs, at which
-    element of the kind's sum it is taken, and of which sums of the kinds that went into it."""
+    """These are the sums that a kind leaves, sorted by element of its table, for which they begin at ``start``: each
+    has its ``costs``, the element of the kind's sum at which it is taken (``at``), and the sums that went into it
+    (``parts``)."""
 
     start: Places
     costs: Costs
@@ -101,7 +100,7 @@ class _Sums(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """Sums that are being made: ``bounds`` are the least of all in which they are parts, at each price."""
+    """These are sums that are being made; ``bounds`` are the least totals of which they are parts, at each price."""
 
     at: Places
     costs: Costs
@@ -115,7 +114,7 @@ class _Open(NamedTuple):
 
 
 class _Run:
-    """One attempt."""
+    """This is one attempt, which keeps up to ``most`` sums of a variable."""
 
     def __init__(
         self, factors: Sequence[CostFactor], limit: float, known: float, views: Sequence[_View], most: int
@@ -130,7 +129,7 @@ class _Run:
         self.sums: list[_Sums] = []
 
     def run(self) -> tuple[list[int], float] | None:
-        """Values, and their seconds."""
+        """Return the values of all variables, and their seconds."""
         for number in range(len(self.first.kinds)):
             self.sums.append(self.leave(number))
         last = self.sums[-1]
@@ -140,7 +139,7 @@ class _Run:
         return self.values(best), float(last.costs.real[best])
 
     def leave(self, number: int) -> _Sums:
-        """What is left when variables of a kind are eliminated."""
+        """Return what is left when variables of a kind are eliminated."""
         kind = self.first.kinds[number]
         bounds = np.array([view.through[number].ravel() for view in self.views])
         at = np.flatnonzero((bounds <= self.cuts * (1 + EXACT)).all(0))
@@ -163,7 +162,7 @@ class _Run:
         return _Sums(start, found.costs, found.at, found.parts)
 
     def joined(self, found: _Open, number: int, term: int, child: int, dims: tuple[int, ...]) -> _Open:
-        """With each of the sums that a kind left that went into this one."""
+        """Return sums joined with each of the sums that the kind ``child`` left, which went into this one."""
         kind, sums = self.first.kinds[number], self.sums[child]
         places = np.unravel_index(found.at, kind.shape)
         shape = tuple(kind.shape[d] for d in dims)
@@ -182,17 +181,17 @@ class _Run:
         return self.hopeful(_Open(found.at, found.costs + costs, found.bounds + more, (*found.parts, own)))
 
     def hopeful(self, found: _Open) -> _Open:
-        """Those that may be part of a better answer."""
+        """Return those that may be part of a better answer."""
         return found.some((found.bounds <= self.cuts * (1 + EXACT)).all(0) & (found.costs.imag <= self.limit))
 
     def unbeaten(self, entries: Places, costs: Costs) -> Places:
-        """Those to which no other of the same entry is equal or better, sorted by entry."""
+        """Return which are not equalled or beaten by another of the same entry, sorted by entry."""
         grid = max(self.known, 1e-300) * EXACT * 1e-4
         _, rank = np.unique(np.floor(costs.real / grid), return_inverse=True)
         order = np.lexsort((rank, costs.imag, entries))
         entries, rank = entries[order], rank[order]
         group = np.cumsum(np.diff(entries, prepend=entries[:1]) != 0)
-        height = rank - group * (len(rank) + 1)  # each group is below all before it
+        height = rank - group * (len(rank) + 1)  # each group is below all groups before it
         lowest = np.minimum.accumulate(height)
         good = np.ones(len(height), bool)
         good[1:] = height[1:] < lowest[:-1]
@@ -202,7 +201,7 @@ class _Run:
         return found.some(self.within(found.bounds, np.ones(len(found.at), np.intp), self.most))
 
     def within(self, bounds: Table, counts: Places, most: int) -> Any:
-        """Those of the least bounds that are together no more than ``most``; the others' bound is the answer's."""
+        """Return those of the least bounds, together at most ``most``; the others bound the answer."""
         if counts.sum() <= most:
             return slice(None)
         seconds = self.seconds(bounds)
@@ -214,7 +213,7 @@ class _Run:
         return kept
 
     def seconds(self, bounds: Table) -> Table:
-        """The least seconds that bounds allow within the limit."""
+        """Return the least seconds that bounds allow within the limit."""
         found = np.full(bounds.shape[1], -math.inf)
         for weights, row in zip(self.weights, bounds, strict=True):
             if weights.seconds:
@@ -222,9 +221,9 @@ class _Run:
         return found
 
     def values(self, best: int) -> list[int]:
-        """The values of all variables, found back from one of the last sums."""
+        """Return the values of all variables, found back from one of the last sums."""
         run = self.first
-        given = run.number - len(run.gone)  # factors before those that were left
+        given = run.number - len(run.gone)  # the number of factors that were given
         numbers = self.chosen([n for n in run.ended if n >= given], self.sums[-1], best)
         out = [0] * len(run.sizes)
         for number, one in reversed(list(enumerate(run.gone, given))):
@@ -235,7 +234,7 @@ class _Run:
 
     @staticmethod
     def chosen(left: Sequence[int], sums: _Sums, mine: int) -> dict[int, int]:
-        """Which of the sums of each factor that was left went into one."""
+        """Return which of the sums of each factor that was left went into sum ``mine``."""
         return {number: int(part[mine]) for number, part in zip(left, sums.parts, strict=True)}
 
 

@@ -1,6 +1,5 @@
-"""FLOPs and bytes of the ops of a captured graph: each is run once for the whole batch, on the meta device, forward and
-backward.
-"""
+"""This measures FLOPs and bytes of the ops of a captured graph: each is run once for the whole batch, on the meta
+device, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of the kernels of an op, forward and backward."""
+    """This has the FLOPs and bytes of an op's kernels, forward and backward."""
 
     forward: tuple[float, float]
     backward: tuple[float, float] = (0.0, 0.0)
@@ -41,7 +40,7 @@ class Work:
 
 
 class Works:
-    """The work of ops in microbatches of ``rows`` rows on devices of ``kind``; equal ops are measured once."""
+    """This measures ops in microbatches of ``rows`` rows on devices of ``kind``; equal ops are measured once."""
 
     def __init__(self, context: ShardingContext, rows: int, kind: str) -> None:
         self.context, self.rows, self.kind = context, rows, kind
@@ -50,7 +49,7 @@ class Works:
         self.known: dict[Any, int] = {}
 
     def sizes(self, tensor: Tensor) -> tuple[int, ...]:
-        """For as many rows as are priced; a size that depends on data is the number of rows, too."""
+        """Return sizes for as many rows as are priced; one that depends on data is the number of rows, too."""
         return tuple(s if isinstance(s, int) else self.size(s.node.expr, s) for s in tensor.shape)
 
     def size(self, expression: Any, size: Any) -> int:
@@ -59,7 +58,7 @@ class Works:
         return self.known[expression]
 
     def key(self, node: fx.Node) -> Any:
-        """Equal for ops that do the same with tensors of the same sizes."""
+        """Return a key that is equal for ops that do the same with tensors of the same sizes."""
         if node not in self.keys:
             arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
             symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
@@ -69,7 +68,7 @@ class Works:
         return self.keys[node]
 
     def work(self, node: fx.Node) -> Work:
-        """The work of an op on the whole batch."""
+        """Return the work of an op on the whole batch."""
         key = self.key(node)
         if key not in self.works:
             self.works[key] = self._measured(node, fx.map_arg((node.args, dict(node.kwargs)), self._argument))
@@ -83,7 +82,7 @@ class Works:
         return known(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
 
     def _measured(self, node: fx.Node, arguments: Any) -> Work:
-        """An op that the meta device cannot run is priced by the bytes of its operands and results."""
+        """Measure an op; one that the meta device cannot run is priced by the bytes of its operands and results."""
         args, kwargs = fx.node.map_aggregate(arguments, _made)
         target: Any = node.target
         run = functools.partial(COMPOSED[target], self.kind) if target in COMPOSED else target
@@ -107,7 +106,7 @@ class Works:
 
 @dataclass(frozen=True)
 class _Meta:
-    """No tuple: torch.fx would look into it for arguments."""
+    """This describes a tensor; it is no tuple, because torch.fx would look into that for arguments."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -121,16 +120,15 @@ def _made(argument: Any) -> Any:
 
 
 Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
-"""For a number of rows of a microbatch, by (op, module path): how many ops of that name there are, and what they cost
-together."""
+"""For a number of rows of a microbatch this returns, by (op, module path), how many ops of that name there are, and
+what they cost together."""
 
 
 def repeats(
     context: ShardingContext, replicated: Mapping[tuple[str, str], Sequence[fx.Node]], rows: int
 ) -> dict[tuple[str, str], tuple[int, Work]]:
-    """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views,
-    are left out.
-    """
+    """Return what the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as
+    views, are left out."""
     works = Works(context, rows, Backend.of(context.device).kind)
     found = {
         key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in replicated.items()

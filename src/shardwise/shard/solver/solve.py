@@ -1,7 +1,7 @@
-"""``tensor_plan = "auto"``: the strategy of each op, and where each parameter rests, of which the predicted step is
-shortest.
+"""``tensor_plan = "auto"`` chooses the strategy of each op, and where each parameter rests, so that the predicted step
+is shortest.
 
-On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, of what
+On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, from what
 was chosen on the way; there a limit only gives bytes a price.
 """
 
@@ -35,8 +35,7 @@ from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
 
 PARTS = 16
 """Where the choices of all ops of an axis are too many together, the ops are divided into at most this number of parts,
-whose choices are free one after the other.
-"""
+whose choices are free one after the other."""
 NOT_EXACT = (
     "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that "
     "were looked at this is the fastest"
@@ -44,9 +43,9 @@ NOT_EXACT = (
 
 
 def solve(context: ShardingContext, batch: Assignment) -> Solved:
-    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes
-    the best that was found, and so of one if its ops are tied together too closely for exact elimination, as where many
-    steps read the same weights.  What was decided before is taken up."""
+    """Return the assignments of all axes under which a microbatch takes least time within the machine's memory; what
+    was decided before is taken up.  The plan is the best that was found if there are several axes, or if ops depend on
+    each other too closely for exact elimination, as where many steps read the same weights."""
     prices = priced(context, batch)
     choices = {axis: Candidates(context, axis, prices) for axis in prices.axes}
     if (decided := context.tensor.decided) is not None:
@@ -70,7 +69,7 @@ def solve(context: ShardingContext, batch: Assignment) -> Solved:
 def limited(
     context: ShardingContext, limit: int | None, find: Callable[[Objective], Solved], fitting: Callable[[int], Solved]
 ) -> Solved:  # fmt: skip
-    """What ``find`` gives without a ``limit`` of bytes, or ``fitting`` within it."""
+    """Return what ``find`` gives without a ``limit`` of bytes, or what ``fitting`` gives within it."""
     if limit is None:
         return find(SECONDS)
     try:
@@ -78,7 +77,7 @@ def limited(
     except TooFew as error:
         if context.tensor.layouts is None:
             raise
-        found = fitting(error.least)  # parameters lie as in another trace, which fits
+        found = fitting(error.least)  # parameters lie as in another trace, whose plan fits
     if found.gap:
         note = (
             f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} "
@@ -90,7 +89,7 @@ def limited(
 
 
 def least(solver: Solver, weights: Objective) -> Solved:
-    """The least plan, of several that are equally fast the one of fewest bytes."""
+    """Return the least plan; if several are equally fast, it is the one of fewest bytes."""
     found = solver.least(weights)
     if weights != SECONDS or not found.seconds.nbytes:
         return found
@@ -98,7 +97,7 @@ def least(solver: Solver, weights: Objective) -> Solved:
 
 
 class TooFew(ConfigError):
-    """No plan has as few bytes; ``least`` are those of the least one."""
+    """No plan takes as few bytes; ``least`` is how many the smallest plan takes."""
 
     def __init__(self, limit: int, least: int) -> None:
         super().__init__(
@@ -110,14 +109,15 @@ class TooFew(ConfigError):
 
 
 def best_within(solver: Solver, limit: int) -> Solved:
-    """The fastest plan of ``limit`` bytes or less; :class:`TooFew` where none has so few."""
+    """Return the fastest plan of ``limit`` bytes or less; :class:`TooFew` is raised where there is none."""
     found, price = within(partial(least, solver), limit)
     return found._replace(bound=found.seconds.total) if price == SECONDS else solver.within(limit, found, price)
 
 
 def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Objective]:
-    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963),
-    and that price: no plan of as many bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
+    """Return the fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett
+    1963), and that price; no plan of as many bytes or fewer is faster.  :class:`TooFew` is raised where there is none.
+    """
     fast = find(SECONDS)
     if fast.seconds.nbytes <= limit:
         return fast, SECONDS
@@ -125,7 +125,7 @@ def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Obj
     if small.seconds.nbytes > limit:
         raise TooFew(limit, small.seconds.nbytes)
     while True:
-        # The price at which both cost the same: what is cheaper then lies between them.
+        # At this price both cost the same, so what is cheaper lies between them.
         weights = Objective(
             1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes)
         )
@@ -143,7 +143,7 @@ def cost(weights: Objective, one: Solved) -> float:
 
 
 def priced(context: ShardingContext, batch: Assignment) -> CostModel:
-    """By the machine that the plan is for, else by one row on a device of the kind."""
+    """Return the prices of the machine that the plan is for, else those of one row on a device of the kind."""
     machine = context.tensor.machine or Machine(
         rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
     )
@@ -159,13 +159,13 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
 
 
 def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
-    """The predicted seconds of a microbatch under given assignments."""
+    """Return the predicted seconds of a microbatch under given assignments."""
     return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
 
 class _Several:
-    """Several axes, or one, whose choices together are too many: the axes are solved in turn, from the best of a few
-    plans; then together, of what was chosen on the way."""
+    """This solves axes whose choices together are too many: each in turn, from the best of a few plans; then all
+    together, from what was chosen on the way."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Several:
         return cost(self.weights, one)
 
     def tried(self, several: Sequence[Mapping[str, Assignment]]) -> Solved | None:
-        """The best of what several plans choose; None where that does not go together, or is too much."""
+        """Return the best of what several plans choose; None where that does not go together, or is too much."""
         try:
             return self.solved({axis: one.only([plan[axis] for plan in several]) for axis, one in self.choices.items()})
         except (TooWide, Unfit):
@@ -208,9 +208,8 @@ class _Several:
         return found
 
     def starts(self) -> Iterator[Mapping[str, Assignment]]:
-        """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the
-        slowest link.
-        """
+        """Yield plans to start from: everything whole, the recipe of the mesh, and the best on one axis of all ranks,
+        over the slowest link."""
         yield {axis: Assignment() for axis in self.choices}
         if all(role(self.context.tensor.recipe, axis) is not None for axis in self.choices):
             yield recipe(self.context, self.prices.batch)[0]
@@ -221,7 +220,7 @@ class _Several:
             yield {axis: self.shared(found, axis) for axis in self.choices}
 
     def together(self) -> Assignment | None:
-        """What is best on one axis of all ranks, if that can be told."""
+        """Return what is best on one axis of all ranks, or None if that cannot be told."""
         own, name = self.prices.rates, "_".join(self.choices)
         links = [own.links.get(axis, own.link) for axis in self.choices]
         slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
@@ -242,7 +241,7 @@ class _Several:
             return None
 
     def shared(self, found: Assignment, axis: str) -> Assignment:
-        """What each of several axes does where they do together what one axis did: equal pieces of equal pieces."""
+        """Return what an axis does where several do together what one did: equal pieces of equal pieces."""
         parts, every = self.prices.ranks_of[axis], math.prod(self.prices.parts)
 
         def own(state: Placement, shape: Sequence[int]) -> Placement:
@@ -261,7 +260,7 @@ class _Several:
         return out
 
     def descended(self, best: Solved) -> Solved:
-        """Each axis solved in turn, the others held, until none finds anything better."""
+        """Solve each axis in turn, the others held, until none finds anything better."""
         since = 0
         for axis in itertools.cycle(self.choices):
             found = self.freed(best, axis, list(self.choices[axis].strategies))
@@ -273,9 +272,8 @@ class _Several:
         return best
 
     def freed(self, best: Solved, axis: str, nodes: Sequence[fx.Node]) -> Solved:
-        """The best with the choices of ``nodes`` on an axis free, and all others held; where that is too much, of these
-        in halves.
-        """
+        """Return the best with the choices of ``nodes`` on an axis free and all others held; where that is too much,
+        free the nodes in halves."""
         chosen = {a: one.only([best.assignments[a]]) for a, one in self.choices.items()}
         every = self.choices[axis]
         chosen[axis] = replace(

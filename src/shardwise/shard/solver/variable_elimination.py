@@ -1,7 +1,7 @@
-"""The least sum of tables over variables with few values each: exact elimination, one variable after the other.
+"""This finds the least sum of tables over variables with few values each: it eliminates one variable after the other.
 
-Which variable goes next is a greedy choice: that whose elimination makes the smallest table.  Equal parts of a problem
-(the blocks of a model) cost once: what is made of the same tables in the same way is of one :class:`Kind`.
+Which variable goes next is a greedy choice: the one whose elimination makes the smallest table.  Equal parts of a
+problem (the blocks of a model) cost once: what is made of the same tables in the same way is of one :class:`Kind`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
 LIMIT = 1 << 26
-"""Elements of a table."""
+"""The most elements of a table."""
 
 
 class CostFactor(NamedTuple):
-    """A term of the sum: ``table[values of variables]``; infinite where these do not go together.
+    """This is a term of the sum, ``table[values of variables]``; it is infinite where these do not go together.
 
     Factors that share the table object, and not just equal numbers, are recognised as equal.
     """
@@ -35,9 +35,8 @@ class TooWide(Exception):
 
 
 class Least(NamedTuple):
-    """The least sum, the value of each variable where it is taken, and the elements of the largest table that finding
-    it took.
-    """
+    """This is the least sum, the value of each variable where it is taken, and the elements of the largest table that
+    finding it took."""
 
     total: float
     values: list[int]
@@ -45,8 +44,8 @@ class Least(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What equal variables share in their elimination: the ``shape`` of the sum of ``terms``, tables with the dims
-    that each has of it, the last that of the variable; the least along this (``table``), and where it is (``best``)."""
+    """Equal variables share this in their elimination: the ``shape`` of the sum of ``terms``, tables with the dims that
+    each has of it (the last is the variable's); the least along this dim (``table``), and where it is (``best``)."""
 
     shape: tuple[int, ...]
     terms: tuple[tuple[Table, tuple[int, ...]], ...]
@@ -61,9 +60,8 @@ class Kind(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """An eliminated variable, its neighbours, the number of its kind and of the factors that went with it, in the order
-    of the kind's terms.
-    """
+    """This is an eliminated variable, its neighbours, the number of its kind, and those of the factors that went with
+    it, in the order of the kind's terms."""
 
     variable: int
     neighbours: tuple[int, ...]
@@ -72,30 +70,29 @@ class Gone(NamedTuple):
 
 
 def least(sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> Least:
-    """The least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
+    """Return the least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
 
-    :class:`TooWide` where a table would have more than ``limit`` elements.
+    :class:`TooWide` is raised where a table would have more than ``limit`` elements.
     """
     return Elimination(sizes, factors, limit).least()
 
 
 class Elimination:
-    """All variables, eliminated: which tables went into which is the same for all factors that share tables in the same
-    way.
+    """This eliminates all variables; factors that share tables in the same way share what is computed of them.
 
     Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is
-    what is left when all are gone: of one element.
+    what is left when all are gone: it has one element.
     """
 
     def __init__(self, sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> None:
         self.sizes, self.limit = sizes, limit
-        self.around: list[dict[int, CostFactor]] = [{} for _ in sizes]  # of each variable, by number
-        self.ended: dict[int, CostFactor] = {}  # without variables
+        self.around: list[dict[int, CostFactor]] = [{} for _ in sizes]  # the factors of each variable, by number
+        self.ended: dict[int, CostFactor] = {}  # factors without variables, by number
         self.number, self.largest = 0, 0
         self.known: dict[Any, int] = {}
         self.kinds: list[Kind] = []
         self.gone: list[Gone] = []
-        self.tables: list[Table] = []  # whose identities are in keys
+        self.tables: list[Table] = []  # these stay alive, as keys have their ids
         for factor in factors:
             self.add(factor)
         self.run()
@@ -132,7 +129,7 @@ class Elimination:
         return Least(float(self.kinds[-1].table), values, self.largest)
 
     def neighbours(self, variable: int) -> tuple[int, ...]:
-        """In the order in which its factors name them."""
+        """Return neighbours in the order in which the factors of the variable name them."""
         found = dict.fromkeys(v for factor in self.around[variable].values() for v in factor.variables)
         found.pop(variable, None)
         return tuple(found)
@@ -160,18 +157,15 @@ class Elimination:
         self.add(CostFactor(around, self.kinds[self.known[key]].table))
 
     def through(self) -> list[Table]:
-        """For each kind and each element of its sum, the least total sum that contains the element; for equal variables
-        the least over all of them.
-        """
+        """Return for each kind and each element of its sum the least total sum that contains the element; for equal
+        variables it is the least over all of them."""
         made = {id(kind.table): number for number, kind in enumerate(self.kinds)}
-        rest = [
-            np.full(kind.table.shape, math.inf) for kind in self.kinds
-        ]  # the least of all that a kind's table is not made of
+        # For each kind, this is the least sum of all that its table is not made of.
+        rest = [np.full(kind.table.shape, math.inf) for kind in self.kinds]
         rest[-1] = np.zeros(())
         found: list[Table] = []
-        for number, kind in reversed(
-            list(enumerate(self.kinds))
-        ):  # what takes a table is of a later kind than what made it
+        # A kind that takes a table comes after the kind that made it.
+        for number, kind in reversed(list(enumerate(self.kinds))):
             whole = _sum(kind.shape, kind.terms) + rest[number][..., None]
             found.append(whole)
             for table, dims in kind.terms:
@@ -185,7 +179,7 @@ class Elimination:
 
 
 def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]]) -> Table:
-    """The sum of tables, each with some dims of ``shape``."""
+    """Return the sum of tables, each with some dims of ``shape``."""
     found = np.zeros(shape)
     for table, dims in terms:
         wide = [1] * len(shape)
@@ -196,7 +190,7 @@ def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]])
 
 
 def total(factors: Iterable[CostFactor], values: Sequence[int]) -> Any:
-    """The sum at some values."""
+    """Return the sum at some values."""
     return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
 
 
