@@ -55,7 +55,8 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _choose(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``masked_fill`` with a tensor by ``where``: its kernel reads the tensor on the host and waits for a GPU."""
+    """Replace ``masked_fill`` with a tensor by ``where``: its kernel reads the tensor on the host and waits for a
+    GPU."""
     x, mask, value = node.args
     with graph.inserting_before(node):
         if value.meta["val"].dtype != node.meta["val"].dtype:
