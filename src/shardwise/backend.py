@@ -39,7 +39,7 @@ _HOST = (CPU, "meta")
 
 # A process on such a device should have these variables in its environment before torch starts the device; a user's own
 # value stays.  expandable_segments: the caching allocator grows its segments in place of making new ones, so that less
-# is lost to fragmentation.  CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues: with 1, which Megatron sets, a
+# is lost to fragmentation.  CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues; with 1, which Megatron sets, a
 # gather would wait for the products issued before it.
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}

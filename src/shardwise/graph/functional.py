@@ -271,8 +271,7 @@ class _Walker:
         self.grad = before
 
     def batch_norm(self, old: fx.Node) -> None:
-        """Replace BatchNorm in training by an op of ours, with statistics over all rows, which also returns the running
-        ones."""
+        """Replace BatchNorm in training by our own op over all rows, which also returns the running statistics."""
         x, weight, bias, *running, _, momentum, eps = old.args[:8]
         written = [r for r in running if isinstance(r, fx.Node)]
         node = self.call(norms.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)

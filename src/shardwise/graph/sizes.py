@@ -30,8 +30,7 @@ def expression(size: Any) -> Any:
 
 
 def known(size: Any, rows: int, most: int | None = None) -> int:
-    """Return a size for a microbatch of ``rows`` rows; ``most`` stands for one that depends on data and is needed
-    then."""
+    """Return a size for a microbatch of ``rows`` rows; one that depends on data needs ``most``, and is that."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     if most is not None and of_data(size):

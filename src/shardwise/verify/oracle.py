@@ -120,8 +120,7 @@ class Oracle:
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch``, tensors with the rows of the global batch in dim 0, at the learning rate ``lr`` if
-        given."""
+        """Train on ``batch``, tensors with the global batch's rows in dim 0, at learning rate ``lr`` if given."""
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)
