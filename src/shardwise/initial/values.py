@@ -27,7 +27,7 @@ class Values(Mapping[str, Tensor]):
         module: the model; what it has on the meta device needs a value from elsewhere.
         given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then
             in ``recorded``.
-        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in
+        recorded: a record whose tensors ``module`` has, and the seed; what it lacks has its value in
         ``module``.
         notes: what a user should know about where the values come from.
 

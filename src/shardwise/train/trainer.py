@@ -66,7 +66,7 @@ class Trainer:
         plan: the division of the step; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
         initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor),
-            seed)``: then no rank holds the whole model beside what it trains.  By default those that ``module`` has.
+            seed)``: then no rank holds the whole model beside what it trains.  By default they are those of ``module``.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         clip_norm: the gradient norm to clip to.
         seed: the key of dropout and other random ops, and of the loader's order.

@@ -99,7 +99,7 @@ def verify(
     The loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the step are
     compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
     Under an asynchronous schedule one device uses the old weights that the programs say.  ``module`` is not changed.
-    ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.  ``captured``
+    ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
     is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
     decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; the run in
     fp64 takes what it decided for ``plan``.  Both sides compute on ``device``, or on that of ``captured``: the ranks
