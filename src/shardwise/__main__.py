@@ -1,4 +1,4 @@
-"""``python -m shardwise``."""
+"""Run the command line as ``python -m shardwise``."""
 
 from shardwise.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What torch offers on one type of device: the only place that tells one maker's devices from another's.
+"""Wrap what torch offers on one type of device: this is the only place that tells one maker's devices from another's.
 
 Everything else asks a :class:`Backend`, so CUDA, ROCm (which torch calls "cuda" too), XPU, MPS and a device that an
 extension of torch registers go through the same door.  What torch itself has for all of them (``torch.accelerator``,
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
 Kind = Literal["cpu", "gpu"]
-"""Whose kernels compute, for tables of what they take: a CPU's, or a device's with memory and queues of its own."""
+"""This says whose kernels compute, for tables of what they keep: a CPU's, or a device's with its own memory."""
 
 CPU = "cpu"
-CUDA = "cuda"  # also of ROCm
-NCCL = "nccl"  # also RCCL
+CUDA = "cuda"  # ROCm's devices have this type, too
+NCCL = "nccl"  # RCCL has this name, too
 XCCL = "xccl"
-RECORDED = "2000"  # collectives that a process remembers: those of some steps
+RECORDED = "2000"  # the number of collectives that a process remembers: those of some steps
 _HOST = (CPU, "meta")
 
-# What a process on such a device should have in its environment before torch starts the device; a user's own value
-# stays. expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost
-# to fragmentation. CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for
-# the products issued before it.
+# A process on such a device should have these variables in its environment before torch starts the device; a user's own
+# value stays.  expandable_segments: the caching allocator grows its segments in place of making new ones, so that less
+# is lost to fragmentation.  CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues; with 1, which Megatron sets, a
+# gather would wait for the products issued before it.
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 )
 
-# What makes a process on such a device repeat itself, for use before its libraries start.
+# These variables make a process on such a device repeat itself, if they are set before its libraries start.
 # CUBLAS_WORKSPACE_CONFIG: products in several streams take workspaces of one size each, and with them the same
 # algorithms. NCCL_ALGO, NCCL_PROTO: sums are taken in the order of a ring, which depends on nothing that NCCL measures
 # or tunes.
@@ -58,34 +58,31 @@ _LEGAL = {CUBLAS: (":4096:8", ":16:8")}
 
 @dataclass(frozen=True)
 class Backend:
-    """One ``type`` of device, in torch's words: "cpu", "cuda", "xpu", "mps", or the name that an extension has
-    registered.
-    """
+    """This is one ``type`` of device, in torch's words: "cpu", "cuda", "xpu", "mps", or what an extension registers."""
 
     type: str
 
     @staticmethod
     def of(device: torch.device | str) -> Backend:
-        """That of a device, or of a type of devices."""
+        """Return the backend of a device, or of a type of devices."""
         return Backend(torch.device(device).type)
 
     @staticmethod
     def here() -> Backend:
-        """That of the accelerator that this torch has and can use, else the CPU's."""
+        """Return the backend of the accelerator that this torch has and can use, else the CPU's."""
         found = torch.accelerator.current_accelerator(check_available=True)
         return Backend(CPU if found is None else found.type)
 
     @staticmethod
     def built() -> Backend:
-        """That of the accelerator that this torch is made for, whether or not there is one here: the driver is not
-        asked, nothing starts.
-        """
+        """Return the backend of the accelerator that this torch is made for, whether or not there is one here: the
+        driver is not asked, nothing starts."""
         found = torch.accelerator.current_accelerator(check_available=False)
         return Backend(CPU if found is None else found.type)
 
     @staticmethod
     def of_kind(kind: Kind) -> Backend:
-        """Whose kernels those of a kind are: for GPUs those of the accelerator here, else CUDA's."""
+        """Return the backend with the kernels of a kind: for GPUs that of the accelerator here, else CUDA's."""
         if kind == "cpu":
             return Backend(CPU)
         found = Backend.here()
@@ -93,81 +90,80 @@ class Backend:
 
     @property
     def kind(self) -> Kind:
-        """Which tables of kernels hold for it."""
+        """Return which tables of kernels hold for it."""
         return "gpu" if self.asynchronous else "cpu"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the device works through queues while the host goes on."""
+        """Return whether the device works through queues while the host goes on."""
         return self.type not in _HOST
 
     @property
     def rocm(self) -> bool:
-        """Whether what torch calls "cuda" is an AMD device."""
+        """Return whether what torch calls "cuda" is an AMD device."""
         return self.type == CUDA and torch.version.hip is not None
 
     @property
     def transport(self) -> str | None:
-        """The backend of ``torch.distributed`` between devices of this type: "gloo", "nccl" (also RCCL), "xccl", or an
-        extension's.
+        """Return the backend of ``torch.distributed`` between devices of this type: "gloo", "nccl" (also RCCL), "xccl",
+        or an extension's.
 
-        None where torch knows of none, and for MPS: a machine has one device of it.
+        It is None where torch knows of none, and for MPS, of which a machine has one device.
         """
         return None if self.type == "mps" else dist.Backend.default_device_backend_map.get(self.type)
 
     def urgent_group(self) -> Any:
-        """Options of one new process group, whose operations are taken up before what computes; None where there are
-        none to choose.
-        """
+        """Return options of one new process group, whose operations are taken up before what computes; None where there
+        are none to choose."""
         if self.transport != NCCL or not dist.is_nccl_available():
             return None
         return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
     @property
     def count(self) -> int:
-        """Devices of this type that this process sees; a CPU is one."""
+        """Return the number of devices of this type that this process sees; a CPU is one."""
         if not self.asynchronous:
             return 1
         module = self._module
         return int(module.device_count()) if module.is_available() else 0
 
     def device(self, local_rank: int | None = None) -> torch.device:
-        """The device of a rank of this host, by default the one that torchrun's LOCAL_RANK says."""
+        """Return the device of a rank of this host, by default of the one that torchrun's LOCAL_RANK says."""
         if not self.asynchronous:
             return torch.device(CPU)
         index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
         return torch.device(self.type, index % max(self.count, 1))
 
     def name(self, device: torch.device) -> str:
-        """What its maker calls the device, such as "NVIDIA H100 80GB HBM3"; the type where the driver says nothing."""
+        """Return what its maker calls the device, such as "NVIDIA H100 80GB HBM3"; its type if no driver tells."""
         ask = getattr(self._module, "get_device_name", None)
         return str(ask(device)) if ask is not None else self.type
 
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a step
-        can be skipped without asking the host."""
+        """Return whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a
+        step can be skipped without asking the host."""
         return self.type != "mps"
 
     # ---- what this torch can do with it ------------------------------------------------------------------------------
 
     @property
     def maker(self) -> str:
-        """Whose devices are of this type: "NVIDIA", "AMD", "Intel" or "Apple"; the type itself of an extension's."""
+        """Return whose devices are of this type: "NVIDIA", "AMD", "Intel" or "Apple"; the type itself for others."""
         if self.rocm:
             return "AMD"
         return {CUDA: "NVIDIA", "xpu": "Intel", "mps": "Apple"}.get(self.type, self.type)
 
     @property
     def toolkit(self) -> tuple[int, int] | None:
-        """The CUDA that this torch is built with, such as (12, 8); None for all others, ROCm's too."""
+        """Return the CUDA that this torch is built with, such as (12, 8); None for all others, ROCm's too."""
         if self.type != CUDA or self.rocm or torch.version.cuda is None:
             return None
         major, minor = torch.version.cuda.split(".")[:2]
         return int(major), int(minor)
 
     def objection(self) -> str:
-        """Why torch cannot use a device of this type, in torch's words; "" where it says nothing."""
+        """Return why torch cannot use a device of this type, in torch's words; "" where it says nothing."""
         try:
             getattr(self._module, "init", lambda: None)()
         except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
@@ -175,10 +171,10 @@ class Backend:
         return ""
 
     def without_kernels(self, first: int) -> list[tuple[str, tuple[int, int]]]:
-        """Names and compute capabilities of those of the ``first`` devices that no kernel of this torch runs on: "no
-        kernel image".
+        """Return the names and compute capabilities of those of the ``first`` devices that no kernel of this torch runs
+        on ("no kernel image").
 
-        Known of CUDA's alone.  The driver is asked, but nothing is allocated on a device.
+        They are known of CUDA's alone.  The driver is asked, but nothing is allocated on a device.
         """
         if self.type != CUDA or self.rocm:
             return []
@@ -191,13 +187,13 @@ class Backend:
 
     @property
     def kernels(self) -> str:
-        """What this torch has kernels for, in its own words: "sm_80 sm_90"."""
+        """Return what this torch has kernels for, in its own words: "sm_80 sm_90"."""
         return " ".join(torch.cuda.get_arch_list()) if self.type == CUDA else ""
 
     def uuid(self, device: torch.device) -> str:
-        """What tells a card of NVIDIA's from all others, whatever a process calls it; of others "": AMD's can have one
-        in common.
-        """
+        """Return what tells an NVIDIA card from all others, whatever a process calls it.
+
+        It is "" for other makers, because two cards of AMD's can have the same."""
         if self.type != CUDA or self.rocm:
             return ""
         found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -206,7 +202,7 @@ class Backend:
     # ---- queues ------------------------------------------------------------------------------------------------------
 
     def select(self, device: torch.device) -> None:
-        """Make it the current device of this thread; one without an index is that already."""
+        """Make ``device`` the current device of this thread; one without an index is that already."""
         if self.asynchronous and device.index is not None:
             torch.accelerator.set_device_index(device)
 
@@ -217,25 +213,25 @@ class Backend:
 
     @property
     def widest_float(self) -> torch.dtype:
-        """The widest type of floating-point numbers that it has: MPS lacks float64, and so do some XPUs."""
+        """Return the widest floating-point dtype that it has: MPS lacks float64, and so do some XPUs."""
         lacks = self.type == "mps" or (
             self.type == "xpu" and self.count > 0 and not torch.xpu.get_device_properties(0).has_fp64
         )
         return torch.float32 if lacks else torch.float64
 
     def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
-        """A new event, recorded in the current stream; two with ``timing`` give the time between them, in ms."""
+        """Return a new event, recorded in the current stream; two with ``timing`` give the time between them, in ms."""
         made = torch.Event(device=device, enable_timing=timing)
         made.record(torch.accelerator.current_stream(device))  # without it: in that of the thread's current device
         return made
 
     def stream(self, device: torch.device) -> torch.Stream:
-        """A new queue of the device; ``with stream:`` makes it the current one."""
+        """Return a new queue of the device; ``with stream:`` makes it the current one."""
         return torch.Stream(device)
 
     @contextmanager
     def queue(self, device: torch.device) -> Iterator[None]:
-        """What this thread issues meanwhile goes to the device in a new stream; on a CPU nothing changes."""
+        """Issue this thread's work in a new stream of the device meanwhile; on a CPU nothing changes."""
         if not self.asynchronous:
             yield
             return
@@ -244,17 +240,16 @@ class Backend:
             yield
 
     def keep(self, x: Tensor) -> None:
-        """Let nobody have the memory of ``x``, should it be let go of, before the current stream has done what is
-        issued to it by then.
-        """
+        """Keep the memory of ``x``, if it is freed, from being used again before the current stream has done what is
+        issued to it by then."""
         if self.asynchronous:
             x.record_stream(torch.accelerator.current_stream(x.device))
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def to_device(self, x: Tensor, device: torch.device) -> Tensor:
-        """``x`` on the device.  The host does not wait for the copy, which is from page-locked memory: torch keeps that
-        until then.
+        """Return ``x`` on the device.  The host does not wait for the copy, which is from page-locked memory: torch
+        keeps that until then.
         """
         if x.device.type == self.type:
             return x
@@ -267,11 +262,11 @@ class Backend:
 
     @property
     def pins(self) -> bool:
-        """Whether copies from page-locked host memory run while the host goes on."""
+        """Return whether copies from page-locked host memory run while the host goes on."""
         return self.asynchronous and self.type != "mps"  # MPS shares the host's memory
 
     def free_and_total(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of the device that nobody has taken, and all of them, as the driver says."""
+        """Return the bytes of the device that nobody has taken, and all of them, as the driver says."""
         module = self._module
         if hasattr(module, "mem_get_info"):
             free, total = module.mem_get_info(device)
@@ -283,7 +278,7 @@ class Backend:
         return int(free), int(total)
 
     def allocated(self, device: torch.device) -> int:
-        """Bytes of live tensors of this process."""
+        """Return the bytes of live tensors of this process."""
         return int(
             self._module.current_allocated_memory()
             if self.type == "mps"
@@ -291,11 +286,11 @@ class Backend:
         )
 
     def most_allocated(self, device: torch.device) -> int:
-        """The most bytes of live tensors since :meth:`reset_peak`; of MPS, which keeps no record, those now."""
+        """Return the most bytes of live tensors since :meth:`reset_peak`; of MPS, which keeps no record, those now."""
         return self.allocated(device) if self.type == "mps" else int(torch.accelerator.max_memory_allocated(device))
 
     def reserved(self, device: torch.device) -> int:
-        """Bytes that this process's allocator has taken from the device."""
+        """Return the bytes that this process's allocator has taken from the device."""
         return int(
             self._module.driver_allocated_memory() if self.type == "mps" else torch.accelerator.memory_reserved(device)
         )
@@ -308,10 +303,10 @@ class Backend:
     # ---- kernels -----------------------------------------------------------------------------------------------------
 
     def wide_product(self, dtype: torch.dtype | None) -> WideProduct | None:
-        """What multiplies matrices of ``dtype``, bf16 or fp16, into float32 ones, without rounding the sums on the way
-        and without memory of its own; None where there is nothing to widen, or no kernel.
+        """Return what multiplies matrices of ``dtype``, bf16 or fp16, into float32 ones, without rounding the sums on
+        the way and without memory of its own; None where there is nothing to widen, or no kernel.
 
-        A device that this process has started is asked, by some small products that the host waits for; of any other
+        A device that this process has started is asked, by some small products that the host waits for; for any other,
         what torch documents is believed: CUDA has such kernels.
         """
         if not self.asynchronous or dtype not in (torch.bfloat16, torch.float16):
@@ -324,12 +319,12 @@ class Backend:
 
     @property
     def tf32(self) -> bool:
-        """Whether torch may compute products of float32 matrices with TF32, as it is set now."""
+        """Return whether torch may compute products of float32 matrices with TF32, as it is set now."""
         return self.type == CUDA and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
     @contextmanager
     def allow_tf32(self) -> Iterator[None]:
-        """Meanwhile torch may multiply float32 matrices with TF32 (10 bits of mantissa) where the device can."""
+        """Let torch meanwhile multiply float32 matrices with TF32 (10 bits of mantissa) where the device can."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
@@ -338,10 +333,10 @@ class Backend:
             torch.set_float32_matmul_precision(before)
 
     def numa_options(self, ranks: int) -> NumaOptions | None:
-        """How torchelastic shall bind ``ranks`` ranks to the CPUs beside their devices; None: not at all.
+        """Return how torchelastic shall bind ``ranks`` ranks to the CPUs beside their devices; None if it shall not.
 
-        That takes several NUMA nodes, a device for each rank and the program numactl, and torch knows where CUDA's
-        devices are alone.
+        That takes several NUMA nodes, a device for each rank and the program numactl; torch knows only where CUDA's
+        devices are.
         """
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
         if self.type != CUDA or self.count < ranks or nodes < 2 or shutil.which("numactl") is None:
@@ -352,23 +347,20 @@ class Backend:
 
     @contextmanager
     def forked_generator(self) -> Iterator[None]:
-        """Put torch's generators back at the end: the CPU's and that of the current device, so that no other device is
-        started.
-        """
+        """Restore torch's generators at the end: the CPU's and the current device's, so that no other device starts."""
         started = self.asynchronous and getattr(self._module, "is_initialized", bool)()
         devices = [torch.accelerator.current_device_index()] if started else []
         with torch.random.fork_rng(devices=devices, device_type=self.type if started else CUDA):
             yield
 
     def prepare(self, environment: dict[str, str] | os._Environ[str]) -> None:
-        """Put into an environment what helps a process on such a device, where the user has not said otherwise; before
-        the device starts.
-        """
+        """Put into an environment what helps a process on such a device, where the user has not said otherwise; call it
+        before the device starts."""
         for name, value in _ENVIRONMENT.get(self.type, {}).items():
             environment.setdefault(name, value)
 
     def prepare_repeatable(self, environment: dict[str, str] | os._Environ[str]) -> None:
-        """Put in what makes a process repeat itself; :class:`ConfigError` where the user's own value cannot serve."""
+        """Put in what makes a process repeat itself; raise :class:`ConfigError` where the user's value cannot serve."""
         for name, value in _REPEATABLE.get(self.type, {}).items():
             found = environment.setdefault(name, value)
             if found not in _LEGAL.get(name, (found,)):
@@ -376,15 +368,15 @@ class Backend:
                 raise ConfigError.on("train.deterministic", wrong, f"{' or '.join(_LEGAL[name])}, or not to set it")
 
     def repeats(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """What of an environment lets a run repeat itself."""
+        """Return the variables of an environment that let a run repeat itself."""
         return {name: environment[name] for name in _REPEATABLE.get(self.type, {}) if name in environment}
 
     def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
-        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file
-        ``files`` + rank when one of them times out, or somebody writes into the pipe ``pipes`` + rank + ".pipe", which
-        it makes; nothing where it keeps none.
+        """Return the environment of a rank whose backend keeps its last collectives; {} where it keeps none.
 
-        Names differ between versions of torch: the newer ones begin with TORCH_FR.
+        It writes them into the file ``files`` + rank when one of them times out, or somebody writes into the pipe
+        ``pipes`` + rank + ".pipe", which it makes.  Names differ between versions of torch: the newer ones begin with
+        TORCH_FR.
         """
         if self.transport not in (NCCL, XCCL):
             return {}

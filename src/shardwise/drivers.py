@@ -1,8 +1,8 @@
-"""What the makers' own tools and the kernel say of a machine's GPUs, without torch; and which build of torch is made
+"""Ask the makers' own tools and the kernel about a machine's GPUs, without torch, and say which build of torch is made
 for them.
 
-``python -I src/shardwise/drivers.py 2.13.0`` prints that build, such as ``cu130`` or ``cpu``: so scripts/install.sh
-asks before there is a torch.  Hence only the standard library is imported.  A tool that is missing, fails or takes too
+``python -I src/shardwise/drivers.py 2.13.0`` prints that build, such as ``cu130`` or ``cpu``: scripts/install.sh asks
+this way before there is a torch, so only the standard library is imported.  A tool that is missing, fails or takes too
 long says nothing.
 """
 
@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 5.0  # seconds for an answer of a tool; a driver that hangs must not hold up a run
+PATIENCE = 5.0  # the seconds that a tool has for its answer; a driver that hangs must not hold up a run
 INDEX = "https://download.pytorch.org/whl/"
 CSV = "--format=csv,noheader"
 Version = tuple[int, int]
 
-# What torch publishes on its index for CUDA on Linux, by its own version; of later versions the last row is taken to
-# hold.
+# These are the CUDA versions for which torch publishes builds on its index for Linux, by torch's own version; for later
+# versions the last row is taken to hold.
 CUDA_BUILDS: Mapping[Version, Sequence[Version]] = {
     (2, 11): ((12, 6), (12, 8), (12, 9), (13, 0)),
     (2, 12): ((12, 6), (13, 0), (13, 2)),
@@ -38,7 +38,7 @@ MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds ``memory`` bytes of the card ``uuid``."""
+    """This is a process that holds ``memory`` bytes of the card ``uuid``."""
 
     pid: int
     name: str
@@ -47,14 +47,13 @@ class Holder:
 
 
 CHOOSES = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "ONEAPI_DEVICE_SELECTOR"}
-"""The environment variable that says which cards of a maker's a process sees."""
+"""This is, by maker, the environment variable that says which cards a process sees."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The GPUs of one maker.  ``runs`` is the newest CUDA that the driver can run, ``capabilities`` are the cards',
-    where they are known.
-    """
+    """These are the GPUs of one maker, with the newest CUDA that their driver ``runs`` and, where known, their compute
+    ``capabilities``."""
 
     maker: str
     cards: tuple[str, ...]
@@ -63,45 +62,43 @@ class Driver:
     capabilities: tuple[Version, ...] = ()
 
     def __str__(self) -> str:
-        """``2 x NVIDIA H100 80GB HBM3``, of several kinds with ``and``."""
+        """Return ``2 x NVIDIA H100 80GB HBM3``, with ``and`` between several kinds."""
         counts = {name: self.cards.count(name) for name in self.cards}
         return " and ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
 
     @property
     def hides(self) -> str:
-        """The environment variable that says which cards a process sees."""
+        """Return the environment variable that says which cards a process sees."""
         return CHOOSES[self.maker]
 
     @property
     def hidden(self) -> str:
-        """What hides the cards, for those who want to train on CPUs."""
+        """Return what hides the cards, for those who want to train on CPUs."""
         return f'{self.hides}="{"*:cpu" if self.maker == "Intel" else ""}"'
 
     def serves(self, torch: str) -> bool:
-        """Whether some build of ``torch`` has kernels for all the cards, whatever their driver runs."""
+        """Return whether some build of ``torch`` has kernels for all the cards, whatever their driver runs."""
         return self.maker != "NVIDIA" or _cuda_build(torch, None, self.capabilities) is not None
 
     def unserved(self, torch: str) -> str:
-        """What to do where no build serves all the cards."""
+        """Return what to do where no build serves all the cards."""
         return f"no build of torch {torch} has kernels for all of them; hide those of one kind with {self.hides}"
 
     def build(self, torch: str) -> str | None:
-        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer
-        driver is needed, or no build serves all cards."""
+        """Return the build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a
+        newer driver is needed, or no build serves all cards."""
         if self.maker == "NVIDIA":
             return _cuda_build(torch, self.runs, self.capabilities)
         return ROCM_BUILD if self.maker == "AMD" else XPU_BUILD
 
 
 def install(torch: str, build: str) -> str:
-    """The command that installs a build of ``torch``; without the +, pip keeps another build of the same version."""
+    """Return the command that installs a build of ``torch``; without the +, pip keeps another build of that version."""
     return f"pip install torch=={torch.partition('+')[0]}+{build} --index-url {INDEX}{build}"
 
 
 def found(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Driver | None:
-    """The GPUs that this machine has and ``environment`` does not hide; of several makers NVIDIA's, AMD's, Intel's, in
-    this order.
-    """
+    """Return the GPUs that this machine has and ``environment`` does not hide: NVIDIA's, else AMD's, else Intel's."""
     makers = (
         (nvidia, ("CUDA_VISIBLE_DEVICES",)),
         (amd, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
@@ -114,17 +111,16 @@ def found(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -
 
 
 def hides(value: str | None) -> bool:
-    """Whether a variable such as CUDA_VISIBLE_DEVICES hides all devices: nothing is visible from the first number on
-    that is none.
+    """Return whether a variable such as CUDA_VISIBLE_DEVICES hides all devices.
 
-    Intel's variable says which kind of devices it leaves.
+    Nothing is visible from the first entry on that is no number.  Intel's variable names the kind of devices to show.
     """
     first = "none set" if value is None else value.strip().partition(",")[0].strip()
     return first in ("", "-1", "NoDevFiles") or first.endswith(":cpu")
 
 
 def nvidia(root: Path = Path("/")) -> Driver | None:
-    """By nvidia-smi; without it by the kernel's module, where the machine lets this process have a card."""
+    """Return the NVIDIA GPUs that nvidia-smi shows, or else the kernel's module, where this process may have a card."""
     asked = (
         "name,driver_version,compute_cap",
         "name,driver_version",
@@ -147,15 +143,13 @@ def nvidia(root: Path = Path("/")) -> Driver | None:
 
 
 def amd(root: Path = Path("/")) -> Driver | None:
-    """By ROCm's tools: a processor with graphics has /dev/kfd too, and ROCm does not run on most of those."""
+    """Return the AMD GPUs that ROCm's tools show: processors with graphics have /dev/kfd too, mostly without ROCm."""
     cards = parse_amd(said("rocm-smi", "--showproductname")) or parse_amd(said("amd-smi", "static", "--asic"))
     return Driver("AMD", cards, _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
 
 
 def intel(root: Path = Path("/")) -> Driver | None:
-    """By the kernel, which shows cards and what is part of the processor; that has an address of its own, and is no
-    reason to say anything.
-    """
+    """Return the Intel GPUs that the kernel shows, without those that are part of the processor, by their address."""
     if not any(
         (root / "dev/dri").glob("renderD*")
     ):  # a container sees the host's /sys, also when it may not use the cards
@@ -168,9 +162,7 @@ def intel(root: Path = Path("/")) -> Driver | None:
 
 
 def holders(uuid: str, own: Collection[int] = ()) -> list[Holder]:
-    """Who else than ``own`` processes holds memory of a card of NVIDIA's, most first; none where the driver does not
-    say.
-    """
+    """Return the processes besides ``own`` that hold memory of an NVIDIA card, most first; [] if no driver tells."""
     query = "--query-compute-apps=pid,process_name,used_memory,gpu_uuid"
     listed = parse_holders(said("nvidia-smi", query, f"{CSV},nounits"))
     there = [one for one in listed if one.uuid == _bare(uuid) and one.pid not in own]
@@ -181,30 +173,27 @@ def holders(uuid: str, own: Collection[int] = ()) -> list[Holder]:
 
 
 def parse_cards(text: str) -> list[tuple[str, str, Version | None]]:
-    """Name, version of the driver and capability, of lines such as ``NVIDIA H200, 570.86.15, 9.0``, or without the
-    last.
-    """
+    """Return name, driver version and capability from lines such as ``NVIDIA H200, 570.86.15, 9.0``, or without it."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [(row[0], row[1], _version(row[2]) if len(row) > 2 else None) for row in rows if len(row) > 1]
 
 
 def parse_cuda(text: str) -> Version | None:
-    """The newest CUDA that the driver runs, from the head of what nvidia-smi prints; newer ones call it that of the
-    UMD.
-    """
+    """Return the newest CUDA that the driver runs, from the head of what nvidia-smi prints; newer ones say "UMD"."""
     match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", text)
     return match and _version(match[1])
 
 
 def parse_amd(text: str) -> tuple[str, ...]:
-    """Names in what rocm-smi (``GPU[0] : Card Series: AMD Instinct MI300X``) or amd-smi (``MARKET_NAME: …``) prints."""
+    """Return the names that rocm-smi (``GPU[0] : Card Series: AMD Instinct MI300X``) or amd-smi (``MARKET_NAME: …``)
+    prints."""
     return tuple(match.strip() for match in re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(.+)", text))
 
 
 def parse_holders(text: str) -> list[Holder]:
-    """The holders that lines such as ``4242, /usr/bin/python3, 70210, GPU-…`` (in MiB) name; a container can hide names
-    and numbers.
-    """
+    """Return the holders that lines such as ``4242, /usr/bin/python3, 70210, GPU-…`` (in MiB) name.
+
+    A container can hide names and numbers."""
     made = []
     for line in text.splitlines():
         first, _, rest = line.partition(",")
@@ -218,7 +207,7 @@ def parse_holders(text: str) -> list[Holder]:
 
 
 def said(tool: str, *arguments: str) -> str:
-    """What a tool prints, "" where it says nothing."""
+    """Return what a tool prints, "" where it says nothing."""
     quiet = subprocess.DEVNULL
     try:
         asked = subprocess.Popen(
@@ -246,10 +235,10 @@ def said(tool: str, *arguments: str) -> str:
 
 
 def _cuda_build(torch: str, runs: Version | None, capabilities: Sequence[Version]) -> str | None:
-    """The newest that the driver knows and all cards have kernels in.
+    """Return the newest build that the driver knows and all cards have kernels in.
 
-    A driver also runs a newer CUDA of its own major version; of such the oldest is taken.  Where the driver does not
-    say what it runs, it is taken to be able to run all.
+    A driver also runs a newer CUDA of its own major version: the oldest of these is then taken.  Where the driver does
+    not say what it runs, it is taken to run all.
     """
     published = CUDA_BUILDS.get(_version(torch) or (0, 0), CUDA_BUILDS[max(CUDA_BUILDS)])
     legal = [one for one in published if all(has_kernels(one, capability) for capability in capabilities)]
@@ -263,12 +252,12 @@ def _cuda_build(torch: str, runs: Version | None, capabilities: Sequence[Version
 
 
 def has_kernels(build: Version, capability: Version) -> bool:
-    """Whether torch's builds for a version of CUDA have kernels for cards of a compute capability."""
+    """Return whether torch's builds for a version of CUDA have kernels for cards of a compute capability."""
     return MAXWELL <= capability < BLACKWELL if build <= (12, 6) else capability >= TURING
 
 
 def in_words(version: Version | None) -> str:
-    """``12.8``."""
+    """Return a version in words, such as ``12.8``."""
     return "an unknown version" if version is None else f"{version[0]}.{version[1]}"
 
 

@@ -1,4 +1,4 @@
-"""Products of half-precision matrices in float32: weight gradients whose sums are not rounded on the way."""
+"""Multiply half-precision matrices into float32, for weight gradients whose sums are not rounded on the way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 WideProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""Called as (goal, left, right, add): writes ``left @ right``, matrices or batches of them, to ``goal``, or adds it."""
+"""It is called as (goal, left, right, add), and writes or adds ``left @ right``, or batches of these, to ``goal``."""
 
 
 def into_float32(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """A :data:`WideProduct` by torch's own kernels."""
+    """Multiply (…, m, k) by (…, k, n) into (…, m, n), as a :data:`WideProduct`, by torch's own kernels."""
     wide: Any = {"out_dtype": torch.float32, "out": goal}
     if goal.dim() == 2:
         torch.addmm(goal, left, right, **wide) if add else torch.mm(left, right, **wide)
@@ -22,7 +22,7 @@ def into_float32(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
 
 
 def multiplies_wide(product: WideProduct, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of each form runs there, and gives a sum that has too many digits for ``dtype``."""
+    """Return whether a product of each form runs there, and gives a sum that has too many digits for ``dtype``."""
     size, large = 16, 2048.0  # 2049 has twelve digits: fp16 holds eleven, bf16 eight
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.zeros(size, size, dtype=dtype, device=device)

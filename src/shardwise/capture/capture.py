@@ -1,4 +1,4 @@
-"""From a module and an example batch to one flat graph of ATen ops: ``torch.export`` with a symbolic batch dim.
+"""Capture a module and its loss as one flat graph of ATen ops, by ``torch.export`` with a symbolic batch dim.
 
 The capture runs on a *shadow* of the module: the same structure with uninitialised parameters of the compute dtype, so
 that casts in the graph are those of the precision that trains, and nothing that the user holds is touched.
@@ -25,14 +25,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import import_export
 
-HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
+HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
 LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
 
 class WithLoss(nn.Module):
-    """``module`` followed by its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
+    """Run ``module`` and then its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
 
     Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
     With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
@@ -57,7 +57,9 @@ class WithLoss(nn.Module):
 
 
 def loss_of(output: Any, source: str = "model: forward") -> Tensor:
-    """The loss in what ``source`` returned: itself, ``output.loss`` or ``output["loss"]``."""
+    """Return the loss in what ``source`` returned, as a scalar: itself, ``output.loss`` or ``output["loss"]``.
+
+    Of a tuple or list it is the first item.  Raises :class:`ConfigError` where there is no scalar loss."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(loss, tuple | list) and loss:
         loss = loss[0]
@@ -73,7 +75,7 @@ def loss_of(output: Any, source: str = "model: forward") -> Tensor:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for people: a size that capture keeps open is the number of rows."""
+    """Return what a value is, for people: a size that capture keeps open is the number of rows."""
     if isinstance(value, Tensor):
         sizes = ", ".join(str(s) if isinstance(s, int) else "rows" for s in value.shape)
         return f"a tensor of shape ({sizes})"
@@ -139,25 +141,26 @@ def _first_line(error: BaseException) -> str:
 
 
 def _guard(reason: str) -> str:
-    """Why export could not leave the number of rows open, in a line."""
+    """Return why export could not leave the number of rows open, in a line."""
     lines = [line.strip(" -\n") for line in reason.splitlines() if line.strip(" -\n")]
     told = [line for line in lines if "guard" in line or "specialized" in line or "inferred" in line]
     return (told or lines or [""])[0][:200]
 
 
 def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
-    """Put a module into evaluation mode, or into training mode: then what is in evaluation mode inside of a module that
-    trains stays so (a frozen BatchNorm), but a module that is so as a whole, as ``from_pretrained`` gives it, trains.
-    """
+    """Put a module into evaluation or training mode, and return it.
+
+    In training mode, submodules in evaluation mode inside a module that trains stay so (a frozen BatchNorm), but a
+    module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, trains."""
     if training and wrapped.module.training:
         return wrapped
     return wrapped.train(training)
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:
-    """A copy of ``module`` whose parameters are tensors of the compute dtype that take no memory, as nobody touches
-    them; buffers are copies, cast as the precision asks, and other attributes are shared.
-    """
+    """Return a copy of ``module`` whose parameters have the compute dtype and take no memory, as nobody touches them.
+
+    Buffers are copies, cast as the precision asks, and other attributes are copies, too."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
@@ -169,7 +172,7 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
 
 
 def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """``rows`` rows made by repeating those of ``batch``; distinct tensors, since export merges equal ones."""
+    """Return ``rows`` rows that repeat those of ``batch``, as distinct tensors, since export merges equal ones."""
     out = {}
     for name, value in batch.items():
         index = torch.arange(rows) % max(value.shape[0], 1)
@@ -215,7 +218,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
 
 
 def _canonical(wrapped: WithLoss) -> dict[str, str]:
-    """Names under the wrapper → the first name, in the user's module, of the same tensor."""
+    """Return, by names under the wrapper, the first name, in the user's module, of the same tensor."""
     first: dict[int, str] = {}
     names = {}
     for kind in (wrapped.named_parameters, wrapped.named_buffers):
@@ -226,7 +229,7 @@ def _canonical(wrapped: WithLoss) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Export logs every guard of a failed symbolic capture as an error; the reason is kept in the exception."""
+    """Silence export, which logs every guard of a failed symbolic capture; the reason is kept in the exception."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Which dtype computes what under each precision.
+"""Decide which dtype computes what under each precision.
 
 ``fp32`` changes nothing of a model in fp32.  ``fp64`` turns every cast to a narrower float into one to double.
 ``bf16`` and ``fp16`` cast parameters (not buffers, not BatchNorm's parameters), let matmul-like functions cast their
@@ -27,12 +27,12 @@ from shardwise.graph.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""The dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
+"""This is the dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _functions(fact: Fact) -> frozenset[Callable[..., Any]]:
-    """The functions and methods by which models call the ops with a fact, operators included."""
+    """Return the functions and methods by which models call the ops with a fact, operators included."""
     owners = (torch, Tensor, F, torch.linalg)
     names = {n for op in named(fact) for n in (op, op.removeprefix("linalg_"), op.removesuffix("_loss"))}
     names |= {f"__{r}{n}__" for n in names for r in ("", "r")}
@@ -40,7 +40,7 @@ def _functions(fact: Fact) -> frozenset[Callable[..., Any]]:
 
 
 _LOW, _WIDE = _functions(Fact.LOW), _functions(Fact.WIDE)
-_OVERFLOWING = _functions(Fact.OVERFLOWS) | {Tensor.__rtruediv__}  # a reciprocal
+_OVERFLOWING = _functions(Fact.OVERFLOWS) | {Tensor.__rtruediv__}  # which takes a reciprocal
 _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
     Tensor.float: torch.float64,
     Tensor.bfloat16: torch.float64,
@@ -56,7 +56,7 @@ _FACTORIES = frozenset(
 
 
 def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str) -> torch.dtype:
-    """The dtype in which a parameter takes part in computing."""
+    """Return the dtype in which a parameter takes part in computing."""
     if not parameter.is_floating_point():
         return parameter.dtype
     if precision in LOW_PRECISIONS and _owner_is_batch_norm(module, name):
@@ -70,14 +70,12 @@ def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
 
 
 def cast_field(value: Tensor, precision: str) -> Tensor:
-    """A batch field as the graph takes it: floats as doubles under ``fp64``, of at least fp32 under ``fp32``, otherwise
-    unchanged.
-    """
+    """Return a batch field as the graph takes it: under ``fp64`` and ``fp32`` as a buffer, otherwise unchanged."""
     return value if precision in LOW_PRECISIONS else cast_buffer(value, precision)
 
 
 def cast_buffer(value: Tensor, precision: str) -> Tensor:
-    """A buffer as the graph takes it: floats as doubles under ``fp64``, otherwise of at least fp32."""
+    """Return a buffer as the graph takes it: floats as doubles under ``fp64``, otherwise of at least fp32."""
     if not value.is_floating_point():
         return value
     return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
@@ -87,14 +85,14 @@ KERNEL_ADVICE = 'precision = "bf16" or "fp32", or a GPU'
 
 
 def lacks_kernel(error: Exception) -> bool:
-    """Whether torch refuses the dtype fp16, and not what was computed in it."""
+    """Return whether torch refuses the dtype fp16, and not what was computed in it."""
     return isinstance(error, NotImplementedError) or re.search(r"\bHalf\b|dtype", str(error)) is not None
 
 
 class Promote:
-    """Casts and factories of narrower floats give doubles, whatever torch's default dtype (which belongs to the whole
-    process).
-    """
+    """This layer makes casts and factories of narrower floats give doubles, whatever torch's default dtype.
+
+    The default is not changed, because it belongs to the whole process."""
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
@@ -115,15 +113,15 @@ class Promote:
 
 
 def _double(value: Any, position: int) -> Any:
-    """An integer tensor or the number of a ``where`` as a double: what it meets would make it the default dtype."""
+    """Return an integer tensor or the number of a ``where`` as a double; it would become the default dtype."""
     if isinstance(value, Tensor):
         return value.double()
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
 
 
 class CastOperands:
-    """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of
-    fp16, take at least fp32."""
+    """This layer lets matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves
+    the range of fp16, take at least fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -151,7 +149,7 @@ class CastOperands:
 
 
 def precision_layers(precision: str) -> list[Any]:
-    """The layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
+    """Return the layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
     if precision in LOW_PRECISIONS:
         return [CastOperands(COMPUTE_DTYPE[precision])]
     return [Promote()] if precision == "fp64" else []

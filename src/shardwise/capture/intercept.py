@@ -1,8 +1,7 @@
 """See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
 
-A :class:`TorchFunctionMode` is switched off while it handles a call, so what
-``F.multi_head_attention_forward`` calls in turn would go unseen.  :class:`Intercept` runs the body of such
-a function with the mode on.
+A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls
+in turn would go unseen.  :class:`Intercept` runs the body of such a function with the mode on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 class Layer(Protocol):
-    """Looks at a call, changes it or its result, or answers in its place; ``proceed`` makes the call."""
+    """A layer looks at a call, changes it or its result, or answers in its place; ``proceed`` makes the call."""
 
     def __call__(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
@@ -62,7 +61,7 @@ def _wrap(layer: Layer, inner: Proceed) -> Proceed:
 
 
 def _body(func: FunctionType) -> FunctionType:
-    """``func`` without its first question, whether somebody wants to handle the call: the mode just did."""
+    """Return ``func`` without its first question, whether somebody wants to handle the call: the mode just did."""
     unasked = dict.fromkeys(_CHECKS, lambda *_: False)
     body = FunctionType(
         func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__

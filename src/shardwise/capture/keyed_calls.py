@@ -1,9 +1,8 @@
-"""Random functions of a forward pass replaced by keyed ones, without a captured graph: seen as the model calls them.
+"""Replace the random functions of a forward pass by keyed ones, as the model calls them, without a captured graph.
 
-The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of
-one microbatch.  Counted are: every dropout of any kind that runs with training on, p = 0 included;
-attention with a dropout probability above 0; every other random function.  Dropout outside training is not
-counted.
+The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of one
+microbatch.  It counts every dropout of any kind that runs with training on (p = 0 included), attention with a dropout
+probability above 0, and every other random function.  Dropout outside training is not counted.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ _ALPHA = 1.7580993408473766  # the negative of SELU's limit at minus infinity: w
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One random call: the function's name and the shape of what it draws."""
+    """This is one random call: the function's name and the shape of what it draws."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple[str, keyed.Batch | None]]:
-    """Where the batch dim is in every draw, by its shapes with ``rows`` rows and with one more: the dim that grew.
+    """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with one more: the dim that grew.
 
-    Raises ShardwiseError where the number of draws, or more than one dim, depends on the batch.
+    Raises :class:`ShardwiseError` where the number of draws, or more than one dim, depends on the batch.
     """
     if [d.name for d in few] != [d.name for d in more]:
         raise ShardwiseError("the random calls of this model's forward depend on the size of the batch")
@@ -58,7 +57,7 @@ def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple
 
 
 class KeyedRandom:
-    """A layer for random functions; ``batches`` is :func:`batch_of`'s list, or None to record ``draws`` only."""
+    """This layer answers random functions; ``batches`` is :func:`batch_of`'s list, or None to record ``draws`` only."""
 
     def __init__(self, seed: int, batches: Sequence[tuple[str, keyed.Batch | None]] | None = None) -> None:
         self.seed = seed
@@ -100,7 +99,7 @@ class KeyedRandom:
         return proceed(func, args, kwargs) if result is NotImplemented else result
 
     def _key(self, name: str, shape: Sequence[int]) -> tuple[int, int, int, keyed.Batch | None, int]:
-        """Count a draw; (seed, step, ordinal, batch, row_start)."""
+        """Count a draw; return (seed, step, ordinal, batch, row_start)."""
         ordinal = len(self.draws)
         self.draws.append(Draw(name, tuple(shape)))
         batch = None
@@ -126,7 +125,7 @@ class KeyedRandom:
         return x.mul_(noise) if name.endswith("_") else x * noise
 
     def _drop_alpha(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
-        """Dropped elements become -alpha; then an affine map keeps mean and variance (Klambauer et al. 2017)."""
+        """Set dropped elements to -alpha; then an affine map keeps mean and variance (Klambauer et al. 2017)."""
         if not train or p in (0, 1):
             return self._drop(name, x, p, train, shape)
         keep = self._keep(name, p, shape, x.device).to(x.dtype)
@@ -249,7 +248,7 @@ def _feature_shape(x: Tensor) -> tuple[int, ...]:
 
 
 class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for."""
+    """Refuse, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -265,7 +264,7 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a random op will draw: attention without dropout, or anything outside training, does not."""
+    """Return whether a random op will draw: attention without dropout, or anything outside training, does not."""
     given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
     for argument in schema(func).arguments:
         value = given.get(argument.name, argument.default_value)

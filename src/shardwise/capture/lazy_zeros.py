@@ -1,8 +1,8 @@
-"""Memory that nobody ever writes, beside the allocator's heap.
+"""Make tensors that nobody ever writes, with memory outside the allocator's heap.
 
-Between two steps the heap gives nothing back to the system (that would cost page faults in every step).  What has lain
-there without being touched leaves a hole, and what is put into that takes new pages, beside those of the holes that a
-model's values have left.
+Between two steps the heap gives nothing back to the system (that would cost page faults in every step).  Memory in it
+that was never touched leaves a hole, and what is put there takes new pages, beside those of the holes that a model's
+values have left.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 18
-"""Bytes: smaller tensors lie in the heap, where they do not take whole pages."""
+"""Tensors of fewer bytes than this lie in the heap, where they do not take whole pages."""
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of the CPU in a mapping of their own, whose pages are taken when they are touched and given back when the
-    tensor ends.
-    """
+    """Return zeros on the CPU in a mapping of their own: pages are taken when touched and freed with the tensor."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST:
         return torch.zeros(tuple(shape), dtype=dtype)

@@ -1,4 +1,4 @@
-"""What captured ops do beside returning values: share memory, write in place, draw random numbers."""
+"""Find what captured ops do besides returning values: share memory, write in place, draw random numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RENAMED: dict[str, Callable[..., Any]] = {
 
 
 def aliased(old: fx.Node) -> fx.Node | None:
-    """The operand whose memory ``old`` shares, if any."""
+    """Return the operand whose memory ``old`` shares, if any."""
     mine = _storages(old.meta.get("val"))
     return next((i for i in old.all_input_nodes if mine & _storages(i.meta.get("val"))), None)
 
@@ -41,7 +41,7 @@ def _storages(value: Any) -> set[int]:
 
 
 def looks_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same memory are views of the same elements in the same order."""
+    """Return whether two tensors of the same memory are views of the same elements in the same order."""
     if a.dtype != b.dtype or a.dim() != b.dim():
         return False
     places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
@@ -49,7 +49,7 @@ def looks_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def functional_form(old: fx.Node) -> Any:
-    """The op that gives the new value of what an in-place op writes to."""
+    """Return the op that gives the new value of what an in-place op writes to; None if there is none."""
     name, overload = op_name(old), overload_name(old.target)
     if name in _NOT_REPLAYED or not name.endswith("_"):
         return None
@@ -63,12 +63,12 @@ def functional_form(old: fx.Node) -> Any:
 
 
 def is_idle(node: fx.Node) -> bool:
-    """Whether a node is a dropout that changes nothing: outside training."""
+    """Return whether a node is a dropout that changes nothing, since it is called outside training."""
     return op_name(node).rstrip("_") in _DROPOUTS and not given(node, "train", True)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an op draws random numbers, so called."""
+    """Return whether an op draws random numbers with the arguments that it is given."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if any(

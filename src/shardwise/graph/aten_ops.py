@@ -1,8 +1,8 @@
-"""What passes have to know of an ATen op, whatever its overload: one table, from which each takes its set.
+"""One table states what passes have to know of an ATen op, whatever its overload; each takes its set of ops from it.
 
-An op that is not in it has none of these facts: passes then do what is right for any op.  Which of its dims are sharded
-how is in the rules (``shard/rules/``), which results depend on a device in ``kernels/device_kernels.py``, and what only
-the schema can say is asked of it: whether an op writes in place, draws random numbers, or gives a view.
+An op that is not in it has none of these facts: passes then do what is right for any op.  The rules (``shard/rules/``)
+say how dims are sharded, ``kernels/device_kernels.py`` says which results depend on a device, and the op's schema says
+whether it writes in place, draws random numbers, or returns a view.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from shardwise.ops.own_op import facts_of
 
 
 class Fact(Flag):
-    """One fact of an op."""
+    """This is one fact about an op."""
 
-    # What its result is made of.
-    SPLIT = auto()  # cuts a dim into pieces
-    REGROUPS = auto()  # the elements in their order, in other dims
-    PERMUTES = auto()  # the dims in another order, with the same elements or their conjugates
-    CASTS = auto()  # to another dtype, or device
-    LIKE = auto()  # of the shape of its operand, whose values it does not read
-    UNWRITTEN = auto()  # memory as it is found
-    HIDDEN_VIEW = auto()  # shares the memory of its operand, which its schema does not say
-    BY_STRIDE = auto()  # of where a tensor's elements lie in memory, which differs from rank to rank
-    LOOKUP = auto()  # rows of a table
+    # ---- what its result is made of
+    SPLIT = auto()  # it cuts a dim into pieces
+    REGROUPS = auto()  # it has the elements in their order, in other dims
+    PERMUTES = auto()  # it has the dims in another order, with the same elements or their conjugates
+    CASTS = auto()  # it changes the dtype, or the device
+    LIKE = auto()  # it has the shape of its operand, whose values it does not read
+    UNWRITTEN = auto()  # it is uninitialised memory
+    HIDDEN_VIEW = auto()  # it shares the memory of its operand, which its schema does not say
+    BY_STRIDE = auto()  # it depends on where a tensor's elements lie in memory, which differs from rank to rank
+    LOOKUP = auto()  # it is rows of a table
+    # ---- what it computes
     # What it computes.
     MATRIX_PRODUCT = auto()
     GROUPED_PRODUCT = auto()
     CONVOLUTION = auto()
     ATTENTION = auto()
-    CLASS_LOSS = auto()  # of scores, or log-probabilities, of classes
+    CLASS_LOSS = auto()  # a loss of scores, or log-probabilities, of classes
     DROPOUT = auto()
     RECURRENT = auto()
-    # How it is computed.
-    ALIKE = auto()  # composed of other ops, in the same way on every device
-    HOST_READ = auto()  # reads values on the host
-    BLIND = auto()  # its backward needs no value of what it is given, only shapes; true of views without being stated
-    # In which dtype it computes where that is low, as under torch.autocast.
-    LOW = auto()  # in that, where its operands differ: a buffer or a field meets a parameter
+    # ---- how it is computed
+    ALIKE = auto()  # it is composed of other ops, in the same way on every device
+    HOST_READ = auto()  # it reads values on the host
+    BLIND = auto()  # its backward needs only the shapes of its inputs; that holds for views without being stated
+    # ---- in which dtype it computes under low precision, as under torch.autocast
+    LOW = auto()  # in the low one, where its operands differ: a buffer or a field meets a parameter
     WIDE = auto()  # in fp32
-    OVERFLOWS = auto()  # in fp32 where the low one is fp16, whose range the result leaves easily
+    OVERFLOWS = auto()  # in fp32 where the low one is fp16, because the result easily leaves its range
 
 
 def _table() -> Mapping[str, Fact]:
@@ -92,7 +93,7 @@ def _table() -> Mapping[str, Fact]:
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d": f.CONVOLUTION | f.LOW | f.ALIKE,
         "convolution": f.CONVOLUTION | f.LOW,
         "scaled_dot_product_attention": f.ATTENTION | f.LOW,
-        # ---- norms; that cuDNN's BatchNorm has a reserve space is not seen
+        # ---- norms; the reserve space of cuDNN's BatchNorm is not counted
         "layer_norm group_norm": f.LOW | f.ALIKE,
         "rms_norm": f.LOW,
         "batch_norm instance_norm": f.ALIKE,
@@ -130,11 +131,11 @@ def _table() -> Mapping[str, Fact]:
 
 
 FACTS = _table()
-"""By the name that :func:`~shardwise.graph.schema.op_name` gives."""
+"""This maps the name that :func:`~shardwise.graph.schema.op_name` gives to an op's facts."""
 
 
 def named(fact: Fact) -> frozenset[str]:
-    """Return the names of the ops with one of some facts."""
+    """Return the names of the ops with at least one of some facts."""
     return frozenset(name for name, facts in FACTS.items() if facts & fact)
 
 
@@ -144,22 +145,22 @@ FACTORS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(named(Fact.CONVOLUTION | Fact.GROUPED_PRODUCT), (0, 1)),
     "embedding": (1, 0),
 }
-"""The places of X and of the weight among the arguments of products; an embedding is one with rows of the identity."""
+"""These are the positions of X and of the weight among a product's arguments; an embedding multiplies one-hot rows."""
 
 
 def has(op: Any, fact: Fact) -> bool:
-    """Whether an op, or what a node calls, has one of some facts."""
+    """Return whether an op, or the op that a node calls, has at least one of some facts."""
     return bool(FACTS.get(op_name(op), Fact(0)) & fact)
 
 
 def regroups(node: fx.Node) -> bool:
-    """Whether a node gives the elements of its first operand in their order, in dims that may be others."""
-    others = op_name(node) in ("squeeze", "unsqueeze")  # whose rules go by the dims, not by the elements
+    """Return whether a node gives the elements of its first operand in their order, in dims that may be others."""
+    others = op_name(node) in ("squeeze", "unsqueeze")  # without REGROUPS, because their rules go by dims
     return (has(node, Fact.REGROUPS) or others) and node.target is not torch.ops.aten.view.dtype
 
 
 def permutation(node: fx.Node) -> tuple[int, ...] | None:
-    """Return in which order a node has the dims of its first operand, if it does nothing else."""
+    """Return the order in which a node has the dims of its first operand; None if it does anything else."""
     if not has(node, Fact.PERMUTES):
         return None
     cube = torch.empty([2] * node.args[0].meta["val"].dim(), device="meta")  # its strides name the dims
@@ -168,14 +169,12 @@ def permutation(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def may_share(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with its first operand; an op of ATen says so in its schema."""
+    """Return whether a node's result may share memory with its first operand; an op of ATen says so in its schema."""
     schema = torch_private.schema(node.target)
     view = schema is not None and any(r.alias_info is not None for r in schema.returns)
     return view or node.target is operator.getitem or has(node, Fact.HIDDEN_VIEW) or facts_of(node.target).shares
 
 
 def is_blind(node: fx.Node) -> bool:
-    """Whether the backward of a node needs no value of what it is given, only shapes; that of a dropout has its
-    mask.
-    """
+    """Return whether the backward of a node needs only the shapes of its inputs; that of a dropout has its mask."""
     return may_share(node) or has(node, Fact.BLIND) or facts_of(node.target).blind

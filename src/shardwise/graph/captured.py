@@ -1,4 +1,4 @@
-"""A model as a flat graph of ATen ops, as data."""
+"""This is a model as a flat graph of ATen ops, as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Uncapturable(ShardwiseError):
 
 @dataclass
 class Captured:
-    """A flat graph and what its placeholders are.
+    """This is a flat graph, and what its placeholders are.
 
     Tied parameters and shared buffers appear once, under the first of their names; ``names`` has all names of
     parameters, each with that first one.  ``rows`` is None if the batch dim is symbolic, else the only number of rows
@@ -25,11 +25,11 @@ class Captured:
     graph: fx.Graph
     owner: fx.GraphModule
     parameters: dict[str, str]  # placeholder name → canonical parameter name
-    buffers: dict[str, str]
-    constants: dict[str, Tensor]
-    fields: dict[str, str]
+    buffers: dict[str, str]  # placeholder name → canonical buffer name
+    constants: dict[str, Tensor]  # by placeholder name
+    fields: dict[str, str]  # placeholder name → batch field
     rows: int | None
-    hint: int
+    hint: int  # the number of rows of the captured example
     trainable: dict[str, bool] = field(default_factory=dict)  # by canonical parameter name
     values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
     notes: list[str] = field(default_factory=list)
@@ -37,5 +37,5 @@ class Captured:
     names: dict[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Tensor:
-        """What the placeholder of a buffer or constant held at capture."""
+        """Return what the placeholder of a buffer or constant held at capture."""
         return self.constants[name] if name in self.constants else self.values[name]

@@ -1,7 +1,7 @@
-"""Dtypes named in the graph, so that it computes the same wherever and under whatever default dtype it runs.
+"""Name dtypes in the graph, so that it computes the same on every device and under any default dtype.
 
-Under ``fp64`` everything is a double: casts to narrower floats, constants, factories, and integers that meet a Python
-float.
+Under ``fp64`` everything becomes a double: casts to narrower floats, constants, factories, and integers that meet a
+Python float.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ WIDE = {
 
 
 def name_dtypes(graph: fx.Graph, wide: bool) -> None:
-    """Give every op that takes torch's default dtype its own; with ``wide``, replace narrow floats by doubles in the
-    whole graph.
-    """
+    """Name the dtype of every op that would take torch's default; with ``wide``, replace narrow floats by doubles."""
     last = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for node in list(graph.nodes):
         if wide and node.op == "placeholder" and _narrow(node.meta.get("val")) and node.users:
@@ -44,7 +42,7 @@ def _narrow(value: Any) -> bool:
 
 
 def _widen(node: fx.Node) -> None:
-    """The dtypes that a node names, and those of its example values, as doubles."""
+    """Make doubles of the narrow dtypes that a node names, and of its example values."""
     value = node.meta.get("val")
     if node.target is not aten.view.dtype:
         node.args = tuple(WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in node.args)
@@ -56,7 +54,7 @@ def _widen(node: fx.Node) -> None:
 
 
 def _pin(graph: fx.Graph, node: fx.Node) -> None:
-    """An op that makes floats of no float: it gets a dtype argument, or its integer operands are cast before."""
+    """Pin the dtype of an op that makes floats of no floats: give it a dtype argument, or cast its integer operands."""
     described, value = schema(node.target), node.meta.get("val")
     if described is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return

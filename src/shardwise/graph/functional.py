@@ -1,4 +1,4 @@
-"""In-place operations made functional, and torch's wrappers around ops removed: one pass that copies a captured graph.
+"""Make in-place operations functional and remove torch's wrappers, in one pass that copies a captured graph.
 
 Every value has a base (itself, or what it is a view of).  Writing to a view scatters the new value into its source, up
 to the base; reading a view after its base was written makes the view again.  An op that changes a tensor's shape in
@@ -32,18 +32,18 @@ _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
 
 @dataclass
 class Normal:
-    """A functional graph: placeholders as in :class:`Captured`, output ``(loss, *updates)``."""
+    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``."""
 
     graph: fx.Graph
     captured: Captured
-    updates: list[str] = field(default_factory=list)  # buffers (by name) whose new value is an output, after the loss
+    updates: list[str] = field(default_factory=list)  # the names of buffers whose new values follow the loss
     notes: list[str] = field(default_factory=list)
 
 
 def functionalise(captured: Captured) -> Normal:
-    """Copy ``captured`` without in-place ops, wrappers and asserts; raises :class:`Uncapturable` on what has no
-    functional form.
-    """
+    """Copy ``captured`` without in-place ops, wrappers and asserts.
+
+    Raises :class:`Uncapturable` for what has no functional form."""
     walker = _Walker(captured)
     walker.run(captured.graph, captured.owner)
     return walker.finish()
@@ -59,7 +59,7 @@ class _Walker:
         self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
         self.grad = True  # whether autograd records the ops that are being copied
         self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
-        self.passed: set[fx.Node] = set()  # outputs of wrapped sub-graphs, each the inner node that is its source
+        self.passed: set[fx.Node] = set()  # nodes that only pass a source on, such as outputs of wrapped sub-graphs
         self.tracked = Tracked(captured)
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
@@ -85,7 +85,7 @@ class _Walker:
         return self.value[old]
 
     def same(self, old: fx.Node) -> bool:
-        """Whether a node only passes its source into or out of a wrapped sub-graph."""
+        """Return whether a node only passes its source into or out of a wrapped sub-graph."""
         return old.op == "placeholder" or old in self.passed
 
     def bind(self, old: fx.Node, new: Any, source: fx.Node | None = None) -> None:
@@ -95,7 +95,7 @@ class _Walker:
         self.seen[old] = self.writes.get(self.base(old), 0)
 
     def write(self, old: fx.Node, new: fx.Node, hidden: bool = False) -> None:
-        """Let ``old`` and what it is a view of hold ``new``; ``hidden`` says that autograd does not see it."""
+        """Make ``old``, and what it is a view of, hold ``new``; ``hidden`` says that autograd does not see it."""
         hidden = hidden or not self.grad
         parameter = self.captured.parameters.get(self.base(old).name)
         if parameter:
@@ -120,7 +120,7 @@ class _Walker:
             )
 
     def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
-        """``base`` with ``new`` where ``view`` looks at it."""
+        """Return ``base`` with ``new`` in place of the elements that ``view`` shows."""
         target, source = view.target, view.args[0] if view.args else None
         if self.same(view):
             return new
@@ -145,7 +145,7 @@ class _Walker:
         raise Uncapturable(f"in-place write through {target} has no functional form")
 
     def scatter_part(self, split: fx.Node, base: fx.Node, new: fx.Node, index: Any) -> fx.Node:
-        """``base`` with ``new`` in place of part ``index`` of a split."""
+        """Return ``base`` with ``new`` in place of part ``index`` of a split."""
         like, dim = split.args[0], given(split, "dim", 0)
         assert isinstance(like, fx.Node)
         if split.target is aten.unbind.int:
@@ -159,7 +159,7 @@ class _Walker:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def detached(self, new: Any) -> Any:
-        """A new node without its gradient."""
+        """Return a new node without its gradient."""
         if not self.tracked(new):
             return new
         if new not in self.cut:
@@ -190,7 +190,7 @@ class _Walker:
     # ---- the walk ------------------------------------------------------------------------------------------------
 
     def run(self, graph: fx.Graph, owner: fx.GraphModule, inputs: list[fx.Node] | None = None) -> Any:
-        """Copy ``graph``; of a wrapped sub-graph whose ``inputs`` are given, returns the nodes that it outputs."""
+        """Copy ``graph``; for a wrapped sub-graph, whose ``inputs`` are given, return the nodes that it outputs."""
         pending = list(inputs or [])
         for old in graph.nodes:
             if old.op == "placeholder":
@@ -271,9 +271,7 @@ class _Walker:
         self.grad = before
 
     def batch_norm(self, old: fx.Node) -> None:
-        """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running
-        statistics.
-        """
+        """Replace BatchNorm in training by our own op over all rows, which also returns the running statistics."""
         x, weight, bias, *running, _, momentum, eps = old.args[:8]
         written = [r for r in running if isinstance(r, fx.Node)]
         node = self.call(norms.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
@@ -307,14 +305,12 @@ class _Walker:
         self.passed.add(old)
 
     def viewed(self, goal: fx.Node) -> bool:
-        """Whether another tensor has been made that shares the memory of ``goal``."""
+        """Return whether another tensor shares the memory of ``goal``."""
         base = self.base(goal)
         return any(not self.same(view) and self.base(view) is base for view in self.source)
 
     def change_view(self, old: fx.Node) -> None:
-        """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view
-        of what there was.
-        """
+        """Handle an op that changes a tensor's shape and no values: later ops read its node, a view of the tensor."""
         goal, target = old.args[0], functional_form(old)
         assert isinstance(goal, fx.Node)
         if target is None:
@@ -337,7 +333,7 @@ class _Walker:
         self.bind(old, self.emit(old), goal)
 
     def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
-        """What ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""
+        """Return what ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""
         source = old.args[1]
         assert isinstance(source, fx.Node)
         new: fx.Node = self.map(source)
@@ -350,7 +346,7 @@ class _Walker:
         return new
 
     def cast_back(self, new: fx.Node, goal: fx.Node) -> fx.Node:
-        """An in-place op keeps its tensor's dtype, where the functional one may promote."""
+        """Return ``new`` in the dtype of ``goal``, which an in-place op keeps where the functional one may promote."""
         dtype = goal.meta["val"].dtype
         others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
         if new.target is aten.index_put.default or all(o == dtype for o in others):
@@ -368,7 +364,7 @@ class _Walker:
             if old.op == "placeholder" and old.name in self.captured.buffers and self.writes.get(old):
                 names.append(self.captured.buffers[old.name])
                 value = self.value[old]
-                # Another buffer, a field or a parameter as it is: no unit would compute it.
+                # A placeholder is copied (another buffer, a field or a parameter), because no unit computes it.
                 outputs.append(self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value)
         output = self.new.output((self.loss, *outputs))
         output.meta = {}

@@ -1,4 +1,4 @@
-"""What captured ops are called for people."""
+"""Name captured ops for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.graph.torch_private import schema
 
 
 def module_path(node: fx.Node | None) -> str:
-    """The path of the module that a captured op came from, in the user's model."""
+    """Return the path, in the user's model, of the module that a captured op came from."""
     if node is None:
         return ""
     if "path" in node.meta:
@@ -20,7 +20,7 @@ def module_path(node: fx.Node | None) -> str:
 
 
 def named(node: fx.Node) -> str:
-    """``linear blocks.*.mlp.up``: an op, for those of all blocks."""
+    """Return the name of an op in all blocks, such as ``linear blocks.*.mlp.up``."""
     return (
         f"{getattr(schema(node.target), 'name', str(node.target)).removeprefix('aten::')} {starred(module_path(node))}"
     ).rstrip()

@@ -1,5 +1,4 @@
-"""Clean-up of a functional graph: casts that change nothing, kernels that read on the host, and attention masks that
-say no more than "causal".
+"""Clean up a functional graph: casts that change nothing, kernels that read on the host, and masks that are causal.
 
 transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the
 flash kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by
@@ -35,7 +34,7 @@ def normalise(normal: Normal) -> None:
 
 
 def eliminate_dead(graph: fx.Graph) -> None:
-    """Remove what no output needs; every op of a functional graph is pure, random ones included."""
+    """Remove nodes that no output needs; every op of a functional graph is pure, random ones included."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
@@ -56,9 +55,8 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _choose(graph: fx.Graph, node: fx.Node) -> None:
-    """The kernel that fills with a tensor reads its value on the host, and so waits for a GPU; the one that chooses
-    does not.
-    """
+    """Replace ``masked_fill`` with a tensor by ``where``: its kernel reads the tensor on the host and waits for a
+    GPU."""
     x, mask, value = node.args
     with graph.inserting_before(node):
         if value.meta["val"].dtype != node.meta["val"].dtype:
@@ -91,7 +89,7 @@ def _fold_masks(normal: Normal) -> None:
 
 
 def _verdict(mask: Tensor, normal: Normal) -> str:
-    """ "causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
+    """Return "causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
     if mask.dtype is torch.bool:
         allowed, known = mask, True
     else:
@@ -108,7 +106,7 @@ def _verdict(mask: Tensor, normal: Normal) -> str:
 
 
 def static_nodes(normal: Normal) -> set[fx.Node]:
-    """Nodes whose values follow from shapes, constants and buffers that forward does not write."""
+    """Return the nodes whose values follow from shapes, constants and buffers that forward does not write."""
     captured = normal.captured
     static: set[fx.Node] = set()
     for node in normal.graph.nodes:
@@ -123,19 +121,19 @@ def static_nodes(normal: Normal) -> set[fx.Node]:
 
 
 def _of_shape(node: fx.Node) -> bool:
-    """Whether a node looks at no value of its operand."""
+    """Return whether a node reads no value of its operand."""
     return has(node, Fact.LIKE) or node.target is aten.sym_size.int
 
 
 def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
-    """The value of a static node for as many rows as the capture's example had."""
+    """Return the value of a static node for as many rows as the capture's example had."""
     values: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
         if node not in values:
             if node.op == "placeholder":
                 values[node] = normal.captured.value(node.name)
-            elif _of_shape(node):  # looks at no value of its argument, which may be an activation
+            elif _of_shape(node):  # it reads no value of its argument, which may be an activation
                 like = node.args[0].meta["val"]
                 shape = [concrete(s) for s in like.shape]
                 empty = torch.empty(shape, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Arguments of ATen calls by their names in the op's schema, wherever an overload has them."""
+"""Read the arguments of ATen calls by their names in the op's schema, wherever an overload has them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from shardwise.graph import torch_private
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether a captured node's value is a tensor or holds some."""
+    """Return whether a captured node's value is a tensor or holds some."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
 def picks(node: fx.Node) -> bool:
-    """Whether a node takes one of several results."""
+    """Return whether a node takes one of several results."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
 def differentiable(value: Any) -> bool:
-    """Whether a value, or one of several, can have a gradient."""
+    """Return whether a value, or one of several, can have a gradient."""
     if isinstance(value, tuple | list):
         return any(differentiable(v) for v in value)
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def op_name(op: Any) -> str:
-    """The name of an op, or of that which a node calls, without its overload and without the namespace ``aten``; "" of
-    what is no op: our own functions have facts of their own.
-    """
+    """Return the name of an op, or of the op that a node calls, without its overload and the namespace ``aten``.
+
+    It is "" for anything that is no op, such as our own functions, which have facts of their own."""
     schema = torch_private.schema(op.target if isinstance(op, fx.Node) else op)
     return "" if schema is None else str(schema.name.removeprefix("aten::"))
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    """Whether this overload of an op has an argument called so."""
+    """Return whether this overload of an op has an argument of this name."""
     schema = torch_private.schema(node.target)
     return schema is not None and any(a.name == name for a in schema.arguments)
 
 
 def given(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument of an ATen call; ``default`` where the call leaves it out or gives None."""
+    """Return an argument of an ATen call, or ``default`` where the call leaves it out or gives None."""
     schema = torch_private.schema(node.target)
     names = [a.name for a in schema.arguments] if schema is not None else []
     value = node.kwargs.get(name)
@@ -53,7 +53,7 @@ def given(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results."""
+    """Return the tensors in nested arguments or results."""
     found: list[Tensor] = []
     fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, Tensor) else None)
     return found

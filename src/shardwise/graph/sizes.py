@@ -1,4 +1,4 @@
-"""Sizes of tensors of a captured graph: numbers, or expressions in the number of rows."""
+"""Read the sizes of tensors of a captured graph, which are numbers or expressions in the number of rows."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import torch
 
 
 def of_data(size: Any) -> bool:
-    """Whether a size depends on data; one that later ops have shown to be a number (``bincount``'s) does not, although
-    it has no hint.
-    """
+    """Return whether a size depends on data; one that later ops have shown to be a number (``bincount``'s) does not,
+    although it has no hint."""
     return isinstance(size, torch.SymInt) and not size.node.has_hint() and bool(size.node.expr.free_symbols)
 
 
 def concrete(size: Any) -> int:
-    """A size as a number: of the example's where it is symbolic; where it depends on data, one that no other size is
-    likely to have.
-    """
+    """Return a size as a number: the example's where it is symbolic.
+
+    A size that depends on data gets a number that no other size is likely to have."""
     if of_data(size):
         return 1009 + zlib.crc32(str(size.node.expr).encode()) % 9973
     return int(size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else expression(size))
 
 
 def expression(size: Any) -> Any:
-    """A size as an int or a sympy expression: equal ones are equal for every number of rows."""
+    """Return a size as an int or a sympy expression; equal ones are equal for every number of rows."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
     return expr if getattr(expr, "free_symbols", None) else int(expr)
 
 
 def known(size: Any, rows: int, most: int | None = None) -> int:
-    """A size for a microbatch of ``rows`` rows; one that depends on data is ``most``, without which none is allowed."""
+    """Return a size for a microbatch of ``rows`` rows; one that depends on data needs ``most``, and is that."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     if most is not None and of_data(size):

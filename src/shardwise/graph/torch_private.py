@@ -1,4 +1,4 @@
-"""The one place that touches what torch does not promise to keep: names here, uses of them everywhere else."""
+"""This is the one place that touches what torch does not promise to keep; other modules import it from here."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ __all__ = [
 
 
 def schema(op: Any) -> Any:
-    """The schema of an ATen or custom op: its name, arguments and what it writes; None of anything else."""
+    """Return the schema of an ATen or custom op: its name, arguments and what it writes; None for anything else."""
     return getattr(op, "_schema", None)
 
 
 def overload_name(op: Any) -> str:
-    """Which of the ops of one name it is: ``Tensor``, ``Scalar``, …"""
+    """Return which of the ops of one name it is: ``Tensor``, ``Scalar``, …"""
     return str(op._overloadname)
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether an op is written in terms of others, with their derivatives."""
+    """Return whether an op is written in terms of others, with their derivatives."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))  # type: ignore[no-untyped-call]
 
 
 def storage_key(x: Tensor) -> int:
-    """The same for tensors that share memory."""
+    """Return a key that is the same for tensors that share memory."""
     return int(StorageWeakRef(x.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor has been written in place."""
+    """Return how often a tensor has been written in place."""
     return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
 
 
 class _Later(ModuleType):
-    """Stands for a module of which only names in annotations are needed, until somebody uses it."""
+    """Stand for a module of which only names in annotations are needed, until somebody uses it."""
 
     used = False
 
@@ -59,12 +59,12 @@ class _Later(ModuleType):
 
 
 def import_export() -> None:
-    """Import torch.export without networkx, which it names in annotations alone: 12 MB on each rank."""
+    """Import torch.export without networkx, which it names in annotations alone; that saves 12 MB on each rank."""
     name, exporting = "networkx", "torch.export._trace"
     if name in sys.modules or exporting in sys.modules or (spec := find_spec(name)) is None:
         return
     sys.modules[name] = placeholder = _Later(name)
-    placeholder.__spec__ = spec  # others may ask meanwhile whether there is one
+    placeholder.__spec__ = spec  # other code may ask meanwhile whether there is one
     try:
         importlib.import_module(exporting)
     finally:

@@ -1,4 +1,4 @@
-"""Which values of a functional graph have a gradient."""
+"""Find which values of a functional graph have a gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ aten = torch.ops.aten
 
 
 class Tracked:
-    """Whether autograd tracks a node, asked while its graph grows; ``known`` are those that it has been asked of."""
+    """Tell whether autograd tracks a node, also while its graph grows; ``known`` has the answers so far."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.known: dict[fx.Node, bool] = {}
 
     def __call__(self, node: Any) -> bool:
-        """Whether a node has a gradient; what is no node has none."""
+        """Return whether a node has a gradient; anything that is not a node has none."""
         if not isinstance(node, fx.Node):
             return False
         if node not in self.known:
@@ -36,7 +36,7 @@ class Tracked:
         return self.known[node]
 
     def _of(self, node: fx.Node) -> bool:
-        """That of a node whose inputs are known."""
+        """Return whether a node whose inputs are known has a gradient."""
         if node.op == "placeholder":
             return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
         value = node.meta.get("val")

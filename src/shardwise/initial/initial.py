@@ -1,13 +1,12 @@
-"""Initial weights, one parameter at a time.
+"""Make initial weights, one parameter at a time.
 
-A constructor runs once, on tensors without memory, while every operation that computes or writes a value is
-recorded.  The value of a parameter is then its own backward slice of that record, run again on real memory: a
-rank makes only the parameters that it owns, and to record a 70B model takes no memory.
+A constructor runs once, on meta tensors, while every operation that computes or writes a value is recorded.  The value
+of a parameter is then its own backward slice of that record, run again on real memory: a rank makes only the parameters
+that it owns, and to record a 70B model takes no memory.
 
-Random operations are drawn on the CPU, each from a generator of its own, keyed by the seed, the name of the
-first tensor that needs it and its position among that tensor's draws.  So what a parameter starts from
-depends neither on the other parameters nor on layout or device, and what the constructor copied (a layer, a
-teacher's weights) stays equal.
+Random operations draw on the CPU, each from a generator of its own, keyed by the seed, the name of the first tensor
+that needs it and its position among that tensor's draws.  So what a parameter starts from depends neither on the other
+parameters nor on layout or device, and what the constructor copied (a layer, a teacher's weights) stays equal.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from shardwise.initial.recording import ConstructorRecord, Memory, RecordedOpera
 
 
 def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int = 0) -> Recorded:
-    """The initial weights of what ``constructor`` builds: recorded, or made as torch does.
+    """Return the initial weights of what ``constructor`` builds: recorded, or made as torch does.
 
-    The constructor must build a new module each time it is called, the same but for torch's random numbers.
-    With ``plain``, or where recording is not possible (:attr:`Recorded.reason` says why: it reads random
-    values, has a generator of its own, loads a checkpoint, …), it runs as usual after ``torch.manual_seed``:
-    at once with the ``seed`` given here, again for any other asked for later.  The generators of the process
-    are left as they are.
+    The constructor must build a new module each time it is called, the same but for torch's random numbers.  With
+    ``plain``, or where recording is not possible (:attr:`Recorded.reason` says why: it reads random values, has a
+    generator of its own, loads a checkpoint, …), it runs as usual after ``torch.manual_seed``: at once with the
+    ``seed`` given here, again for any other asked for later.  The generators of the process are left as they are.
     """
     reason = "plain construction was asked for"
     if not plain:
@@ -52,12 +50,12 @@ def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int 
 
 
 class Recorded:
-    """The initial weights of what a constructor builds; made by :func:`record`.
+    """These are the initial weights of what a constructor builds; :func:`record` makes them.
 
-    ``module`` is on the meta device when recorded, else on the CPU with the weights of the seed given to
-    :func:`record` (leave it as it is: they are read from there).  ``reason`` is None, or says why recording
-    was not possible.  ``tensors`` are the tensors of ``module`` by name: parameters, then buffers, then plain
-    attributes, tied ones under each of their names.
+    ``module`` is on the meta device when recorded, else on the CPU with the weights of the seed given to :func:`record`
+    (leave it as it is: they are read from there).  ``reason`` is None, or says why recording was not possible.
+    ``tensors`` are the tensors of ``module`` by name: parameters, then buffers, then plain attributes, tied ones under
+    each of their names.
     """
 
     def __init__(
@@ -76,9 +74,10 @@ class Recorded:
         self._plain = (seed, self.tensors)
 
     def materialise(self, name: str, seed: int, device: torch.device | str) -> Tensor:
-        """The initial value of one parameter, buffer or tensor attribute, on ``device``.
+        """Return the initial value of one parameter, buffer or tensor attribute, on ``device``.
 
-        It depends on (seed, name) and its slice of the record only.  :class:`ShardwiseError` for an unknown name.
+        It depends on the seed, the name and its slice of the record only.  Raises :class:`ShardwiseError` for an
+        unknown name.
         """
         if name not in self.tensors:
             raise ShardwiseError(f'"{name}" is no tensor of the module.{did_you_mean(name, self.tensors)}')
@@ -86,7 +85,7 @@ class Recorded:
         return value.to(device)
 
     def materialise_all(self, seed: int, device: torch.device | str) -> nn.Module:
-        """A new, ordinary module on ``device``, with the weights that :meth:`materialise` gives.
+        """Return a new, ordinary module on ``device``, with the weights that :meth:`materialise` gives.
 
         Tied parameters are tied; tensors that are plain attributes are on ``device`` too.
         """
@@ -108,7 +107,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Replay:
-    """What is kept of a record: the slice of each name, and the key of each random operation."""
+    """This is what is kept of a record: the slice of each name, and the key of each random operation."""
 
     operations: Mapping[int, RecordedOperation]
     nbytes: list[int]
@@ -119,7 +118,7 @@ class Replay:
 
     @staticmethod
     def of(record: ConstructorRecord, tensors: Mapping[str, Tensor]) -> Replay:
-        """The replay of a finished record for these tensors."""
+        """Return the replay of a finished record for these tensors."""
         operands = {name: record.operand(tensor) for name, tensor in tensors.items()}
         slices = {name: record.slice(operand.storage) for name, operand in operands.items()}
         functions = tuple((i, op.function) for i, op in enumerate(record.operations) if op.is_random)
@@ -133,7 +132,7 @@ class Replay:
         return Replay(operations, record.nbytes, operands, slices, keys, functions)
 
     def value(self, name: str, seed: int) -> Tensor:
-        """The initial value of one tensor, on the CPU, in memory of its own."""
+        """Return the initial value of one tensor, on the CPU, in memory of its own."""
         memory = Memory(self.nbytes)
         for index in self.slices[name]:
             operation = self.operations[index]
@@ -143,7 +142,7 @@ class Replay:
         return value if operand.covers(self.nbytes[operand.storage]) else value.clone()
 
     def draws(self, seed: int) -> Iterator[tuple[Any, Callable[[], torch.Generator]]]:
-        """The random functions of the record in order, each with the maker of its generator."""
+        """Yield the random functions of the record in order, each with the maker of its generator."""
         for index, function in self.functions:
             yield function, lambda index=index: self._generator(seed, index)
 
@@ -176,7 +175,7 @@ def _recorded(constructor: Callable[[], nn.Module]) -> Recorded:
 
 
 def _detach_from_memory(module: nn.Module, record: ConstructorRecord) -> None:
-    """Replace the real tensors that a constructor may have left in ``module`` by tensors without memory."""
+    """Replace the real tensors that a constructor may have left in ``module`` by meta tensors."""
     stand_ins: dict[int, Tensor] = {}
 
     def stand_in(name: str, tensor: Tensor) -> Tensor:
@@ -199,7 +198,7 @@ def _detach_from_memory(module: nn.Module, record: ConstructorRecord) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers, then other tensors that are plain attributes, by name; tied ones under each."""
+    """Return parameters, buffers, then other tensors that are plain attributes, by name; tied ones under each name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
     registered = {id(tensor) for tensor in tensors.values()}
@@ -216,8 +215,8 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def replace_attributes(module: nn.Module, function: Callable[[str, Tensor], Tensor]) -> None:
     """Replace each tensor t that is a plain attribute of ``module``, called n, by ``function(n, t)``.
 
-    Looks into lists, tuples, dicts and objects that are attributes of modules, and replaces those that change
-    by copies; ``"layer.cache.0"`` is the first item of the attribute ``cache`` of the module ``layer``.
+    It looks into lists, tuples, dicts and objects that are attributes of modules, and replaces those that change by
+    copies; ``"layer.cache.0"`` is the first item of the attribute ``cache`` of the module ``layer``.
     """
     done: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -248,7 +247,7 @@ def _replaced(
 
 
 def _with_items(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A copy of a container or an object with some items, or attributes, changed."""
+    """Return a copy of a container or an object with some items, or attributes, changed."""
     if isinstance(value, tuple):
         return type(value)(*new.values()) if hasattr(value, "_fields") else type(value)(new.values())
     result = copy.copy(value)
@@ -269,7 +268,7 @@ def _plain(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
 def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
     """Seed the generators of torch, Python and numpy, and put them back at the end.
 
-    Yields a function that tells whether any of them has been used since.
+    This yields a function that tells whether any of them has been used since.
     """
     python, arrays = random.getstate(), numpy.random.get_state()
     with Backend.here().forked_generator():
@@ -285,7 +284,7 @@ def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _positions() -> tuple[Any, ...]:
-    """Where the generators of torch (on the CPU), Python and numpy stand."""
+    """Return the states of the generators of torch (on the CPU), Python and numpy."""
     state = numpy.random.get_state(legacy=False)
     place = (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), place

@@ -1,4 +1,4 @@
-"""The modes under which a constructor runs: one that records it, and one that repeats it as recorded."""
+"""These are the modes under which a constructor runs: one records it, and one repeats it as recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# The documented way to see every operation, though its module's name has an underscore.
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import TorchDispatchMode, schema
 from shardwise.initial.recording import (
@@ -35,7 +34,7 @@ from shardwise.initial.recording import (
 
 
 class ConstructorRecorder(TorchDispatchMode):
-    """Runs every operation on tensors without memory and appends it to ``record``."""
+    """Run every operation on meta tensors and append it to ``record``."""
 
     def __init__(self, record: ConstructorRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +44,7 @@ class ConstructorRecorder(TorchDispatchMode):
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Our own code; a refusal is kept, should the constructor swallow the exception."""
+        """Run our own code in this context; a refusal is kept, should the constructor swallow the exception."""
         before, self.busy = self.busy, True
         try:
             yield
@@ -96,13 +95,13 @@ class ConstructorRecorder(TorchDispatchMode):
         return mapped(results, Tensor, lambda tensor: real.get(id(tensor), tensor))
 
     def truncated_normal(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record :data:`TRUNCATED_NORMAL` in one piece."""
+        """Record :data:`TRUNCATED_NORMAL` as one operation."""
         with self.own():
             self._append(TRUNCATED_NORMAL, ((self.record.operand(tensor), *args), kwargs), ())
         return tensor
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results, for real, of an operation that has no meaning without values (``nonzero``)."""
+        """Return the real results of an operation that has no meaning without values (``nonzero``)."""
         if written(func, args, kwargs) or is_random(func):
             raise Unrecordable(f"{func} needs the values of tensors")
         real_args, real_kwargs = mapped((args, kwargs), Tensor, self.record.evaluate)
@@ -133,7 +132,7 @@ class ConstructorRecorder(TorchDispatchMode):
 
 
 class Disguise(TorchFunctionMode):
-    """Tensors without memory pass for tensors on the CPU, and show their values unless these are random."""
+    """Make meta tensors pass for tensors on the CPU, and show their values unless these are random."""
 
     def __init__(self, recorder: ConstructorRecorder) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class Disguise(TorchFunctionMode):
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Runs a constructor for real, on the CPU, with the generators that a replay would use.
+    """Run a constructor for real, on the CPU, with the generators that a replay would use.
 
     ``draws`` lists the random functions of the record in order, each with the maker of its generator.
     """
@@ -197,7 +196,7 @@ class KeyedDraws(TorchDispatchMode):
         return results.zero_() if packet(func) in UNINITIALISED else results
 
     def truncated_normal(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Draw :data:`TRUNCATED_NORMAL` in one piece."""
+        """Draw :data:`TRUNCATED_NORMAL` as one operation."""
         kwargs.pop("generator", None)
         result: Tensor = self._draw(TRUNCATED_NORMAL, (tensor, *args), kwargs)
         return result

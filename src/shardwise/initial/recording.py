@@ -1,7 +1,7 @@
-"""A record of the operations of a constructor, that can be run again in part.
+"""Record the operations of a constructor, so that they can be run again in part.
 
-The record speaks of storages, not of tensors: an operand is a window on a storage, so that views, ``.data``
-and tied weights need no care, and an operation depends on the last one that wrote to a storage it reads.
+The record refers to storages, not to tensors: an operand is a window on a storage, so that views, ``.data`` and tied
+weights need no care, and an operation depends on the last one that wrote to a storage it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ META = torch.device("meta")
 aten = torch.ops.aten
 
 TRUNCATED_NORMAL: Any = nn.init._no_grad_trunc_normal_
-"""What draws truncated normals: in a loop that looks at values, hence recorded as one operation."""
+"""This draws truncated normals in a loop that looks at values, so it is recorded as one operation."""
 
 OVERWRITING = frozenset(
     (
@@ -33,13 +33,13 @@ OVERWRITING = frozenset(
         TRUNCATED_NORMAL,
     )
 )
-"""In-place operations whose result does not depend on what the tensor held."""
+"""The results of these in-place operations do not depend on what the tensor held."""
 
 UNINITIALISED = frozenset(getattr(aten, name) for name in named(Fact.UNWRITTEN))
-"""Operations that compute nothing.  What nobody writes to afterwards is zero here, equal on all ranks."""
+"""These operations compute nothing.  What nobody writes to afterwards is zero here, equal on all ranks."""
 
 LIKE = {aten.randn_like: aten.normal_, aten.rand_like: aten.uniform_}
-"""Random operations that may lack a generator, with the in-place one that draws the same."""
+"""These random operations may lack a generator; each maps to the in-place one that draws the same."""
 
 
 class Unrecordable(ShardwiseError):
@@ -48,7 +48,7 @@ class Unrecordable(ShardwiseError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedOperand:
-    """A window on a storage: ``storage`` is its number in the record, ``offset`` is in elements."""
+    """This is a window on a storage: ``storage`` is its number in the record, ``offset`` is in elements."""
 
     storage: int
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class RecordedOperand:
     offset: int
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it is all of a storage of ``nbytes``, each element once."""
+        """Return whether the window is all of a storage of ``nbytes``, with each element once."""
         expected = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size != 1 and stride != expected:
@@ -68,7 +68,7 @@ class RecordedOperand:
 
 @dataclass(frozen=True, slots=True)
 class RecordedOperation:
-    """One recorded operation: a function and its arguments, tensors being operands.
+    """This is one recorded operation: a function and its arguments, with operands in place of tensors.
 
     ``function`` is None for a constant, whose ``args`` is a real storage.  ``made`` lists the new storages as
     (position in the flat results, operand), ``needs`` the operations that last wrote to what this one reads.
@@ -83,12 +83,12 @@ class RecordedOperation:
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws random numbers."""
+        """Return whether it draws random numbers."""
         return is_random(self.function)
 
 
 class ConstructorRecord:
-    """The operations of a constructor so far, and the storages they speak of."""
+    """These are the operations of a constructor so far, and the storages that they use."""
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
@@ -99,18 +99,18 @@ class ConstructorRecord:
         self._stand_ins: dict[int, torch.UntypedStorage] = {}
 
     def number(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a storage, None where it is unknown."""
+        """Return the number of a storage, None where it is unknown."""
         return self._numbers.get(id(storage))
 
     def add(self, storage: torch.UntypedStorage) -> int:
-        """Give a new storage its number."""
+        """Give a new storage its number, and return that."""
         self._numbers[id(storage)] = len(self.nbytes)
         self._kept.append(storage)
         self.nbytes.append(storage.nbytes())
         return len(self.nbytes) - 1
 
     def operand(self, tensor: Tensor) -> RecordedOperand:
-        """``tensor`` as an operand; a real tensor met for the first time is a constant from now on."""
+        """Return ``tensor`` as an operand; a real tensor met for the first time is a constant from now on."""
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise Unrecordable(f"it makes a tensor of class {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -127,7 +127,7 @@ class ConstructorRecord:
         return RecordedOperand(number, tensor.dtype, shape, strides, int(tensor.storage_offset()))
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """``tensor`` itself if it has no memory, else a tensor without memory in its place."""
+        """Return ``tensor`` itself if it is on meta, else a meta tensor in its place."""
         operand = self.operand(tensor)
         if tensor.device == META:
             return tensor
@@ -140,7 +140,7 @@ class ConstructorRecord:
         self.operations.append(operation)
 
     def slice(self, storage: int) -> list[int]:
-        """The operations that the present value of a storage depends on, in order."""
+        """Return the operations that the present value of a storage depends on, in order."""
         pending = [self.last[storage]] if storage in self.last else []
         found = set(pending)
         while pending:
@@ -151,7 +151,7 @@ class ConstructorRecord:
         return sorted(found)
 
     def evaluate(self, tensor: Tensor) -> Tensor:
-        """The present value of a tensor; :class:`Unrecordable` if it is random."""
+        """Return the present value of a tensor; raises :class:`Unrecordable` if it is random."""
         operand = self.operand(tensor)
         indices = self.slice(operand.storage)
         if any(self.operations[index].is_random for index in indices):
@@ -175,14 +175,14 @@ class ConstructorRecord:
 
 
 class Memory:
-    """The real storages of a replay, by number; what nothing wrote to is zero."""
+    """These are the real storages of a replay, by number; what nothing wrote to is zero."""
 
     def __init__(self, nbytes: list[int]) -> None:
         self._nbytes = nbytes
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, operand: RecordedOperand) -> Tensor:
-        """The window of ``operand``, on the CPU."""
+        """Return the window of ``operand``, on the CPU."""
         if operand.storage not in self._storages:
             zeros = torch.zeros(self._nbytes[operand.storage], dtype=torch.uint8, device=CPU)
             self._storages[operand.storage] = zeros.untyped_storage()
@@ -215,17 +215,17 @@ class Memory:
 
 
 def packet(func: Any) -> Any:
-    """The ATen function that ``func`` is an overload of."""
+    """Return the ATen function that ``func`` is an overload of."""
     return getattr(func, "overloadpacket", func)
 
 
 def is_random(func: Any) -> bool:
-    """Whether a function draws random numbers."""
+    """Return whether a function draws random numbers."""
     return func is TRUNCATED_NORMAL or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def seedable(func: Any) -> Any:
-    """What draws as a random function does and takes a ``generator``, None if there is nothing."""
+    """Return a function that draws as ``func`` does and takes a ``generator``; None if there is none."""
     if func is TRUNCATED_NORMAL:
         return func
     if packet(func) in LIKE:
@@ -241,7 +241,7 @@ def seedable(func: Any) -> Any:
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a function writes to, by its schema."""
+    """Return the arguments that a function writes to, by its schema."""
     if func is TRUNCATED_NORMAL:
         return [args[0]]
     declared = schema(func).arguments
@@ -256,7 +256,7 @@ def _window(storage: torch.UntypedStorage, operand: RecordedOperand, device: tor
 
 
 def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` applied to every instance of ``kind`` in its tuples, lists and dicts."""
+    """Return ``value`` with ``function`` applied to every instance of ``kind`` in its tuples, lists and dicts."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
@@ -267,7 +267,7 @@ def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 def flat(value: Any) -> list[Any]:
-    """The leaves of nested tuples and lists."""
+    """Return the leaves of nested tuples and lists."""
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in flat(item)]
     return [value]

@@ -1,4 +1,4 @@
-"""The values that training starts from, read one tensor at a time, so that no rank ever has to hold a whole model."""
+"""Read the values that training starts from one tensor at a time, so that no rank ever has to hold a whole model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
 from shardwise.core.layout import Box
 from shardwise.initial.initial import Recorded, named_tensors
 
-LISTED = 3  # names in one error
+LISTED = 3  # the most names in one error
 
 
 class Values(Mapping[str, Tensor]):
-    """The initial value of every parameter, buffer and tensor attribute of a module, in the module's shape and dtype.
+    """These are the initial values of a module's parameters, buffers and tensor attributes, in its shapes and dtypes.
 
     Tied tensors are there under each of their names, and one of these is enough in what is given.  Nothing is held:
-    each read replays, reads or looks up one tensor.  What is read may be the module's own memory: copy it before
-    writing.
+    each read replays, reads or looks up one tensor, which may be the module's own memory: copy it before writing.
 
     Args:
-        module: what it has on the meta device needs a value from elsewhere.
+        module: the model; what it has on the meta device needs a value from elsewhere.
         given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then
-        in ``recorded``.
-        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in
+            in ``recorded``.
+        recorded: a record whose tensors ``module`` has, and the seed; what it lacks has its value in
         ``module``.
-        notes: what a user should know of where the values come from.
+        notes: what a user should know about where the values come from.
 
-    :class:`ConfigError` for given names that the module does not have.
+    Raises :class:`ConfigError` for given names that the module does not have.
     """
 
     def __init__(
@@ -56,21 +55,20 @@ class Values(Mapping[str, Tensor]):
 
     @staticmethod
     def of_module(module: nn.Module) -> Values:
-        """The values that a module has."""
+        """Return the values that a module has."""
         return Values(module)
 
     @staticmethod
     def of_mapping(module: nn.Module, values: Mapping[str, Tensor]) -> Values:
-        """``values`` by name, such as a state dict, and for what it lacks those that the module has."""
+        """Return ``values`` by name, such as a state dict, and those of the module for what it lacks."""
         if isinstance(values, Values):
             return values if values.module is module else Values(module, (values,), notes=values.notes)
         return Values(module, (values,))
 
     @staticmethod
     def of_recorded(recorded: Recorded, seed: int) -> Values:
-        """What the constructor gives for ``seed``: replayed a tensor at a time, or, where it could not be recorded,
-        held as a whole.
-        """
+        """Return what the constructor gives for ``seed``: replayed one tensor at a time, or held as a whole where it
+        could not be recorded."""
         whole = (
             "initial weights: every rank builds the whole model, whose constructor cannot be recorded: "
             f"{recorded.reason}"
@@ -78,7 +76,7 @@ class Values(Mapping[str, Tensor]):
         return Values(recorded.module, (), (recorded, seed), () if recorded.reason is None else (whole,))
 
     def with_weights(self, weights: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> Values:
-        """These values but for those that ``weights`` has."""
+        """Return these values, with those that ``weights`` has in their place."""
         return Values(self.module, (weights, *self._given), self._recorded, (*self.notes, *notes))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -108,8 +106,8 @@ class Values(Mapping[str, Tensor]):
     def copy_boxes(self, name: str, goals: Sequence[tuple[Box, Tensor]]) -> None:
         """Copy boxes of a tensor into tensors of their shapes, of any dtype and device.
 
-        Makes that one tensor for as long as it takes, and nothing if all boxes are empty.
-        """
+        The one tensor is made for as long as this takes, and not at all if all boxes are empty.  Raises
+        :class:`ShardwiseError` for a box that does not fit."""
         shape = tuple(self._tensors[name].shape)
         everything = Box((0,) * len(shape), shape)
         for box, out in goals:
@@ -125,19 +123,17 @@ class Values(Mapping[str, Tensor]):
 
     @property
     def missing(self) -> list[str]:
-        """The names for which there is no value."""
+        """Return the names for which there is no value."""
         bare = [name for name, tensor in self._tensors.items() if tensor.is_meta and id(tensor) not in self._names]
         return [name for name in bare if self._source(name) is None]
 
     def check(self) -> None:
-        """:class:`ConfigError` if there is a name without a value."""
+        """Raise :class:`ConfigError` if there is a name without a value."""
         if missing := self.missing:
             raise _without_values(missing)
 
     def structure(self) -> nn.Module:
-        """The module with values for all but its parameters, for those who look at its code: the module itself if it
-        has them.
-        """
+        """Return the module, for a look at its code, with values for all but its parameters: itself if it has them."""
         parameters = {id(parameter): parameter for parameter in self.module.parameters()}
         rest = {id(tensor): name for name, tensor in self._tensors.items() if id(tensor) not in parameters}
         if self._recorded is None and not any(
@@ -147,14 +143,14 @@ class Values(Mapping[str, Tensor]):
         return copy.deepcopy(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
 
     def bare(self) -> nn.Module:
-        """A copy of the module whose parameters have no memory; everything else that is a tensor is shared."""
+        """Return a copy of the module with its parameters on meta; everything else that is a tensor is shared."""
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors.values()}
         for parameter in self.module.parameters():
             memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         return copy.deepcopy(self.module, memo)
 
     def whole(self) -> nn.Module:
-        """A new, ordinary module with all of these values, on the CPU."""
+        """Return a new, ordinary module with all of these values, on the CPU."""
         module = self._constructed()
         constructed = module is not None
         if module is None:
@@ -170,7 +166,7 @@ class Values(Mapping[str, Tensor]):
         return module
 
     def _constructed(self) -> nn.Module | None:
-        """What the recorded constructor makes, if that is the module but for what is frozen and in evaluation mode."""
+        """Return what the recorded constructor makes, if that is the module but for frozen parameters and modes."""
         if self._recorded is None:
             return None
         module = self._recorded[0].materialise_all(self._recorded[1], "cpu")
@@ -187,7 +183,7 @@ class Values(Mapping[str, Tensor]):
         return module
 
     def _source(self, name: str) -> tuple[Mapping[str, Tensor], str] | None:
-        """Who has been given with a value of this tensor, and under which of its names."""
+        """Return which source has been given with a value of this tensor, and under which of its names."""
         return next(((source, one) for source in self._given for one in self._tied[name] if one in source), None)
 
 

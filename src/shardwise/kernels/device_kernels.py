@@ -1,12 +1,12 @@
-"""Which kernel a device runs for an op, where that decides what autograd keeps: the table behind ``cost``.
+"""Know which kernel a device runs for an op, where that decides what autograd keeps: this is the table behind ``cost``.
 
 Costs come from a run on the meta device, where autograd itself says what each derivative formula keeps.  A formula
 belongs to an op, not to a device, so only two things have to be known here.  Ops that are *composed* of others may be
 composed differently on each device: those in ``COMPOSED`` are, those that the table of facts says to be ``ALIKE`` are
-not, any other is unknown and gets reported.  And some kernels return what has another dtype or size than on meta:
+not, any other is unknown and gets reported.  And some kernels return another dtype or size than on meta: these are in
 ``RESULTS``.
 
-Sources: torch's ATen/native, files transformers/attention.cpp, transformers/sdp_utils_cpp.cpp,
+These are the sources in torch's ATen/native: transformers/attention.cpp, transformers/sdp_utils_cpp.cpp,
 transformers/cuda/sdp_utils.cpp, layer_norm.cpp, group_norm.cpp, Dropout.cpp, Normalization.cpp, BinaryOps.cpp and
 Loss.cpp.
 """
@@ -30,9 +30,7 @@ DEVICES = ("cpu", "gpu")
 
 
 def is_known(target: Callable[..., Any]) -> bool:
-    """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the
-    tables.
-    """
+    """Return whether what ``target`` keeps is known: our functions, ops with a derivative, composites in tables."""
     if not isinstance(target, OpOverload):
         return True
     composite = is_composite(target)
@@ -46,9 +44,9 @@ def attention(
     device: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scaled dot-product attention by the kernel that ``device`` would choose (CUDA: of compute capability 8.0 or
-    later).
-    """
+    """Compute attention by the kernel that ``device`` would choose (CUDA: of compute capability 8.0 or later).
+
+    Shapes are as in torch's function: (batch, heads, sequence, size)."""
     q, k, v, rest = query, key, value, (dropout_p, is_causal)
     mask = _float_mask(attn_mask, q.dtype)
     results: tuple[Tensor, ...]
@@ -71,9 +69,8 @@ def attention(
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
-    """What all fused kernels ask: batch × heads × sequence × size, with sizes and heads that fit, innermost dims
-    contiguous.
-    """
+    """Return whether tensors are as all fused kernels ask: batch × heads × sequence × size, with sizes and heads that
+    fit, innermost dims contiguous."""
     if not all(x.dim() == 4 and x.stride(-1) == 1 and x.shape[-2] for x in (q, k, v)):
         return False
     heads = [x.shape[1] for x in (q, k, v)]
@@ -107,14 +104,14 @@ def _efficient_gpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Boolean masks become 0 and -inf."""
+    """Return a boolean mask as 0 and -inf."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
 def _aligned_mask(mask: Tensor) -> Tensor:
-    """The mask with rows that begin at multiples of 8 elements, as the memory-efficient kernel wants them."""
+    """Return the mask with rows that begin at multiples of 8 elements, as the memory-efficient kernel wants them."""
     if mask.stride(-1) == 1 and all(s % 8 == 0 for s in mask.stride()[:-1]):
         return mask
     size = mask.shape[-1]
@@ -122,7 +119,7 @@ def _aligned_mask(mask: Tensor) -> Tensor:
 
 
 def dropout(device: str, x: Tensor, p: float, train: bool) -> Tensor:
-    """Native dropout: CUDA keeps a boolean mask, the CPU one of x's dtype."""
+    """Compute native dropout: CUDA keeps a boolean mask, the CPU one of x's dtype."""
     if device == "gpu" and train and 0 < p < 1 and x.numel():
         out: Tensor = aten.native_dropout(x, p, True)[0]
         return out
@@ -130,7 +127,7 @@ def dropout(device: str, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """CUDA's fused RMSNorm as autograd sees it."""
+    """Stand for CUDA's fused RMSNorm as autograd sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -148,7 +145,7 @@ class _FusedNorm(torch.autograd.Function):
 def rms_norm(
     device: str, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """RMSNorm: one kernel on CUDA where the dtypes agree, else composed."""
+    """Compute RMSNorm: one kernel on CUDA where the dtypes agree, else composed."""
     if device == "gpu" and (weight is None or weight.dtype == x.dtype):
         fused: Tensor = _FusedNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
         return fused
@@ -160,7 +157,7 @@ COMPOSED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     aten.dropout.default: dropout,
     aten.rms_norm.default: rms_norm,
 }
-"""Composite ops whose composition depends on the device, as functions of (device, *arguments)."""
+"""The composition of these composite ops depends on the device; they are functions of (device, *arguments)."""
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -198,7 +195,7 @@ def _log_sigmoid(device: str, args: Sequence[Any], results: tuple[Tensor, ...]) 
 
 
 def _reduced(device: str, args: Sequence[Any], result: Tensor) -> Tensor:
-    """A loss of each element, shrunk to its sum or mean: the scalar keeps the storage of them all."""
+    """Return a loss of each element, shrunk to its sum or mean: the scalar keeps the storage of them all."""
     if result.dim() or args[0].dim() == 0:
         return result
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
@@ -212,4 +209,4 @@ RESULTS: Mapping[str, Callable[[str, Sequence[Any], Any], Any]] = {
     "log_sigmoid_forward": _log_sigmoid,
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"), _reduced),
 }
-"""By kernel: (device, arguments, results on meta) → results as ``device`` makes them."""
+"""By kernel, these turn (device, arguments, results on meta) into results as ``device`` makes them."""

@@ -1,6 +1,4 @@
-"""Counting the FLOPs and the memory traffic of every kernel that runs, on tensors of any device, the meta device
-included.
-"""
+"""Count the FLOPs and memory traffic of every kernel that runs, on tensors of any device, the meta device included."""
 
 from __future__ import annotations
 
@@ -12,14 +10,12 @@ from torch import Tensor
 
 from shardwise.graph.aten_ops import FACTORS, Fact, has
 from shardwise.graph.schema import op_name, tensors_in
-
-# The documented way to see every operation, though its module's name has an underscore.
 from shardwise.graph.torch_private import TorchDispatchMode, schema, storage_key
 from shardwise.kernels.device_kernels import RESULTS
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what kernels do while it is on, and gives their results the form that they have on ``device``."""
+    """Count what kernels do while it is on, and give their results the form that they have on ``device``."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +38,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _moved(func: Any, arguments: Any, results: Any) -> int:
-    """Bytes of the operands and results of a kernel; none for views; of a table, the rows that were looked up."""
+    """Return the bytes of a kernel's operands and results; none for views; of a table, the rows that were looked up."""
     inputs, outputs = tensors_in(arguments), tensors_in(results)
     view = not schema(func).is_mutable and {storage_key(o) for o in outputs} <= {storage_key(i) for i in inputs}
     if view or has(func, Fact.UNWRITTEN):
@@ -54,7 +50,7 @@ def _moved(func: Any, arguments: Any, results: Any) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of the distinct elements of a tensor: an expanded dim counts once."""
+    """Return the bytes of the distinct elements of a tensor: an expanded dim counts once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -78,18 +74,18 @@ def _grouped(args: Sequence[Any], results: Any) -> int:
 
 
 def _convolution(x: Tensor, weight: Tensor, result: Tensor, transposed: bool) -> int:
-    """Every element of the result (of the input, if transposed) meets one filter."""
+    """Return the FLOPs: every element of the result (of the input, if transposed) meets one filter."""
     return 2 * (x if transposed else result).numel() * weight.shape[1:].numel()
 
 
 def _convolution_backward(args: Sequence[Any], results: Any) -> int:
-    """The gradients of input and weight are as much work as forward, each."""
+    """Return the FLOPs: the gradients of input and weight are as much work as forward, each."""
     grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     return _convolution(x, weight, grad, transposed) * sum(map(bool, wanted[:2]))
 
 
 def _attention(args: Sequence[Tensor], keys: int, values: int) -> int:
-    """So many products of queries × keys × their size, and of queries × keys × the size of values."""
+    """Return the FLOPs of ``keys`` products by the size of keys, and ``values`` by that of values, for all pairs."""
     q, k, v = args
     pairs = q.numel() // q.shape[-1] * k.shape[-2]
     return 2 * pairs * (keys * q.shape[-1] + values * v.shape[-1])
@@ -108,7 +104,7 @@ FLOPS: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "convolution": lambda args, result: _convolution(args[0], args[1], result, args[6]),
     "convolution_backward": _convolution_backward,
     **{f"_scaled_dot_product_{n}": lambda args, _: _attention(args[:3], 1, 1) for n in _KERNELS},
-    # the scores once more, then the gradients of queries, keys, values and probabilities
+    # Backward computes the scores once more, then the gradients of queries, keys, values and probabilities.
     **{f"_scaled_dot_product_{n}_backward": lambda args, _: _attention(args[1:4], 3, 2) for n in _KERNELS},
 }
-"""By kernel: (arguments, results) → FLOPs, 2 a multiply-add."""
+"""By kernel, these turn (arguments, results) into FLOPs, 2 per multiply-add."""

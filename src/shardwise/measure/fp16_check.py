@@ -1,6 +1,4 @@
-"""Has the CPU a kernel for every op of a model in fp16?  Torch lacks some, and says so only in the middle of a first
-step.
-"""
+"""Check that the CPU has a kernel for every op of a model in fp16: torch lacks some, and only says so in a step."""
 
 from __future__ import annotations
 
@@ -24,18 +22,15 @@ from shardwise.units.trace import Trace, Unit
 aten = torch.ops.aten
 ROWS = 2
 PRODUCTS = Fact.MATRIX_PRODUCT | Fact.CONVOLUTION | Fact.ATTENTION
-"""What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32
-here.
-"""
+"""These ops have fp16 kernels on every CPU, on many up to 70 times slower than fp32 ones: they run in fp32 here."""
 
 
 def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's
-    parameters at a time.
+    """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``.
 
-    It is done as by the last rank of each axis of tensor parallelism, which always has a part of what is sharded.
-    Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError`
-    names the op that has no kernel for the trace's precision, its module, what torch says, and what is legal.
+    The shards are those of the last rank of each tensor-parallel axis, which are never empty.  The parameters of one
+    unit at a time are in memory, and units of the same code and sizes run once.  Only the value of a product is
+    computed, in fp32.  Raises :class:`ConfigError`, which names the op without a kernel, its module and torch's reason.
     """
     (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
 
@@ -61,11 +56,11 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
             env = collectives.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(last, tuple(trace.tensor)))
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
-        del values  # before the next unit's
+        del values  # frees this unit's parameters before the next unit's are made
 
 
 def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...] | None) -> Tensor:
-    """A parameter, or where a rank has a piece of it one of that shape."""
+    """Return a parameter in its compute dtype, or a tensor of its local shape where it is on meta or sharded."""
     own = module.get_parameter(name)
     dtype, some = shadow_dtype(module, name, own, trace.precision), own.is_meta or piece is not None
     value = torch.full(piece or own.shape, 0.01, dtype=dtype) if some else own.detach().to("cpu", dtype, copy=True)
@@ -73,9 +68,7 @@ def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...
 
 
 class _Alike:
-    """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one
-    rank's.
-    """
+    """This communicator is its own handle, and all its ranks hold what this one holds; a sum is one rank's value."""
 
     def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **options: Any) -> _Alike:
         out.copy_(x)
@@ -90,11 +83,11 @@ class _Alike:
         return self
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 class _Nodes(fx.Interpreter):
-    """Runs the graph of a unit op by op, and each op's backward by itself, so that one that fails can be named."""
+    """Run the graph of a unit op by op, and each op's backward by itself, so that one that fails can be named."""
 
     def __init__(self, unit: Unit, precision: str) -> None:
         assert unit.graph is not None
@@ -144,14 +137,14 @@ def _wide(value: Any) -> Any:
 
 
 def _apart(result: Any) -> Any:
-    """An op's result, cut off from its graph."""
+    """Return an op's result, detached from its autograd graph."""
     if isinstance(result, tuple | list):
         return type(result)(_apart(v) for v in result)
     return result.detach().requires_grad_(result.requires_grad) if isinstance(result, Tensor) else result
 
 
 def _check_opaque(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Backward of the whole model; its forward has run for the trace."""
+    """Run backward of the whole model; its forward has run for the trace."""
     if any(p.is_meta for p in module.parameters()):
         return
     loss = first_loss(trace.units[0], module, batch, trace.precision, torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""Running units on the meta device, as one rank would run them on its own device.
+"""Run units on the meta device, as one rank would run them on its own device.
 
-Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in
-``device_kernels.py``.
+Nothing is allocated; strides, views and shards are those of the real run.  The tables in ``device_kernels.py`` say what
+depends on the device.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ META = torch.device("meta")
 
 
 Places = Mapping[str, tuple[int, int]]
-"""For each axis of tensor parallelism the number of ranks along it, and which of them is meant."""
+"""This maps each axis of tensor parallelism to its number of ranks and to the rank's index along it."""
 
 
 def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
-    """Raise ConfigError, under the name ``what``, on numbers that the trace cannot take.
+    """Return ``tensor``, or, where it is None, the last rank along each axis, which has the most.
 
-    Gives ``tensor`` back; None is the last rank along each axis, which has the most.
+    Raises :class:`ConfigError`, whose message begins with ``what``, for numbers that the trace cannot take.
     """
     if device not in DEVICES:
         raise ConfigError(f"{what}: device {device!r} is not known; legal: {', '.join(DEVICES)}")
@@ -57,12 +57,12 @@ def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tens
 
 
 def largest_sizes() -> Any:
-    """A context in which a size that depends on data is the largest that it can be."""
+    """Return a context in which a size that depends on data is the largest that it can be."""
     return cast(Any, fx_config).patch(meta_nonzero_assume_all_nonzero=True)
 
 
 class MetaRun:
-    """The arguments of units on one rank for one microbatch; values keep their identity from unit to unit."""
+    """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units."""
 
     def __init__(self, trace: Trace, env: Env, device: str) -> None:
         self.env, self.device, self.frozen = env, device, set(trace.frozen)
@@ -75,9 +75,9 @@ class MetaRun:
         trace: Trace, rows: int, parts: int, device: str, index: int | None = None,
         tensor: Places = MappingProxyType({}), **env: Any
     ) -> MetaRun:  # fmt: skip
-        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the
-        other axes.
-        """
+        """Return the run of rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.
+
+        ``tensor`` is its place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`."""
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         return MetaRun(
             trace,
@@ -95,14 +95,14 @@ class MetaRun:
         )
 
     def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
-        """Make a unit's outputs live; returns those through which gradients come back."""
+        """Make a unit's outputs live; return those through which gradients come back."""
         outputs = results[: len(unit.outputs)]
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=True):
             self.live[name] = value.detach().requires_grad_(grad)
         return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
 
     def arguments(self, unit: Unit) -> tuple[list[Tensor], ...]:
-        """Parameters, buffers, constants, batch fields and live inputs."""
+        """Return a unit's parameters, buffers, constants, batch fields and live inputs."""
         parameters, buffers, batch = (
             [self.leaf(kind, name) for name in names]
             for kind, names in (("p", unit.parameters), ("b", unit.buffers), ("f", unit.fields))
@@ -111,7 +111,7 @@ class MetaRun:
         return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
 
     def leaf(self, kind: str, name: str) -> Tensor:
-        """What this rank has of a parameter, a buffer or a batch field."""
+        """Return this rank's shard of a parameter ("p"), a buffer ("b") or a batch field ("f")."""
         if (kind, name) not in self.leaves:
             meta = self.captured[kind, name]
             shape = local_shape(meta["val"], meta["layout"], self.env)
@@ -121,10 +121,10 @@ class MetaRun:
 
 
 class UnitRun:
-    """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
+    """Run graphs op by op, dropping each value after its last use as the graph's own code does.
 
-    ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
-    ``weight_flops`` are those of ``products``, by the storage of the weight.
+    ``unknown`` names the ops whose memory is a guess: they run as composed on meta, or an op that keeps nothing stands
+    in for them.  ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
     """
 
     def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
@@ -171,13 +171,11 @@ class UnitRun:
         return result
 
     def placed(self, target: Any) -> Any:
-        """``target`` as the device composes it."""
+        """Return ``target`` as the device composes it."""
         return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
-        """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the
-        largest.
-        """
+        """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest."""
         several = isinstance(node.meta["val"], tuple | list)
         values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
         operands = tensors_in(args)
@@ -193,7 +191,7 @@ class UnitRun:
 
 
 class _StandIn(torch.autograd.Function):
-    """An empty tensor that depends on ``operands`` and keeps nothing."""
+    """Make an empty tensor that depends on ``operands`` and keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
@@ -209,11 +207,10 @@ class _StandIn(torch.autograd.Function):
 
 
 def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """The values and layouts of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name), as
-    capture saw them.
+    """Return the metadata of batch fields ("f", name), parameters ("p", name) and buffers ("b", name) at capture.
 
-    A buffer of which only updates are read is like its update, and a field that no unit reads is among the placeholders
-    of the whole graph, which end with the fields.
+    A buffer that units only update has the metadata of its update.  Fields that no unit reads are found among the
+    placeholders of the whole graph, which end with the fields.
     """
     whole = next(node.graph for unit in trace.units for node in unit.values.values())
     places = [n for n in whole.nodes if n.op == "placeholder"]
@@ -230,7 +227,7 @@ def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 
 def _depends_on_data(node: fx.Node) -> bool:
-    """Whether the result's size does."""
+    """Return whether the size of a node's result depends on data."""
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
     return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
@@ -242,7 +239,7 @@ def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Arguments of a node with values in place of nodes, and the meta device in place of any other."""
+    """Return a node's arguments with values in place of nodes, and the meta device in place of any other."""
 
     def fill(a: Any) -> Any:
         if isinstance(a, fx.Node):
@@ -253,7 +250,7 @@ def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What is not needed after a node: values of which it is the last user, and itself where it has none."""
+    """Return what is not needed after each node: values of which it is the last user, and itself if it has none."""
     last: dict[fx.Node, list[fx.Node]] = {n: [] for n in graph.nodes}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -267,16 +264,16 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def failed_op(error: Exception) -> str:
-    """The op that a failure of autograd names."""
+    """Return the op that a failure of autograd names."""
     found = re.search(r"\w+::\w+", str(error))
     return found[0] if found else "the unit"
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of each storage, by identity."""
+    """Return the bytes of each storage, by the storage's key."""
     return {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 def without(these: Mapping[int, int], *others: Mapping[int, int]) -> dict[int, int]:
-    """Those that are in none of the others."""
+    """Return those of ``these`` storages that are in none of the ``others``."""
     return {k: v for k, v in these.items() if not any(k in o for o in others)}

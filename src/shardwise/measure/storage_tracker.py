@@ -1,9 +1,9 @@
-"""Following the bytes of every storage that ops make, from the op to the end of the storage, on tensors of any device.
+"""Follow the bytes of every storage that ops make, from the op to the end of the storage, on tensors of any device.
 
-Counted are whole storages as ops allocate them; views and in-place ops add nothing.  Not seen are temporaries that live
-and die inside one kernel (the cast of an operand, a workspace), the allocator's rounding, and memory that no op made
-(``torch.from_numpy``). While any dispatch mode is on, torch leaves out some in-place shortcuts: autograd sums two
-gradients of one tensor into a third, which it otherwise sums into the first.
+Whole storages are counted as ops allocate them; views and in-place ops add nothing.  Temporaries inside one kernel
+(the cast of an operand, a workspace), the allocator's rounding, and memory that no op made (``torch.from_numpy``) are
+not seen.  While any dispatch mode is on, torch leaves out some in-place shortcuts: autograd sums two gradients of one
+tensor into a third, which it otherwise sums into the first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ _FRESH = ("aten::lift_fresh", "aten::lift")  # the operand has just been made, b
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages made while it is on; they leave the count when they end, whether it is still on
-    or not.
+    """Count the bytes of the storages made while this mode is on; a storage leaves the count when it ends, even later.
 
-    ``current`` is what is alive, ``peak`` the most that was since the last :meth:`mark`, ``peak_op`` the op that
-    reached it ("" where none rose above the mark), ``made`` what is alive of what was made since.  ``device`` is the
-    type of device whose storages count, by default any.  Where another mode replaces results, this one has to be the
-    inner of the two.
+    ``current`` is the number of bytes alive, ``peak`` the most since the last :meth:`mark`, ``peak_op`` the op that
+    reached it ("" where none rose above the mark), and ``made`` the bytes alive that were made since the mark.
+    ``device`` is the type of device whose storages count, by default any.  Where another mode replaces results, this
+    one has to be the inner of the two.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -45,14 +44,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._alive[one] for one in self._young)
 
     def mark(self) -> int:
-        """Begin a new peak at what is alive now, and return that."""
+        """Begin a new peak at the bytes that are alive now, and return them."""
         self.peak, self.peak_op = self.current, ""
         self._young.clear()
         return self.current
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which storages are made that do not count."""
+        """Do not count the storages that are made in this context."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -60,7 +59,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether the storage of ``tensor`` is one that is counted."""
+        """Return whether the storage of ``tensor`` is counted."""
         return weakref.ref(tensor.untyped_storage()) in self._alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +86,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = weakref.ref(storage, self._end)
             self._alive[key] = storage.nbytes()
             self._young.add(key)
-        elif before != storage.nbytes():  # resized; the key, which ends the count, stays
+        elif before != storage.nbytes():  # resized; the old key stays, because its callback ends the count
             self._alive[weakref.ref(storage)] = storage.nbytes()
         self.current += storage.nbytes() - (before or 0)
         if self.current > self.peak:

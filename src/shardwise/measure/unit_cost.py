@@ -1,9 +1,8 @@
-"""What each unit costs one rank: parameters, FLOPs, memory traffic, and the bytes that live between forward and
-backward.
+"""Measure what each unit costs one rank: parameters, FLOPs, memory traffic, and bytes kept from forward to backward.
 
 Units run one after the other on the meta device, forward and backward, as the interpreter runs them: nothing is
-allocated, strides, views and shards are those of the real run, and autograd says what it keeps.  What depends on the
-device is the table in ``device_kernels.py``.
+allocated, strides, views and shards are those of the real run, and autograd says what it keeps.  The tables in
+``device_kernels.py`` say what depends on the device.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ from shardwise.units.weight_products import Product, find
 
 @dataclass(frozen=True)
 class UnitCost:
-    """The cost of one unit for one rank and one microbatch.
+    """This is the cost of one unit for one rank and one microbatch.
 
-    FLOPs are of matrix products, convolutions and attention, 2 a multiply-add; causal attention counts in full.  Memory
-    is in bytes of whole storages, each counted once: a view counts as its base.  Between forward and backward a unit
-    keeps its inputs and batch fields besides ``saved_bytes``; an input is also its maker's output.
+    FLOPs are those of matrix products, convolutions and attention, 2 per multiply-add; causal attention counts in full.
+    Memory is in bytes of whole storages, each counted once: a view counts as its base.  Between forward and backward a
+    unit keeps its inputs and batch fields besides ``saved_bytes``; an input is also an output of the unit that made it.
     """
 
     index: int
     name: str
-    parameters: int  # number of elements; a parameter that several units read counts in each
+    parameters: int  # the number of elements; a parameter that several units read counts in each
     forward_flops: int
-    input_flops: int  # of backward, without what weight_flops counts: of BACKWARD_INPUT
-    weight_flops: int  # of backward: weight gradients of products (`units/weight_products.py`), of BACKWARD_WEIGHT
-    forward_bytes: int  # read and written by the kernels of forward, views excepted
-    output_bytes: int  # live outputs that the unit made itself
-    saved_bytes: int  # made by the unit and kept by autograd
+    input_flops: int  # of backward without weight_flops: those of BACKWARD_INPUT
+    weight_flops: int  # of the weight gradients of products (`units/weight_products.py`): those of BACKWARD_WEIGHT
+    forward_bytes: int  # bytes that the kernels of forward read and write, views excepted
+    output_bytes: int  # bytes of live outputs that the unit made itself
+    saved_bytes: int  # bytes that the unit made and autograd keeps
     unknown: tuple[str, ...] = ()  # ops that these numbers guess (as composed on the meta device) or leave out
 
     @property
     def backward_flops(self) -> int:
-        """All of backward."""
+        """Return the FLOPs of all of backward."""
         return self.input_flops + self.weight_flops
 
 
 def cost(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor: Places | None = None
 ) -> list[UnitCost]:
-    """The cost of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has
-    the most.
+    """Return the cost of each unit of ``trace`` for a microbatch of ``rows`` rows on the last of ``parts`` ranks.
 
-    ``device`` is "cpu" or "gpu", whichever is present here; ``tensor`` is the rank's place on the axes of tensor
-    parallelism, by default the last, too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    The last rank has the most rows.  ``device`` is "cpu" or "gpu", whichever is present here; ``tensor`` is the rank's
+    place on the axes of tensor parallelism, by default the last.  Raises :class:`ConfigError` for numbers that the
+    trace cannot take.
     """
     places = check_walk("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:
@@ -66,7 +65,7 @@ def cost(
 
 
 def _opaque(trace: Trace, unit: Unit) -> UnitCost:
-    """Only its parameters are known."""
+    """Return the cost of a unit that was not captured: only its parameters are known."""
     number = sum(p.numel for p in trace.parameters)
     rest = {f.name: 0 for f in fields(UnitCost)[3:-1]}
     return UnitCost(unit.index, unit.name, number, **rest, unknown=("the whole model: it was not captured",))
@@ -95,7 +94,7 @@ def _unit(walk: MetaRun, unit: Unit) -> UnitCost:
 
 
 class _Measured(UnitRun):
-    """One unit: what autograd keeps of forward, and backward."""
+    """Run one unit, forward and backward, and see what autograd keeps of its forward."""
 
     def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
         super().__init__(walk, products)
@@ -107,7 +106,7 @@ class _Measured(UnitRun):
         return kept
 
     def backward(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
-        """Run backward; returns the FLOPs of weight gradients, each as many as its op's in forward."""
+        """Run backward; return the FLOPs of weight gradients, each as many as those of its product in forward."""
         seeds = [torch.empty_like(o) for o in outputs]
         try:
             with self.meter:
@@ -121,7 +120,7 @@ class _Measured(UnitRun):
 
 
 class _Kept:
-    """A tensor that autograd keeps, for as long as it does."""
+    """This holds a tensor that autograd keeps, for as long as autograd does."""
 
     __slots__ = ("__weakref__", "tensor")
 

@@ -1,8 +1,7 @@
-"""What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a
-tracker.
+"""Measure what each unit's instructions do to a rank's memory: they run on the meta device under a storage tracker.
 
-``unit_work.py`` does those of one unit.  Equal units (the same code on arguments of the same shapes, strides and
-sharing) are walked once: the results of the others are made from what the first one's looked like.  Parameters,
+``unit_work.py`` runs FORWARD, RECOMPUTE and BACKWARD of one unit.  Equal units (the same code on arguments of the same
+shapes, strides and sharing) run once: the results of the others are made in the form of the first one's.  Parameters,
 buffers, constants and batch fields are given and count nothing.
 """
 
@@ -41,10 +40,10 @@ from shardwise.units.trace import Trace, Unit
 
 @dataclass(frozen=True)
 class Way:
-    """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and
-    ``saved`` what BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a
-    backward in two parts, ``inputs`` and ``weights`` are the peaks, and ``deferred`` is what the first leaves for the
-    second."""
+    """These are the bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live
+    outputs, and ``saved`` what BACKWARD finds, including ``kept``; the two are equal where nothing is computed again.
+    ``deferred`` is what the first part of a backward in two parts leaves for the second, and ``inputs`` and ``weights``
+    are the peaks of these parts.  All other fields are peaks."""
 
     forward: int = 0
     kept: int = 0
@@ -58,29 +57,29 @@ class Way:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """The bytes of one unit on one rank for one microbatch.
+    """These are the bytes of one unit on one rank for one microbatch.
 
     Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it;
-    what autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to
-    the weight gradients that do, which come after all of these.  Peaks are the
-    most that an instruction adds to what was alive before it, and include what it leaves.
+    what autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or
+    to the deferred weight gradients that do, which come after all of these.  A peak is the most that an instruction
+    adds to what was alive before it, and includes what it leaves.
     """
 
     index: int
     name: str
-    outputs: int = 0  # live outputs that the unit made itself
-    updates: int = 0  # new values of buffers, kept until the step ends
-    gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
-    passed: tuple[int, ...] = ()  # that BACKWARD_INPUT does
+    outputs: int = 0  # bytes of live outputs that the unit made itself
+    updates: int = 0  # bytes of new values of buffers, kept until the step ends
+    gradients: tuple[int, ...] = ()  # bytes that BACKWARD leaves pending, by input of the unit
+    passed: tuple[int, ...] = ()  # bytes that BACKWARD_INPUT leaves pending, by input of the unit
     alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
-    none: Way = Way()  # without RECOMPUTE
-    again: Way = Way()  # with that of the plan's ``recompute``, if it has one
+    none: Way = Way()  # the way without RECOMPUTE
+    again: Way = Way()  # the way with RECOMPUTE as in the plan's ``recompute``, if it has one
     unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The memory of all units for one microbatch, and the peak of counting its targets (0 where the loss has none)."""
+    """This is the memory of all units for one microbatch, and the peak of counting its targets (0 without targets)."""
 
     units: tuple[UnitMemory, ...]
     count: int = 0
@@ -91,14 +90,13 @@ def profile(
     goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None,
     recompute: str = "none",
 ) -> Profile:  # fmt: skip
-    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at
-    ``tensor`` on the axes of tensor parallelism.
+    """Return the bytes of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
-    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.
-    ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the number in a step.  ``goals`` has
-    the dtypes of the buffers to which backward writes gradients, by parameter, where these are not the bucket's
-    ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises
-    :class:`ConfigError` on numbers that the trace cannot take.
+    Without ``index`` it is the last rank, which has the most rows; ``tensor`` is its place on the axes of tensor
+    parallelism, by default the last.  ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the
+    number in a step.  ``goals`` maps parameters to the dtypes of the buffers to which backward writes their gradients,
+    where these are not the bucket's ``wide``; with ``split``, backwards in two parts are run too; ``recompute`` is a
+    plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
     """
     places = check_walk("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
@@ -131,9 +129,7 @@ def _count(trace: Trace, walk: MetaRun) -> int:
 
 
 class _Form(NamedTuple):
-    """A tensor as others see it; ``source`` is its storage: of the known tensor of that index, or new ones from -1
-    downwards.
-    """
+    """This is a tensor's form; ``source`` is its storage: the index of a known tensor, or -1, -2, … for new ones."""
 
     source: int
     nbytes: int
@@ -160,7 +156,7 @@ def _forms(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> tuple[_Fo
 
 
 def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Tensors of these forms, on storages of their own where these are new."""
+    """Return tensors of these forms, on storages of their own where these are new."""
     bases = {f.source: torch.empty(f.nbytes, dtype=torch.uint8, device=META) for f in forms if f.source < 0}
     made = []
     for f in forms:
@@ -174,7 +170,7 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
 
 
 class _Profiler:
-    """All units forward, then all backward with the pending gradients that the later ones left."""
+    """Run all units forward, then all backward with the pending gradients that the later ones left."""
 
     def __init__(
         self,
@@ -226,7 +222,7 @@ class _Profiler:
         return replace(memory, index=unit.index, name=unit.name)
 
     def backward(self, unit: Unit) -> dict[str, Any]:
-        """The fields of a unit's memory that its backward decides; leaves its inputs' gradients pending."""
+        """Return the fields of a unit's memory that its backward decides; leave its inputs' gradients pending."""
         arguments = self.arguments(unit)
         given = {n: self.pending.pop(n) for n in unit.outputs if n in self.pending}
         names = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
@@ -252,7 +248,7 @@ class _Profiler:
     def walk_backward(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
     ) -> tuple[dict[str, Any], list[Tensor | None]]:
-        """The ways of the unit, and the gradients that are pending then."""
+        """Return the ways of the unit, and the gradients that are pending after its backward."""
         found: dict[str, Any] = {}
         unknown: set[str] = set()
         for name, recompute in self.ways.items():
@@ -272,14 +268,14 @@ class _Profiler:
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
         order: Sequence[int], ways: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
-        """The ways completed by what the two parts of a backward need, and the gradients that the first leaves."""
+        """Return the ways completed by the peaks of the two parts of a backward, and ``passed``."""
         found: dict[str, Any] = {}
         for name, recompute in self.ways.items():
             work, held = UnitWork(self.step, unit, arguments), deque[Factors]()
             if recompute == "selective":
                 work.forward("record")
             work.forward("save" if recompute == "none" else "again")
-            with work.tracker:  # the second part may end what the first was given
+            with work.tracker:  # the second part may free what the first was given
                 own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
             peak, grads = work.backward(own, before, held)
             tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
@@ -296,9 +292,7 @@ class _Profiler:
 def _owned(
     unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], elsewhere: Mapping[int, int]
 ) -> tuple[int, ...]:  # fmt: skip
-    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last, if not
-    ``elsewhere``.
-    """
+    """Return bytes by input; a storage that several share belongs to the one wanted last, if not ``elsewhere``."""
     seen = set(elsewhere)
     sizes = [0] * len(grads)
     for i in order:

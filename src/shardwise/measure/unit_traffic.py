@@ -1,6 +1,4 @@
-"""The bytes that a unit hands to the communicator: of its nodes those that may communicate are run on the meta device,
-on operands of the shapes that their layouts give.
-"""
+"""Count the bytes that a unit communicates: nodes that may communicate run on meta tensors of their local shapes."""
 
 from __future__ import annotations
 
@@ -20,16 +18,16 @@ from shardwise.units.split import with_backward
 
 
 class Traffic(NamedTuple):
-    """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums,
-    what an all_gather puts together, what a reduce_scatter takes apart, with the padding of uneven pieces.  A message
-    is a "send" or a "receive"."""
+    """This is one ``kind`` of collective over ``axes`` of the mesh.  ``nbytes`` is the size of the whole: of what an
+    all_reduce sums, an all_gather puts together, or a reduce_scatter takes apart, with the padding of uneven shards.
+    The kind of a message is "send" or "receive"."""
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
 
     def ring(self, parts: int) -> float:
-        """The bytes that each of ``parts`` ranks sends in a ring; of a message, its sender all."""
+        """Return the bytes that each of ``parts`` ranks sends in a ring; a message's sender sends all of it."""
         if self.kind in ("send", "receive"):
             return self.nbytes if self.kind == "send" else 0
         passes = 2 if self.kind == "all_reduce" else 1
@@ -38,9 +36,10 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitTraffic:
-    """What a unit communicates on one rank for one microbatch; ``again``: of forward what its recomputation repeats.
+    """This is what a unit communicates on one rank for one microbatch.
 
-    ``unknown`` are ops on sizes that depend on data, which are left out.
+    ``again`` is the part of ``forward`` that its recomputation repeats; ``unknown`` names ops on sizes that depend on
+    data, which are left out.
     """
 
     forward: tuple[Traffic, ...] = ()
@@ -50,15 +49,15 @@ class UnitTraffic:
 
 
 class Cause(NamedTuple):
-    """Op ``op`` of the module at ``path``: that which communicates, or the first that needs what a move makes."""
+    """This names the op, and its module, that communicates, or that is the first to need a redistributed operand."""
 
     op: str
     path: str
 
 
 def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
-    """The traffic of a unit's graph, or of another piece of a local graph; ``output_grads`` says which outputs have
-    gradients."""
+    """Return the traffic of a unit's graph, or of another piece of a local graph; ``output_grads`` says which outputs
+    have gradients."""
     found = [one for _, one in by_cause(graph, env, output_grads)]
     forward, backward, again = (
         tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward", "again")
@@ -67,7 +66,7 @@ def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Uni
 
 
 def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Iterator[tuple[Cause, UnitTraffic]]:
-    """The same, node by node; a node may turn out to communicate nothing."""
+    """Yield the traffic of each node, with its cause; a node may turn out to communicate nothing."""
     reached = with_backward(graph, output_grads)
     for node in (n for n in graph.nodes if facts_of(n.target).communicates):
         name = str(node.target.__name__)
@@ -84,19 +83,19 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
 
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
-    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size.
+    """Return the axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size.
 
-    The rows of ``env`` are those of a graph whose batch dim is static; otherwise 0.
+    ``env.rows`` is the number of rows of a graph whose batch dim is static, otherwise 0.
     """
-    env = replace(env, rows=env.rows or 2 * env.parts)  # two each: norms want more than one
+    env = replace(env, rows=env.rows or 2 * env.parts)  # two rows per rank, because norms want more than one
     nodes = (n for n in graph.nodes if facts_of(n.target).communicates)
     return tuple(dict.fromkeys(env.real(one.axes) for node in nodes for one in exchanged(node, env)))
 
 
 def exchanged(node: fx.Node, env: Env) -> tuple[Exchange, ...]:
-    """What one of our own functions and its gradient communicate on the rank and for the rows that ``env`` describes;
-    of a size that depends on data there is 1.
-    """
+    """Return what one of our own functions and its gradient communicate on the rank and for the rows of ``env``.
+
+    A size that depends on data is taken to be 1."""
 
     def value(one: fx.Node) -> Any:
         if one.op == "placeholder" and one.name == "env":
@@ -115,6 +114,6 @@ def exchanged(node: fx.Node, env: Env) -> tuple[Exchange, ...]:
 
 
 def _depends_on_data(node: fx.Node) -> bool:
-    """Whether the size of an operand does."""
+    """Return whether the size of an operand depends on data."""
     values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return any(of_data(s) for v in values for s in v.shape)

@@ -1,5 +1,5 @@
-"""One unit's instructions on the meta device under a tracker of storages, as ``runtime/computing.py`` does them: with
-the same objects held for as long, so that peaks are its peaks.
+"""Run one unit's instructions on the meta device under a storage tracker, as ``runtime/computing.py`` runs them: it
+holds the same objects for as long, so the peaks are the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from shardwise.units.weight_products import Operand, expose, find
 
 @dataclass(frozen=True)
 class MetaStep:
-    """What the units of a step have in common: ``goals`` are the dtypes of the buffers to which backward writes
-    gradients, by parameter.
-    """
+    """This is what the units of a step share; ``goals`` maps parameters to the dtypes of their gradients' buffers."""
 
     trace: Trace
     walk: MetaRun
@@ -36,7 +34,7 @@ class MetaStep:
 
 
 class UnitWork(UnitBackward):
-    """One unit's instructions on one way, as the interpreter does them."""
+    """Run one unit's instructions on one way, as the interpreter does."""
 
     def __init__(self, step: MetaStep, unit: Unit, arguments: Sequence[Tensor]) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class UnitWork(UnitBackward):
         self.goals = {n: torch.empty(trained[n].shape, dtype=step.goals[n], device=META) for n in unit.products}
 
     def weight(self) -> Tensor:
-        """w_m of the interpreter: a new scalar, or one of all microbatches'."""
+        """Return the interpreter's w_m: a new scalar, or an element of the tensor of all microbatches' weights."""
         return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
 
     def seed(self, pending: Mapping[str, Tensor], name: str, value: Tensor) -> Tensor | None:
@@ -65,10 +63,10 @@ class UnitWork(UnitBackward):
         return pending.get(name)
 
     def forward(self, what: Literal["alone", "save", "record", "again"]) -> tuple[int, int]:
-        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there
-        is one.
+        """Run a FORWARD that keeps nothing ("alone"), what autograd keeps ("save") or what a tape does ("record"), or
+        RECOMPUTE ("again"), which reads the tape where there is one.
 
-        Returns the peak, and what is left, both above what was there before.
+        Returns the peak bytes and the bytes that are left, both above what was there before.
         """
         unit, env = self.unit, self.run.walk.env
         graph = unit.graph
@@ -98,7 +96,7 @@ class UnitWork(UnitBackward):
         return self.tracker.peak - before, self.tracker.current - before
 
     def made(self) -> tuple[int, int]:
-        """Bytes of live outputs, and of new values of buffers."""
+        """Return the bytes of live outputs, and those of new values of buffers."""
         given = storages(self.arguments)
         made = without(storages(self.live), given)
         return sum(made.values()), sum(without(storages(self.updates), given, made).values())
@@ -116,10 +114,9 @@ class UnitWork(UnitBackward):
     def backward(
         self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
     ) -> tuple[int, list[Tensor | None]]:
-        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those
-        ``before``.
+        """Run BACKWARD on the ``pending`` gradients of outputs; return the peak bytes and the gradients of inputs.
 
-        With ``held`` it is BACKWARD_INPUT, which leaves products there.
+        These are added to those ``before``.  With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
         self.run.walk.env.meanwhile = self.flush
         unit = self.unit
@@ -136,7 +133,7 @@ class UnitWork(UnitBackward):
         return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
 
     def backward_weight(self, held: deque[Factors]) -> int:
-        """BACKWARD_WEIGHT: the peak."""
+        """Run BACKWARD_WEIGHT; return its peak bytes."""
         start = self.tracker.mark()
         with self.run.meter, self.tracker:
             while held:
@@ -147,7 +144,7 @@ class UnitWork(UnitBackward):
         accumulate(self.goals[factors.weight], factors, False, self.kernels)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Nothing: it is added to a buffer that the program has."""
+        """Do nothing: the gradient is added to a buffer that the program has."""
 
     def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:

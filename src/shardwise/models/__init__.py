@@ -1,4 +1,4 @@
-"""Small language models in plain PyTorch; they know nothing of shardwise."""
+"""These are small language models in plain PyTorch; they know nothing of shardwise."""
 
 from .generate import generate
 from .gpt import GPT

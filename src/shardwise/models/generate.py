@@ -1,4 +1,4 @@
-"""Sampling from a language model, token by token."""
+"""Sample from a language model, token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """``ids`` (B, S) followed by ``tokens`` sampled ones: (B, S + tokens).
+    """Return ``ids`` (B, S) followed by ``tokens`` sampled ones: (B, S + tokens).
 
-    The model takes ``input_ids`` and returns logits (B, S, V) or an output with ``.logits``; it sees no more
-    than its last ``model.context`` tokens, where it has such an attribute. ``temperature`` 0 takes the
-    likeliest token. ``generator`` is one of the device of ``ids``. The model's training mode is as before
-    afterwards.
+    The model takes ``input_ids`` and returns logits (B, S, V) or an output with ``.logits``; it sees no more than its
+    last ``model.context`` tokens, where it has such an attribute.  ``temperature`` 0 takes the likeliest token.
+    ``generator`` has to be on the device of ``ids``.  The model's training mode is as before afterwards.
     """
     context = getattr(model, "context", None)
     training = {module: module.training for module in model.modules()}

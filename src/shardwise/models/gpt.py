@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch: learned positions, pre-norm blocks, tied embedding and head."""
+"""This is a GPT in plain PyTorch: learned positions, pre-norm blocks, tied embedding and head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the targets that count.
+    """Return the mean cross-entropy over the targets that count, a scalar.
 
-    ``logits`` is (B, S, V), ``labels`` (B, S) integers: the token that follows each position, or -100 where
-    there is none. Computed in fp32 at least, whatever the precision of the logits.
+    ``logits`` is (B, S, V), ``labels`` (B, S) integers: the token that follows each position, or -100 where there is
+    none.  It is computed in fp32 at least, whatever the precision of the logits.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -21,9 +21,9 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which key (last dim) each query may look at, (B, 1, S, S) bool: those of its own document up to itself.
+    """Return which keys (last dim) each query may look at, (B, 1, S, S) bool: those of its own document up to itself.
 
-    ``documents`` (B, S) says which document each token is of.
+    ``documents`` (B, S) says to which document each token belongs.
     """
     places = torch.arange(documents.shape[1], device=documents.device)
     causal = places.unsqueeze(1) >= places
@@ -31,12 +31,12 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """Attention of (B, heads, S, size), causal, or as ``mask`` (B, 1, S, S) allows."""
+    """Return attention of (B, heads, S, size), causal, or as ``mask`` (B, 1, S, S) allows, in the shape of ``q``."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
 
 
 class Attention(nn.Module):
-    """Causal self-attention (B, S, width) -> (B, S, width), with one linear for queries, keys and values."""
+    """Compute causal self-attention, (B, S, width) -> (B, S, width), with one linear for queries, keys and values."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU, (B, S, width) -> (B, S, width)."""
+    """Compute two linears around a GELU, (B, S, width) -> (B, S, width)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normed before and added to what came in."""
+    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width)."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture and initialisation (Radford et al., 2019).
+    """This has GPT-2's architecture and initialisation (Radford et al., 2019).
 
-    ``hidden`` is the MLP's width (default 4 x width), ``context`` the longest sequence, ``dropout`` the
-    probability in the residual branches, the embedding and the attention weights. ``width`` must be a
-    multiple of ``heads``.
+    ``hidden`` is the MLP's width (default 4 x width), ``context`` the longest sequence in tokens, ``dropout`` the
+    probability in the residual branches, the embedding and the attention weights.  ``width`` must be a multiple of
+    ``heads``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Normal weights of deviation 0.02, those of the 2 x layers sums into the residual stream less."""
+        """Make weights normal with deviation 0.02, less for those of the 2 x layers sums into the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith("proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
@@ -122,10 +122,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or the loss if there are ``labels``.
+        """Return logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or with ``labels`` the scalar loss.
 
-        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored. ``documents`` (B, S), growing along S,
-        says which document each token is of: attention stays inside documents, and positions begin anew in each.
+        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored.  ``documents`` (B, S), growing along S,
+        says to which document each token belongs: attention stays inside documents, and positions begin anew in each.
         """
         mask = None if documents is None else document_mask(documents)
         if mask is None:

@@ -1,4 +1,4 @@
-"""A Llama in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""This is a Llama in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .gpt import attend, document_mask, token_loss
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, the statistics in fp32 at least (Zhang and Sennrich, 2019)."""
+    """Compute x / rms(x) * weight over the last dim, with statistics in fp32 at least (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(context: int, size: int) -> Tensor:
-    """cos and sin of position x frequency, (2, context, size); a head's halves share their frequencies."""
+    """Return cos and sin of position x frequency, (2, context, size); a head's halves share their frequencies."""
     frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
@@ -39,7 +39,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention in which groups of heads share keys and values: (B, S, width) -> (B, S, width)."""
+    """Compute causal attention, (B, S, width) -> (B, S, width), in which groups of heads share keys and values."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:-1], x.shape[-1] // self.size, self.size).transpose(1, 2)
 
     def _shared(self, x: Tensor) -> Tensor:
-        """One copy of each key or value head for every query head of its group."""
+        """Return one copy of each key or value head for every query head of its group."""
         if self.groups == 1:
             return x
         return x.unsqueeze(2).expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+    """Compute down(silu(gate(x)) * up(x)), (B, S, width) -> (B, S, width) (Shazeer, 2020)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class SwiGLU(nn.Module):
 
 
 def swiglu_hidden(width: int) -> int:
-    """8/3 x width, rounded up to a multiple of 32: as many parameters as a plain MLP of 4 x width has."""
+    """Return 8/3 x width, rounded up to a multiple of 32, for as many parameters as a plain MLP of 4 x width has."""
     return -(-8 * width // 96) * 32
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normed before and added to what came in."""
+    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width)."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama's architecture (Touvron et al., 2023).
+    """This has Llama's architecture (Touvron et al., 2023).
 
-    ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size;
-    ``hidden`` is the MLP's width (default: :func:`swiglu_hidden`); ``tied``: the head is the embedding.
+    ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size; ``hidden`` is
+    the MLP's width (default: :func:`swiglu_hidden`); with ``tied`` the head is the embedding.
     """
 
     rotary: Tensor
@@ -138,10 +138,10 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss for aligned ``labels``.
+        """Return logits (B, S, vocabulary) of ``input_ids`` (B, S), or with aligned ``labels`` the scalar mean loss.
 
-        ``documents`` (B, S) says which document each token is of: attention stays inside documents. Positions need not
-        begin anew, for rotary attention sees their differences only.
+        ``documents`` (B, S) says to which document each token belongs: attention stays inside it.  Positions need not
+        begin anew, because rotary attention sees their differences only.
         """
         mask = None if documents is None else document_mask(documents)
         x = self.embedding(input_ids)

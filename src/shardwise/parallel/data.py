@@ -1,6 +1,6 @@
 """Data parallelism and ZeRO: every rank of the batch axes works on its share of each microbatch's rows.
 
-Who holds what is a row of one table (R replicated, P partial sum, S flat shard over ``dp``):
+A row of one table says who holds what (R replicated, P partial sum, S flat shard over ``dp``):
 
     =================  ====  ====  =====
     kind               rest  grad  state
@@ -41,13 +41,13 @@ ZERO = (
     ParameterRule("*", grad="S", state="S"),
     ParameterRule("*", rest="S", grad="S", state="S"),
 )
-"""The row of each stage of ZeRO; stage 0 is DDP."""
+"""These are the rules of the stages of ZeRO; stage 0 is DDP."""
 
 
 def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Plan:
-    """``plan`` over ``size`` ranks in ``replicas`` groups, each of which shards what stage ``zero`` of ZeRO shards.
+    """Return ``plan`` over ``size`` ranks in ``replicas`` groups, each of which shards as stage ``zero`` of ZeRO does.
 
-    The axes are within a pipeline's, and around all others.
+    The axes are inside a pipeline's and outside all others.  Raises :class:`ConfigError` for numbers that do not fit.
     """
     check_value("zero", zero, isinstance(zero, int) and 0 <= zero < len(ZERO), f"0 to {len(ZERO) - 1}")
     if not isinstance(replicas, int) or replicas < 1 or size % replicas:
@@ -60,31 +60,32 @@ def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Pl
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which the rows of a microbatch are sharded, the first slowest."""
+    """Return the axes over which the rows of a microbatch are sharded, the first slowest."""
     return tuple(axis for axis in (REPLICAS, SHARDS) if axis == SHARDS or axis in mesh.names)
 
 
 def shard_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which S is sharded, those of one rank left out."""
+    """Return the axes over which S is sharded, those of one rank left out."""
     return (SHARDS,) if mesh.axis_size(SHARDS) > 1 else ()
 
 
 def placement(plan: Plan, name: str) -> ParameterRule:
-    """The rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
+    """Return the rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
     rule = plan.data.rule(name)
     return rule if shard_axes(plan.mesh) else replace(rule, rest="R", grad="P", state="R")
 
 
 def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
-    """The range of a bucket whose masters and optimizer state rank ``index`` of ``parts`` has; of a frozen one, what it
-    is to gather.
+    """Return the range of a bucket whose masters and optimizer state rank ``index`` of ``parts`` has.
+
+    For a frozen bucket, which does not learn, it is the range that the rank holds at rest.
     """
     sharded = (rule.state if learns else rule.rest) == "S"
     return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
 
 
 class Reduction(NamedTuple):
-    """A collective that sums a flat gradient over ``axes``; ``scatters``: each of their ranks gets its shard of it."""
+    """This is a collective that sums a flat gradient over ``axes``; if it ``scatters``, each rank gets its shard."""
 
     axes: tuple[str, ...]
     scatters: bool
@@ -93,9 +94,9 @@ class Reduction(NamedTuple):
 def reductions(
     mesh: Mesh, rule: ParameterRule, summed: Sequence[str] = ()
 ) -> tuple[tuple[Reduction, ...], tuple[Reduction, ...]]:
-    """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last.
+    """Return the reductions of a flat gradient after the backward of each microbatch, and those once per step.
 
-    Over the axes ``summed`` it is a partial sum besides, until the last.
+    The latter follow the last microbatch.  Over the axes ``summed`` the gradient is a partial sum, too, until then.
     """
     shards = shard_axes(mesh)
     rest = [a for a in (*batch_axes(mesh), *summed) if mesh.axis_size(a) > 1 and a not in shards]

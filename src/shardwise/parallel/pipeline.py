@@ -1,7 +1,7 @@
-"""Pipelines: the model cut by layers into stages, which the ranks of the axis ``pp`` compute one after the other.
+"""Cut a model by layers into the stages of a pipeline, which the ranks of the axis ``pp`` compute one after the other.
 
-Which rank computes what, and when, is the schedule's (``schedule.py``).  Where a model is cut follows from the costs of
-its units.
+The schedule (``schedule.py``) says which rank computes what, and when.  The costs of its units say where a model is
+cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pipeline(
     stages: Sequence[int] = (),
     timetable: Sequence[str] = (),
 ) -> Plan:
-    """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest.
+    """Return ``plan`` over a pipeline of ``size`` ranks, the outermost axis, because its messages are the smallest.
 
     ``stages_per_rank`` is by default the least that the schedule takes, or that of the ``timetable``, which schedule
     "auto" needs.
@@ -46,7 +46,7 @@ def pipeline(
 
 
 def carried(plan: Plan) -> Timetable:
-    """The timetable that the plan carries for its step; nothing where its schedule has one of its own."""
+    """Return the timetable that the plan carries for its step; () where its schedule makes one."""
     options = plan.pipeline
     if not options.timetable:
         return ()
@@ -54,7 +54,7 @@ def carried(plan: Plan) -> Timetable:
 
 
 def role(plan: Plan, rank: int) -> str:
-    """The stages of a rank in words, ``stage 1`` or ``stages 0, 3``; nothing where there is no pipeline."""
+    """Return the stages of a rank in words, ``stage 1`` or ``stages 0, 3``; "" where there is no pipeline."""
     size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
     if size == 1:
         return ""
@@ -64,9 +64,9 @@ def role(plan: Plan, rank: int) -> str:
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many of the units go to each of ``stages`` neighbouring stages, so that the most expensive stage is cheapest.
+    """Return how many units each of ``stages`` neighbouring stages gets, so that the most expensive one is cheapest.
 
-    Dynamic programming over units and stages, O(units² · stages); among equals the one with the least sum of squares.
+    This is dynamic programming over units and stages, O(units² · stages); among equals the sum of squares is least.
 
     ::
 
@@ -76,7 +76,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     if not 1 <= stages <= units:
         raise ConfigError.on("stages", f"{stages} of {units} units are not legal", f"1 to {units}.")
     before = [0.0, *accumulate(costs)]
-    best: list[tuple[float, float] | None] = [(0.0, 0.0), *[None] * units]  # of the first units in so many stages
+    best: list[tuple[float, float] | None] = [(0.0, 0.0), *[None] * units]  # [i]: (largest, squares) of i units
     cuts: list[list[int]] = []
     for _ in range(stages):
         found: list[tuple[float, float] | None] = [None] * (units + 1)

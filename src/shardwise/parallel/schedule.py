@@ -1,14 +1,14 @@
-"""Schedules of pipelines: what each rank computes, in which order.  Pure data: lowering adds everything else.  The
-traits of each schedule are in ``core/schedules.py``.
+"""Order what each rank of a pipeline computes, as pure data: lowering adds everything else.  ``core/schedules.py`` has
+the traits of each schedule.
 
 A model is cut into ``stages``; each rank of the axis ``pp`` has ``stages_per_rank`` of them.  A schedule emits the
 tasks of every rank: F (forward), B (backward), or B in two parts: I (gradients of the stage's inputs) and W (gradients
 of its weights).
 
-Most schedules run the same kinds of task in a round, each kind some rounds behind the forwards: they are those *lags*
-(``lagged``). The two that are laid out like a V are sequences of phases, each a few tasks repeated (``phases``).
+Most schedules run the same kinds of task in every round, each kind some rounds, its *lag*, behind the forwards
+(``lagged``).  The two that are laid out like a V are sequences of phases, each a few tasks repeated (``phases``).
 
-A timetable stays executable if microbatches are left out of it, as tasks of different microbatches never need each
+A timetable stays executable if microbatches are left out of it, because tasks of different microbatches never need each
 other.  So the phases of some number of microbatches serve any smaller number: the surplus is dropped.
 
 In the drawings a box is one unit of time, F = I = W = 1 and B = 2; stages of a rank after its first have an apostrophe.
@@ -25,19 +25,19 @@ from shardwise.core.schedules import SCHEDULES, Schedule
 from shardwise.core.timetable import Task, Timetable, homes
 
 Order = Callable[[int, int, int, int], Iterable[Task]]
-"""The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
+"""This returns the tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
 
 
 # --------------------------------------------------------------------------------------------------------------- places
 
 
 def looped(stage: int, ranks: int) -> int:
-    """Stages go round: rank 0 has stages 0, ``ranks``, 2 ``ranks``, ..."""
+    """Return the rank of a stage when stages go round: rank 0 has stages 0, ``ranks``, 2 ``ranks``, ..."""
     return stage % ranks
 
 
 def v_shape(stage: int, ranks: int) -> int:
-    """Two stages a rank, down and up again: rank 0 has the first and the last, the last rank the two in the middle."""
+    """Return the rank of a stage in a V: rank 0 has the first and the last, the last rank the two in the middle."""
     return min(stage, 2 * ranks - 1 - stage)
 
 
@@ -45,7 +45,7 @@ def v_shape(stage: int, ranks: int) -> int:
 
 
 def lagged(*lanes: tuple[int, Sequence[Task]]) -> Iterator[Task]:
-    """Round k takes the task k - lag of each lane (lag, tasks), where it has one."""
+    """Take in round k the task k - lag of each lane (lag, tasks), where it has one."""
     for k in range(max(lag + len(tasks) for lag, tasks in lanes)):
         yield from (tasks[k - lag] for lag, tasks in lanes if 0 <= k - lag < len(tasks))
 
@@ -55,8 +55,8 @@ def _all(kind: str, stage: int, microbatches: int) -> list[Task]:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, section 2.2).  ``naive`` is this of one
-    microbatch.
+    """Run all forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, section 2.2).  ``naive`` is this
+    with one microbatch.
 
     ::
 
@@ -85,9 +85,9 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, stages_pe
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """1F1B over several stages a rank: microbatches go in groups through one stage after the other (Megatron-LM, arXiv
-    2104.04473, section 2.2.2).  A group has ``ranks`` microbatches, or a few more where that leaves a remainder
-    (Megatron-LM refuses that): the bubble stays, and a rank holds those more for each of its stages but one.
+    """Run 1F1B over several stages a rank: microbatches go in groups through one stage after the other (Megatron-LM,
+    arXiv 2104.04473, section 2.2.2).  A group has ``ranks`` microbatches, or a few more where that leaves a remainder
+    (Megatron-LM refuses that): the bubble stays, and a rank holds the extra ones for each of its stages but one.
 
     ::
 
@@ -103,7 +103,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """1F1B with B in two parts: I goes up the pipeline at once, W fills the end (Qi et al., Zero Bubble Pipeline
+    """Run 1F1B with B in two parts: I goes up the pipeline at once, W fills the end (Qi et al., Zero Bubble Pipeline
     Parallelism, arXiv 2401.10241, section 2.1).  W is ``ranks`` - 1 rounds behind F on every rank, so each has as many
     microbatches alive as the first of 1F1B: ``ranks``.
 
@@ -118,7 +118,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """ZB-H1 with twice the lags: forwards fill the bubble before the first backward too, and what is left is a
+    """Run ZB-H1 with twice the lags: forwards fill the bubble before the first backward too, and what is left is a
     parallelogram whose ends fit into each other if no barrier is between two steps (arXiv 2401.10241, section 2.2).  At
     most 2 ``ranks`` - 1 microbatches live on a rank.
 
@@ -155,10 +155,10 @@ def phases(stages: Sequence[int], microbatches: int, *steps: tuple[int, str]) ->
 
 
 def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """Zero bubble with the activations of 1F1B, 2 ``ranks`` half-size stages: the loss is on rank 0, which so begins
-    with backwards early (Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 3, and the
-    handcrafted order of sail-sg/zero-bubble-pipeline-parallelism).  From 2 ``ranks`` - 1 microbatches on without a
-    bubble between the steps, if F = I = W.
+    """Leave no bubble with the activations of 1F1B, in 2 ``ranks`` half-size stages: the loss is on rank 0, which
+    therefore begins backwards early (Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
+    section 3, and the handcrafted order of sail-sg/zero-bubble-pipeline-parallelism).  From 2 ``ranks`` - 1
+    microbatches on there is no bubble between the steps, if F = I = W.
 
     ::
 
@@ -181,10 +181,10 @@ def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Itera
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """DualPipe cut in half: in the middle a forward of one stage is beside a backward of the other, so that the
+    """Run DualPipe cut in half: in the middle a forward of one stage is beside a backward of the other, so that the
     communication inside one hides behind the other's computing (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and
-    deepseek-ai/DualPipe, ``DualPipeV``). At most 2 ``ranks`` + 1 half-size activations live on a rank.  Made for 2
-    ``ranks`` microbatches and more.
+    deepseek-ai/DualPipe, ``DualPipeV``). At most 2 ``ranks`` + 1 half-size activations live on a rank.  It is made for
+    2 ``ranks`` microbatches or more.
 
     ::
 
@@ -200,7 +200,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
         (up, "I1 W F1"),
         (n - 2 * ranks + down, "F0 B1 F1 B0"),
         (up, "B1 F1 B0"),
-        # Of the last 2 (rank + 1) pairwise backwards the second half is in two parts.
+        # Of the last 2 (rank + 1) pairs of backwards the second half is in two parts.
         (down // 2, "B1 B0"),
         (down % 2, "B1 I0"),
         (down // 2, "I1 I0"),
@@ -224,11 +224,11 @@ ORDERS: Mapping[str, Order] = {
     "pipedream": one_forward_one_backward,
     "pipedream-2bw": one_forward_one_backward,
 }
-"""What the ranks compute under each of :data:`SCHEDULES`."""
+"""These are the orders of the tasks of ranks under each of :data:`SCHEDULES`."""
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of that name, if it is legal for these numbers; else :class:`ConfigError`.
+    """Return the schedule of that name; raise :class:`ConfigError` if it is not legal for these numbers.
 
     ``microbatches`` is the number in a batch; the timetable of an asynchronous schedule may then be asked for several
     batches.
@@ -253,7 +253,7 @@ def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: in
 
 
 def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Timetable:
-    """The tasks of each rank under a schedule; ``stages_per_rank`` is by default the schedule's (least) number.
+    """Return the tasks of each rank under a schedule; ``stages_per_rank`` is by default the schedule's (least) number.
 
     Raises :class:`ConfigError` for a schedule that does not exist or numbers that are not legal for it.
     """
@@ -263,12 +263,12 @@ def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | N
 
 
 def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tuple[int, ...]:
-    """The rank of each stage: that of the ``order``, if there is one, else the schedule's."""
+    """Return the rank of each stage: that of the ``order``, if there is one, else the schedule's."""
     return homes(order) if order else tuple(rank_of(name, stage, ranks) if ranks > 1 else 0 for stage in range(stages))
 
 
 def rank_of(name: str, stage: int, ranks: int) -> int:
-    """The rank that has a stage under a schedule."""
+    """Return the rank that has a stage under a schedule."""
     check_choice("schedule", name, SCHEDULES)
     place = v_shape if SCHEDULES[name].v_shaped else looped
     return place(stage, ranks)

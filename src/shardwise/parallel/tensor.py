@@ -1,8 +1,8 @@
-"""Tensor parallelism: mesh axes over which parameters themselves are sharded.
+"""Shard parameters themselves over mesh axes: tensor parallelism.
 
-Every rank of such axes loads the same rows of a batch.  What each has of a parameter is the parameter's ``Layout``,
-which follows from the trace; data parallelism and ZeRO work on these local pieces as on whole parameters.  The recipes,
-for Y[b,n] = X[b,k] W[k,n]:
+Every rank of these axes loads the same rows of a batch.  A parameter's ``Layout``, which follows from the trace, says
+what each rank has of it; data parallelism and ZeRO work on these local pieces as on whole parameters.  These are the
+recipes, for Y[b,n] = X[b,k] W[k,n]:
 
     =====================  =============  =============  ====================
     recipe                 X              W              Y
@@ -13,13 +13,13 @@ for Y[b,n] = X[b,k] W[k,n]:
     3d                     b:(i,l) k:j    k:(j,i) n:l    b:(i,j) n:l
     =====================  =============  =============  ====================
 
-A ring over n ranks sends (n-1)/n of what it gathers or scatters.  Because of a product of x, w and y elements a rank
-sends, forward and backward: by 1d 2x(t-1)/t by columns, 2y(t-1)/t by rows (of a transformer layer 8bsh(t-1)/t in all),
-by 2d 2(x+w)(q-1)/q², by 2.5d 2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
+A ring over n ranks sends (n-1)/n of what it gathers or scatters.  For a product of x, w and y elements a rank sends,
+forward and backward, this many elements: by 1d 2x(t-1)/t by columns and 2y(t-1)/t by rows (for a transformer layer
+8bsh(t-1)/t in all), by 2d 2(x+w)(q-1)/q², by 2.5d 2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
 
-1d after Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp after Korthikanti et al. (arXiv 2205.05198, section 4.2.2),
-2d after Xu and You (Optimus, arXiv 2104.05343), 2.5d after Wang et al. (Tesseract, arXiv 2105.14500), 3d after Bian et
-al. (arXiv 2105.14450).
+1d follows Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp Korthikanti et al. (arXiv 2205.05198, section 4.2.2), 2d
+Xu and You (Optimus, arXiv 2104.05343), 2.5d Wang et al. (Tesseract, arXiv 2105.14500), 3d Bian et al. (arXiv
+2105.14450).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shardwise.core.tensor_options import Pins, Tensor, TensorPlan, tensor_axes
 
 @dataclass(frozen=True)
 class Role:
-    """What one axis of tensor parallelism does.
+    """This is what one axis of tensor parallelism does.
 
-    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered
-    where they are used. ``stream`` is what activations between products are: "whole", or sharded along the "sequence",
-    the "rows" or the "width"; under "width" every product is by columns, of a gathered input.  ``turned``: tables begin
-    with the width sharded, so products by rows come first.
+    ``rows`` says that the rows of the batch are sharded over it; ``at_use`` says that weights are sharded where they
+    rest, and gathered where they are used.  ``stream`` is what activations between products are: "whole", or sharded
+    along the "sequence", the "rows" or the "width"; under "width" every product is by columns, of a gathered input.
+    ``turned`` says that tables begin with the width sharded, so that products by rows come first.
     """
 
     rows: bool = False
@@ -57,14 +57,14 @@ ROLES: Mapping[str, Mapping[str, Role]] = {
     "2.5d": {"tp_d": Role(rows=True), "tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
     "3d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="rows", turned=True), "tp_l": Role(stream="rows")},
 }
-"""By recipe: the axes, the first of them major."""
+"""This maps each recipe to its axes, the first of them major."""
 
 
 def role(kind: str, axis: str) -> Role | None:
-    """What an axis, or a sub-axis of one, does in a recipe; None for one that no recipe has, over which all ranks
-    compute the same.
+    """Return what an axis, or a sub-axis of one, does in a recipe.
 
-    :class:`ConfigError` for an axis of another recipe.
+    It is None for an axis that no recipe has, over which all ranks compute the same.  Raises :class:`ConfigError` for
+    an axis of another recipe.
     """
     axis = axis_of(axis)
     if axis in ROLES[kind]:
@@ -75,9 +75,9 @@ def role(kind: str, axis: str) -> Role | None:
 
 
 def sides(kind: str, size: int) -> dict[str, int]:
-    """The number of ranks along each axis of a recipe over ``size`` ranks; :class:`ConfigError` where they make no such
-    shape.
-    """
+    """Return the number of ranks along each axis of a recipe over ``size`` ranks.
+
+    Raises :class:`ConfigError` where they do not make its shape."""
     check_choice("tensor", kind, CHOICES["tensor"])
     check_count("tp", size)
     shape: tuple[int, ...] = (size,)
@@ -99,8 +99,8 @@ def sides(kind: str, size: int) -> dict[str, int]:
 def tensor_parallel(
     plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Mapping[str, str] | Pins = ()
 ) -> Plan:
-    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe as
-    ``tensor_plan`` says.
+    """Return ``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe
+    as ``tensor_plan`` says.
 
     The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other
     most often.
@@ -114,15 +114,13 @@ def tensor_parallel(
 
 
 def axes_across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
-    """The tensor-parallel axes that reach over hosts of ``per_host`` ranks."""
+    """Return the tensor-parallel axes that reach over hosts of ``per_host`` ranks."""
     links = mesh.links(per_host)
     return tuple(axis for axis in tensor_axes(mesh) if links[axis] != "device")
 
 
 def across_hosts(mesh: Mesh, per_host: int) -> str | None:
-    """What to say of tensor-parallel groups that have ranks on several hosts of ``per_host`` ranks; None where there
-    are none.
-    """
+    """Return a note on tensor-parallel groups that reach over hosts of ``per_host`` ranks; None if there are none."""
     found = axes_across(mesh, per_host)
     if not found:
         return None
@@ -135,9 +133,8 @@ def across_hosts(mesh: Mesh, per_host: int) -> str | None:
 
 
 def row_parts(plan: Plan) -> int:
-    """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes
-    take turns.
-    """
+    """Return the number of shares of a rank's rows of a batch that the tensor-parallel axes make between products,
+    where axes take turns."""
     found = [(role(plan.tensor.recipe, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan.mesh)]
     turns = [size for one, size in found if one.stream == "rows"]
     return math.prod(size for one, size in found if one.rows) * max(turns, default=1)

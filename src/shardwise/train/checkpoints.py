@@ -1,6 +1,4 @@
-"""The checkpoints of a run: a Trainer and its loader saved while training goes on, and taken up again on any number of
-ranks.
-"""
+"""Save a Trainer and its loader in checkpoints while training goes on, and resume from them on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ from shardwise.train.trainer import Trainer
 
 
 class Checkpoints:
-    """Saves and restores ``trainer`` in ``folder``; every rank has one and calls the same methods in the same order.
+    """Save and restore ``trainer`` in ``folder``; every rank has one and calls the same methods in the same order.
 
     Args:
-        folder: gets one folder a checkpoint; all ranks reach it.
-        keep_last: how many of the newest stay.
-        keep_every: those whose step is a multiple of it stay too.
-        staging_bytes: memory for copies of what is being saved, on each rank; by default as much as a rank saves.
+        folder: the folder that gets one folder per checkpoint; all ranks must reach it.
+        keep_last: the number of newest checkpoints that stay.
+        keep_every: checkpoints whose step is a multiple of it stay too.
+        staging_bytes: the bytes for copies of what is being saved, on each rank; by default as many as a rank saves.
         meta: further facts to keep with each checkpoint (JSON).
-        warn: told when a checkpoint could not be written; the run goes on.
+        warn: called with a message when a checkpoint could not be written; the run goes on.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Checkpoints:
         )  # fmt: skip
 
     def _check_shared(self) -> None:
-        """All ranks must see what rank 0 writes: no checkpoint could be completed otherwise."""
+        """Raise :class:`ConfigError` unless all ranks see what rank 0 writes; else no checkpoint could be whole."""
         rank, gather = self.trainer.comm.rank, self._background.gather
         probe = self.folder / f".seen-{uuid.uuid4().hex}"
         refused: list[str] = []
@@ -68,7 +66,7 @@ class Checkpoints:
                     probe.touch()
                 except OSError as error:
                     refused = [str(self.folder), f"cannot be written: {error.strerror}", "a folder to write to"]
-            # The others wait for what rank 0 has to say, be it that it cannot go on.
+            # The other ranks wait for what rank 0 has to say, even if that is that it cannot go on.
             name, refused = json.loads(gather(json.dumps([probe.name, refused]).encode())[0])
             if refused:
                 raise ConfigError.on(*refused)
@@ -84,19 +82,19 @@ class Checkpoints:
             raise ConfigError.on(str(self.folder), wrong, legal)
 
     def prepare(self) -> int:
-        """Take the memory that saving needs now, so that the first save does not; returns its bytes: no save takes
-        more.
-        """
+        """Take the memory that saving needs now, so that the first save does not; return its bytes.
+
+        No save takes more."""
         return self._writer.prepare(state.owned(self.trainer.engine))
 
     def save(self, loader: Loader | None = None) -> None:
-        """Save as it is after the last step; returns as soon as the state is copied, and writes in the background.
+        """Save the state after the last step: return as soon as it is copied, and write in the background.
 
         The loader's position is that after the last batch it handed out.
         """
         self.trainer.finish()
         step = self.trainer.engine.step_index
-        if step == self._step:  # at the end of a run, or asked to stop: it may just have been saved
+        if step == self._step:  # at the end of a run, or when asked to stop, this step may just have been saved
             self.wait()
             if self._good == step:
                 return
@@ -111,7 +109,7 @@ class Checkpoints:
         return meta
 
     def restore(self, loader: Loader | None = None, path: Path | None = None) -> int | None:
-        """Go on from the newest checkpoint of the folder (or from ``path``): its step, or None where there is none.
+        """Resume from the newest checkpoint of the folder (or from ``path``); return its step, or None without one.
 
         Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError,
         naming the file, where a checkpoint is damaged or of another model, optimizer, seed or data.
@@ -136,17 +134,17 @@ class Checkpoints:
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return whether a checkpoint is being written."""
         return self._writer.under_way
 
     def poll(self) -> list[Saved]:
-        """What has been saved, or could not be, since the last call."""
+        """Return what has been saved, or could not be, since the last call."""
         self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> None:
-        """Until the last checkpoint is on disk."""
+        """Wait until the last checkpoint is on disk."""
         self._writer.wait()
         self._collect()
 
@@ -156,7 +154,7 @@ class Checkpoints:
         self._good = next((one.step for one in reversed(new) if one.error is None), self._good)
 
     def close(self) -> None:
-        """Wait, then leave the background group; all ranks together."""
+        """Wait, then leave the background group; all ranks call it together."""
         self._writer.close()
         self._background.close()
 

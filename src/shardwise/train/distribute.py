@@ -1,7 +1,6 @@
-"""A user's own training loop, left as it is: a model, a loss and an optimizer that stand for the steps of a
-:class:`Trainer`.
+"""Keep a user's own training loop as it is: a model, a loss and an optimizer stand for the steps of a :class:`Trainer`.
 
-Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; what comes before says on
+Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; the calls before it say on
 which batch.
 """
 
@@ -37,7 +36,7 @@ HOW = (
 def distribute(
     model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice, plan: Plan | None = None, **options: Any
 ) -> tuple[DistributedModel, Optimizer]:
-    """A model and an optimizer to use in place of these, in an ordinary loop on all ranks::
+    """Return a model and an optimizer to use in place of these, in an ordinary loop on all ranks::
 
         loss = model(**batch)
         loss.backward()
@@ -46,16 +45,16 @@ def distribute(
 
     Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow,
     :meth:`Trainer.loader` reads only those).  So the ranks' loaders must agree: give them one seed; every batch is
-    compared.  Leave batches on the host, from where they are copied while the device computes: comparing those that are
-    on a GPU waits for all that it has to do.  ``loss`` has a value after ``optimizer.step()``.  The model is captured
-    at the first batch.
+    compared.  Leave batches on the host, from where they are copied while the device computes: comparing a batch that
+    is on a GPU waits for all that the GPU has to do.  ``loss`` has a value after ``optimizer.step()``.  The model is
+    captured at the first batch.
 
     Args:
         model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see
         :class:`Trainer`).
-        optimizer: one of torch's, over all parameters of the model; its numbers are read now, the learning rate at
-            every step, so that torch's schedules over it work.
-        plan: how the step is divided; by default data parallel over all ranks.
+        optimizer: one of torch's, over all parameters of the model; its hyperparameters are read now, the learning rate
+            at every step, so that torch's schedules over it work.
+        plan: the division of the step; by default it is data parallel over all ranks.
         options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
     """
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
@@ -65,13 +64,13 @@ def distribute(
 
 
 class Loss:
-    """The loss of a batch: a number once the step is done."""
+    """This is the loss of a batch; it has a value once the step is done."""
 
     def __init__(self, steps: _Steps, batch: Batch | None, value: Tensor | None = None) -> None:
         self._steps, self._batch, self._value = steps, batch, value
 
     def backward(self) -> None:
-        """Let the next ``optimizer.step()`` be on this batch."""
+        """Make the next ``optimizer.step()`` train on this batch."""
         if self._batch is None or self._value is not None:
             raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
         if self._steps.due is not None:
@@ -82,7 +81,7 @@ class Loss:
         self._steps.due = (self, self._batch)
 
     def detach(self) -> Tensor:
-        """The value, on this rank's device; it is that of the whole batch on every rank."""
+        """Return the value, on this rank's device; it is that of the whole batch on every rank."""
         if self._value is None:
             raise ShardwiseError(
                 "the value of this loss is known after optimizer.step(): forward, backward and update run there"
@@ -103,13 +102,13 @@ class Loss:
 
 
 class DistributedModel:
-    """Stands for the module that is trained: ``model(**batch)`` is its loss."""
+    """This stands for the module that is trained: ``model(**batch)`` is its loss."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps, self._training = steps, True
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
-        """The loss of a batch: at once in evaluation mode, else after ``optimizer.step()``."""
+        """Return the loss of a batch; it has a value at once in evaluation mode, else after ``optimizer.step()``."""
         try:
             bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
         except TypeError as error:
@@ -130,11 +129,11 @@ class DistributedModel:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer, after the first batch: for :class:`shardwise.Checkpoints`."""
+        """Return the trainer, which exists after the first batch, for :class:`shardwise.Checkpoints`."""
         return self._steps.trainer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state; all ranks call it."""
+        """Return the full single-device state; all ranks call it together."""
         return self._steps.trainer.state_dict()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -146,14 +145,14 @@ class DistributedModel:
 
 
 class Optimizer:
-    """Stands for the optimizer: ``step`` runs the step."""
+    """This stands for the optimizer: ``step`` runs the step."""
 
     def __init__(self, steps: _Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
         self._numbers = {} if theirs is None else _numbers(theirs)
 
     def step(self) -> None:
-        """Forward, backward and update on the batch of the last ``loss.backward()``."""
+        """Run forward, backward and update on the batch of the last ``loss.backward()``."""
         if self._steps.due is None:
             raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
         (loss, batch), self._steps.due = self._steps.due, None
@@ -170,14 +169,14 @@ class Optimizer:
         loss._value = self._steps.trainer.step(batch).loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: every step computes its gradients anew."""
+        """Do nothing, because every step computes its gradients anew."""
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse("optimizer", name, "step and zero_grad")
 
 
 class _Steps:
-    """What model, loss and optimizer share: the trainer, made at the first batch, and the batch of the next step."""
+    """Model, loss and optimizer share this: the trainer, made at the first batch, and the batch of the next step."""
 
     def __init__(self, module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any]) -> None:
         self.module, self.plan = module, plan
@@ -192,7 +191,7 @@ class _Steps:
         return self._trainer
 
     def part(self, whole: Mapping[str, Tensor]) -> Batch:
-        """This rank's rows of a batch."""
+        """Return this rank's rows of a batch."""
         _check(whole)
         if self._trainer is None:
             with torch.inference_mode(False):
@@ -207,7 +206,9 @@ class _Steps:
 
 
 def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
-    """What one of torch's optimizers computes; :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
+    """Return what one of torch's optimizers computes.
+
+    Raises :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
     name = type(optimizer).__name__.lower()
     if not type(optimizer).__module__.startswith("torch.optim") or name not in CHOICES["name"]:
         legal = f"{', '.join(CHOICES['name'])} of torch.optim."
@@ -223,7 +224,7 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
     known = {field.name for field in fields(OptimizerChoice)}
     numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
-    for key in group.keys() - numbers.keys() - set(HOW) - {"initial_lr"}:  # a schedule of torch's is there
+    for key in group.keys() - numbers.keys() - set(HOW) - {"initial_lr"}:  # which a schedule of torch's has added
         decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
         if group[key] and not decoupled:
             raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
@@ -235,7 +236,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Arguments by name, those of ``**kwargs`` among them."""
+    """Return arguments by name, those of ``**kwargs`` among them."""
     kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -248,7 +249,7 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _check(batch: Mapping[str, Any]) -> None:
-    """:class:`ConfigError` unless all fields are tensors of as many rows."""
+    """Raise :class:`ConfigError` unless all fields are tensors with the same number of rows."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
@@ -261,15 +262,13 @@ def _check(batch: Mapping[str, Any]) -> None:
 
 
 def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
-    """:class:`ConfigError` on all ranks unless they have read the same batch: its bytes, summed up in one word, are
-    compared.
-    """
+    """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
     if trainer.plan.mesh.size == 1:
         return
     word = 0
     for name in sorted(batch):
         word = zlib.crc32(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), word)
-    word %= 1 << 20  # so that the sums below stay inside of 64 bits
+    word %= 1 << 20  # so that the sums below stay within 64 bits
     total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
     if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
         raise ConfigError(

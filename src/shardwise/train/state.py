@@ -1,7 +1,7 @@
-"""What a rank holds of a run's state, as pieces of named tensors: the atoms of checkpoints.
+"""Represent what a rank holds of a run's state as pieces of named tensors, the atoms of checkpoints.
 
-Names: ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for buffers that it leaves out, and
-``optimizer.NAME.KEY`` for the optimizer's state of a parameter; ``loss_scale.KEY`` under fp16.
+The names are ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for buffers that it leaves out,
+``optimizer.NAME.KEY`` for the optimizer's state of a parameter, and ``loss_scale.KEY`` under fp16.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
 SCALE = "loss_scale."
-LINE = 16  # elements: shares begin where a cache line does
+LINE = 16  # the number of elements in a cache line: shares begin where one does
 
 
 def owned(engine: Engine) -> list[Piece]:
-    """What this rank saves: of what it holds an equal share with all that hold the same, so that each element belongs
-    to exactly one.
-    """
+    """Return what this rank saves: those that hold the same share it equally, so each element belongs to one rank."""
     mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
     for index, memory in engine.memory.buckets.items():
@@ -44,14 +42,14 @@ def owned(engine: Engine) -> list[Piece]:
 
 
 def _saver(engine: Engine, name: str, number: int) -> int:
-    """The rank that saves a replicated piece: any, but for buffers that only one stage keeps up to date."""
+    """Return the rank that saves a replicated piece: any, or one of the only stage that keeps a buffer up to date."""
     mesh, root = engine.comm.mesh, engine.updating.get(name.partition(".")[2])
     ranks = range(mesh.size) if root is None else mesh.members(((PIPELINE, root),))
     return ranks[number % len(ranks)]
 
 
 def held(engine: Engine) -> list[Piece]:
-    """All that this rank holds, in memory that a checkpoint can fill."""
+    """Return all that this rank holds, in memory that a checkpoint can fill."""
     buckets = engine.memory.buckets.values()
     return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(
         _replicated(engine)
@@ -59,8 +57,7 @@ def held(engine: Engine) -> list[Piece]:
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Fill the engine from a checkpoint of any number of ranks; floating-point tensors of another precision are
-    rounded.
+    """Fill the engine from a checkpoint of any number of ranks, rounding floating-point tensors of another precision.
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
@@ -83,13 +80,13 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def aliases(engine: Engine) -> dict[str, str]:
-    """Other names of tied parameters and buffers → the name under which they are saved."""
+    """Return, for the other names of tied parameters and buffers, the name under which they are saved."""
     own = engine.compiled.module.state_dict(keep_vars=True)
     return {name: engine.names[name] for name in own if engine.names[name] != name}
 
 
 def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of a bucket's parameters and of their optimizer state, as boxes of the whole ones.
+    """Yield elements ``start`` to ``stop`` of a bucket's parameters and their optimizer state, as boxes of the whole.
 
     A counter goes with its parameter's first element, or, with ``counters``, with any of its elements.
     """
@@ -116,7 +113,7 @@ def _whole(name: str, value: Tensor) -> Piece:
 
 
 def _replicated(engine: Engine) -> Iterator[Piece]:
-    """Parameters that no unit reads, and buffers: the same on all ranks, in the same order."""
+    """Yield parameters that no unit reads, buffers, and the loss scale: the same on all ranks, in the same order."""
     own = engine.compiled.module.state_dict(keep_vars=True)
     for name, value in sorted((engine.unused | engine.memory.buffers).items()):
         yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)

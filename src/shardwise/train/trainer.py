@@ -1,4 +1,4 @@
-"""The Trainer: a plain ``nn.Module``, an optimizer choice and a plan, trained as if on one device."""
+"""The Trainer trains a plain ``nn.Module`` with an optimizer choice and a plan, as if on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.runtime.progress import Progress
 
 
 class NonFiniteError(ShardwiseError):
-    """A step's loss or gradients were not finite; weights and optimizer state are as before that step."""
+    """A step's loss or gradients were not finite; weights and state are as before it, unless stages update alone."""
 
     cause = "non-finite"
 
@@ -39,9 +39,7 @@ class NonFiniteError(ShardwiseError):
 
 
 class LossScaleError(ShardwiseError):
-    """The gradients of step after step overflow in fp16, at whatever scale of the loss; weights and optimizer state are
-    as before.
-    """
+    """The gradients of step after step overflow in fp16, whatever the loss scale; weights and state are as before."""
 
     cause = "overflow"
 
@@ -57,22 +55,22 @@ class LossScaleError(ShardwiseError):
 
 
 class Trainer:
-    """One rank of a training run.
+    """Train a model as one rank of a run.
 
     Args:
         module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.
             It is read once, for structure and initial values, and not changed; with ``initial`` it may be on the meta
             device.  Ranks that are threads of one process share one :class:`shardwise.lower.compiled.Compiled` instead,
             made beforehand: capture is not thread-safe.
-        optimizer: which optimizer, its numbers and its schedule.
-        plan: how the step is divided; its mesh has as many ranks as there are processes.
+        optimizer: the optimizer, its hyperparameters and its schedule.
+        plan: the division of the step; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
         initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor),
-            seed)``: then no rank holds the whole model beside what it trains.  By default those that ``module`` has.
+            seed)``: then no rank holds the whole model beside what it trains.  By default they are those of ``module``.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         clip_norm: the gradient norm to clip to.
-        seed: key of dropout and other random ops, and of the loader's order.
-        loss_scale: what the loss is multiplied by under fp16; by default dynamic.
+        seed: the key of dropout and other random ops, and of the loader's order.
+        loss_scale: the factor of the loss under fp16; by default it is dynamic.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
         progress: called with (position, instruction) before each instruction; by default a rank that `shardwise launch`
             started tells its launcher, which names it if it hangs.
@@ -123,7 +121,7 @@ class Trainer:
         self.stopping = False
         self.before_close: list[
             Callable[[], object]
-        ] = []  # for what needs the other ranks to end, such as checkpoints under way
+        ] = []  # calls that need the other ranks to end, such as that for checkpoints being written
 
     def _compiled(
         self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None,
@@ -134,7 +132,7 @@ class Trainer:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
+        """Return what a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
         general = self.compiled.general
         notes = [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
         asynchronous = Backend.of(self.comm.device).asynchronous
@@ -156,11 +154,10 @@ class Trainer:
         return next(iter(self.compiled.example.values())).shape[0]
 
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
-        """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group
-        get the same.
+        """Return endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors).
 
-        ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of
-        rows.
+        Ranks of one tp or pp group get the same rows.  ``batch_size`` is the number of rows of the whole step, over all
+        ranks and microbatches; by default it is the example's.
         """
         size = self._rows if batch_size is None else batch_size
         seed = self.seed if seed is None else seed
@@ -168,9 +165,8 @@ class Trainer:
         return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin, masks=masks)
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
-        """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more
-        than that number.
-        """
+        """Return an iterator over this rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`;
+        with ``batches`` there are no more than that number."""
         size = self._rows if batch_size is None else batch_size
         pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
         return one_pass(
@@ -178,11 +174,11 @@ class Trainer:
         )  # fmt: skip
 
     def step(self, batch: Batch) -> StepResult:
-        """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.
+        """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
-        Returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is not
-        finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where the
-        host does not wait.
+        It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
+        not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
+        the host does not wait.
         """
         at = self.engine.step_index
         if self._record is not None:
@@ -200,12 +196,13 @@ class Trainer:
         return result
 
     def steps(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
-        """So many steps on the next of ``batches``, which all have as many rows; the results in order.
+        """Take ``number`` steps on the next of ``batches``, which have equal numbers of rows; yield the results in
+        order.
 
         Under an asynchronous schedule, and where updates are validated later, the steps of a window overlap: its
         pipeline is empty only before the first and after the last, and so results come later than their batches are
         asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
-        wish to stop counts there.  Other schedules take one step after the other.
+        request to stop takes effect there.  Other schedules take one step after the other.
         """
         size = self.plan.pipeline.window if self.plan.overlaps else 1
         for start in range(0, number, size):
@@ -244,27 +241,26 @@ class Trainer:
             self._look(*failed)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the
-        same step.
+        """Ask all ranks to stop: after this step or the next but one ``stopping`` is true, on all in the same step.
 
-        Does nothing but set a flag: a signal handler may call it.
+        This only sets a flag: a signal handler may call it.
         """
         self._asked_to_stop = True
 
     def evaluate(self, batch: Batch) -> StepResult:
-        """The loss of a batch, with the module in evaluation mode; all ranks call it with their part of the same batch.
+        """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch.
 
-        ``weight`` of the result is what its mean is over, for means over several batches.
+        ``weight`` of the result is the amount over which it is a mean, for means over several batches.
         """
         return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
 
     def finish(self) -> None:
-        """Look at the last step: raises :class:`NonFiniteError` if it was not finite."""
+        """Look at the last step; raise :class:`NonFiniteError` if it was not finite."""
         if self._unseen is not None:
             self._look(*self._unseen)
 
     def _has_failed(self, result: StepResult) -> bool:
-        """Looks at a step's numbers on the host."""
+        """Look at a step's numbers on the host, and return whether it has failed."""
         found = result.on_host()
         self.stopping = self.stopping or bool(found.stop)
         return found.skipped and (found.overflows is None or found.halted)
@@ -272,7 +268,7 @@ class Trainer:
     def _look(self, step: int, batch: Batch, result: StepResult) -> None:
         if self._has_failed(result):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
-            self.engine.memory.halted.zero_()  # who catches the error may go on
+            self.engine.memory.halted.zero_()  # a caller that catches the error may go on
             self._unseen = None
             found = result.on_host()
             if found.scale is not None and found.overflows is not None:
@@ -280,9 +276,9 @@ class Trainer:
             raise NonFiniteError(step, unit, what, self.plan.stages_alone)
 
     def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
-        """The full single-device state, under the module's own names, on the host; all ranks call it together.
+        """Return the full single-device state, under the module's own names, on the host; all ranks call it together.
 
-        ``rank`` is the only one that gets it, by default every one does.  A device holds no more of it at a time than
+        ``rank`` is the only one that gets it; by default every one does.  A device holds no more of it at a time than
         one bucket.
         """
         return self.engine.state_dict(rank)
@@ -292,7 +288,7 @@ class Trainer:
         self.engine.load_state_dict(state)
 
     def close(self) -> None:
-        """Leave the other ranks, once checkpoints under way are on disk."""
+        """Leave the other ranks, once checkpoints that are being written are on disk."""
         while self.before_close:
             self.before_close.pop()()
         self._leave()

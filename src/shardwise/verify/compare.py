@@ -1,4 +1,4 @@
-"""How far two runs of the same training differ, tensor by tensor."""
+"""Measure how far two runs of the same training differ, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 NOISE_FLOOR = 1e-5
-"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias, or one before a
-BatchNorm, has a gradient of pure rounding.  At the tolerance of 1e-10 it is 1e-15 of the whole, five times what fp64
-resolves.
+"""A tensor's error is relative to at least this share of the norm of all tensors: some gradients are pure rounding,
+such as that of an attention key's bias, or of a bias before a BatchNorm.  At the tolerance of 1e-10 the floor is 1e-15
+of the whole, five times what fp64 resolves.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or buffer."""
+    """This is the relative error of one tensor after one step.
+
+    ``what`` is "loss", "grad_norm", "gradient", "parameter" or "buffer"."""
 
     name: str
     step: int
@@ -27,11 +29,10 @@ class Difference:
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infinities: bool = False) -> float:
-    """||ours - truth|| / max(||truth||, floor), in fp64; infinite if either holds a NaN or an infinity, or
-    if their shapes differ.
+    """Return ||ours - truth|| / max(||truth||, floor), in fp64, of two tensors of any shape.
 
-    ``equal_infinities`` forgives infinities that both hold in the same place (the mask kept in a buffer).
-    """
+    It is infinite if their shapes differ or if either holds a NaN or an infinity.  ``equal_infinities`` forgives
+    infinities that both hold in the same place (a mask kept in a buffer)."""
     if ours.shape != truth.shape:
         return math.inf
     a, b = (t.detach().to("cpu", torch.complex128 if t.is_complex() else torch.float64) for t in (ours, truth))
@@ -49,7 +50,7 @@ def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infini
 
 
 def total_norm(tensors: Mapping[str, Tensor]) -> float:
-    """The norm of all finite elements of all floating tensors together."""
+    """Return the norm of all finite elements of all floating-point tensors together."""
     finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in tensors.values() if t.is_floating_point())
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
 
@@ -57,10 +58,9 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
 def relative_errors(
     ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False
 ) -> dict[str, float]:
-    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
+    """Return the error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
 
-    A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so
-    no floor.
+    A name that only one side has gets an infinite error.  Integer and boolean tensors have no rounding, so no floor.
     """
     floor = NOISE_FLOOR * total_norm(truth)
     errors = dict.fromkeys(ours.keys() ^ truth.keys(), math.inf)
@@ -73,7 +73,7 @@ def relative_errors(
 
 @dataclass
 class Comparison:
-    """Collects differences; the largest decides."""
+    """This collects differences; the largest decides."""
 
     differences: list[Difference] = field(default_factory=list)
 
@@ -89,19 +89,19 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest error; infinite if nothing was compared."""
+        """Return the largest error; it is infinite if nothing was compared."""
         return max((d.error for d in self.differences), default=math.inf)
 
     def passes(self, tolerance: float = 1e-10) -> bool:
-        """Whether something was compared and no error is above ``tolerance``."""
+        """Return whether something was compared and no error is above ``tolerance``."""
         return self.largest <= tolerance
 
     def worst(self, count: int = 10) -> list[Difference]:
-        """The largest errors first; among equals the earlier step, then the name."""
+        """Return the ``count`` largest errors, the largest first; among equals the earlier step, then the name."""
         return sorted(self.differences, key=lambda d: (-d.error, d.step, d.what, d.name))[:count]
 
     def summary(self) -> dict[str, float]:
-        """The largest error of each kind of thing compared."""
+        """Return the largest error of each kind of thing compared, by :attr:`Difference.what`."""
         largest: dict[str, float] = {}
         for d in self.differences:
             largest[d.what] = max(largest.get(d.what, 0.0), d.error)

@@ -1,4 +1,4 @@
-"""One device for a model whose forward, or loss, also holds tensors of the host, or makes some there."""
+"""Use one device for a model whose forward, or loss, also holds tensors of the host, or makes some there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.graph.schema import tensors_in
 
 
 class Together:
-    """A layer that brings the tensors of the host to ``device`` where a call mixes them with tensors that are there.
+    """This layer moves tensors of the host to ``device`` where a call mixes them with tensors that are there.
 
-    They are what ``module.to(device)`` leaves behind and a plan takes along: plain attributes, literals, weights of a
-    loss.  What a call writes to stays where it is.
+    ``module.to(device)`` leaves such tensors behind, and a plan takes them along: plain attributes, literals, weights
+    of a loss.  What a call writes to stays where it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,5 +40,5 @@ class Together:
 
 
 def _writes(name: str) -> bool:
-    """Whether the function of that name writes to its first argument: ``add_``, ``__iadd__``, ``__setitem__``."""
+    """Return whether a function, by its name, writes to its first argument: ``add_``, ``__iadd__``, ``__setitem__``."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"

@@ -1,4 +1,4 @@
-"""Is a module's loss a mean cross-entropy, and over how many targets?  Seen from outside, as forward runs."""
+"""Find, while forward runs, whether a module's loss is a mean cross-entropy, and over how many targets."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SAME = frozenset(
 
 
 class MeanCrossEntropy:
-    """A layer that remembers the results of mean cross-entropies, and what only casts or views them."""
+    """This layer remembers the results of mean cross-entropies, and those of functions that only cast or view them."""
 
     def __init__(self) -> None:
-        self._results: dict[int, tuple[Tensor, int, int]] = {}  # the tensor, its version then, its targets
+        self._results: dict[int, tuple[Tensor, int, int]] = {}  # by id: the tensor, its version then, its targets
         self._signatures = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
 
     def begin(self) -> None:
-        """Forget everything: a forward pass starts."""
+        """Forget everything, because a forward pass starts."""
         self._results = {}
 
     def targets(self, loss: Tensor) -> int | None:
-        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
+        """Return the number of targets that ``loss`` is the mean over; None if it is not a mean cross-entropy."""
         found = self._results.get(id(loss))
         return None if found is None or version(loss) != found[1] else found[2]  # `loss += other` is another loss
 
@@ -44,7 +44,7 @@ class MeanCrossEntropy:
             bound.apply_defaults()
             if bound.arguments["reduction"] == "mean":
                 count = _count(bound.arguments["input"], bound.arguments["target"], bound.arguments["ignore_index"])
-                self._results[id(result)] = (result, version(result), count)  # holding the tensor keeps its id its own
+                self._results[id(result)] = (result, version(result), count)  # no other tensor gets a held one's id
         elif isinstance(result, Tensor) and args and getattr(func, "__name__", "") in _SAME:
             targets = self.targets(args[0])
             if targets is not None:
@@ -53,7 +53,7 @@ class MeanCrossEntropy:
 
 
 def _count(scores: Tensor, target: Tensor, ignore_index: int) -> int:
-    """Targets that count: class indices other than ``ignore_index``; every row of class probabilities."""
+    """Return how many targets count: class indices other than ``ignore_index``, or all rows of class probabilities."""
     if target.is_floating_point():
         return scores.numel() // scores.shape[1 if scores.dim() > 1 else 0]
     return int((target != ignore_index).sum())

@@ -1,8 +1,8 @@
-"""The truth that a plan is compared with: the user's module trained on a single device in the ordinary way.
+"""Train the user's module on a single device in the ordinary way: this is the truth that a plan is compared with.
 
-Whole-module forward and ``backward()``, microbatch by microbatch, then clipping and a plain ``torch.optim``
-step.  Nothing here knows of graphs, plans or ranks; of shardwise only the hash behind random numbers and
-the rule that cuts a batch into microbatches are shared.
+It runs forward and ``backward()`` of the whole module, microbatch by microbatch, then clipping and a plain
+``torch.optim`` step.  Nothing here knows of graphs, plans or ranks; it shares with them only the hash behind random
+numbers, the way to intercept torch functions, and the rule that cuts a batch into microbatches.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from shardwise.verify.promote import Promote64, default_dtype
 Fields = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Fields], Tensor]
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Parameter groups, as :mod:`torch.optim` takes them, to an optimizer."""
+"""This makes an optimizer from parameter groups, as :mod:`torch.optim` takes them."""
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class OracleStep:
-    """What one step computed.
+    """This is what one step computed.
 
-    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one;
-    ``parameters`` and ``buffers`` are those after the step.  A tied parameter appears once, under its first
-    name.  All tensors are on the host.
+    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one; ``parameters`` and
+    ``buffers`` are those after the step.  A tied parameter appears once, under its first name.  All tensors are on the
+    host.
     """
 
     step: int
@@ -55,34 +55,34 @@ class OracleStep:
 
 
 class Oracle:
-    """Trains a copy of ``module`` on one device.
+    """Train a copy of ``module`` on one device.
 
-    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn``
-    it gets the fields that its forward names, and the loss is ``loss_fn(output, fields)``.  The module's
-    mode (training or not) is kept.
+    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn`` the module
+    gets the fields that its forward names, and the loss is ``loss_fn(output, fields)``.  The module's mode (training or
+    not) is kept.
 
-    The loss of a step is sum_m w_m L_m over the microbatches: m holds rows ``shard_range(B, microbatches,
-    m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets
-    that are not ignored, else its share of rows.
+    The loss of a step is sum_m w_m L_m over the microbatches, of which m holds rows ``shard_range(B, microbatches,
+    m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets that are not
+    ignored, else its share of rows.
 
-    ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside
-    the model: ``promotions`` counts them), ``fp32`` (parameters are fp32, buffers and inputs at least that), or
-    ``bf16`` or ``fp16`` (parameters, but not BatchNorm's, are low copies of fp32 masters; buffers are at least
-    fp32, inputs stay as they are; mixed operands of matmuls are cast to the low dtype; losses, and under
-    ``fp16`` what leaves its range easily, are computed in fp32; gradients are summed in fp32).
+    ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside the model:
+    ``promotions`` counts them), ``fp32`` (parameters are fp32, buffers and inputs at least that), or ``bf16`` or
+    ``fp16`` (parameters, but not BatchNorm's, are low-precision copies of fp32 masters; buffers are at least fp32,
+    inputs stay as they are; mixed operands of matmuls are cast to the low dtype; losses, and under ``fp16`` results
+    that easily leave its range, are computed in fp32; gradients are summed in fp32).
 
-    Losses are multiplied by ``loss_scale`` before backward and gradients divided by it after: under ``fp16``
-    small ones would be zero.
+    Losses are multiplied by ``loss_scale`` before backward and gradients divided by it after: under ``fp16`` small
+    gradients would otherwise be zero.
 
-    ``version`` says for a parameter and a microbatch, counted over all steps, after how many updates its value is the
-    one that forward and backward use; by default after all before.
+    ``version(name, microbatch)`` is the number of updates after which forward and backward use a parameter's value,
+    with microbatches counted over all steps; by default they use the newest.
 
-    Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
-    :mod:`shardwise.capture.keyed_calls` for which calls count.  Others are refused by name.
+    Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch):
+    :mod:`shardwise.capture.keyed_calls` says which calls count.  Others are refused by name.
 
-    ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds
-    first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without
-    it, parameters stay as they are.
+    ``optimizer`` makes the optimizer from parameter groups: first those for which ``decays(name, shape)`` holds, then
+    the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it, parameters
+    stay as they are.
 
     ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
     ``loss_fn`` make, and those of the host that they hold, go there too.
@@ -120,9 +120,7 @@ class Oracle:
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if
-        given.
-        """
+        """Train on ``batch``, tensors with the global batch's rows in dim 0, at learning rate ``lr`` if given."""
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)
@@ -141,11 +139,11 @@ class Oracle:
         return OracleStep(self.step_index - 1, loss, norm, *found)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Copies of the parameters (of the fp32 masters in low precision), by name."""
+        """Return copies of the parameters (of the fp32 masters in low precision), by name."""
         return {name: p.detach().clone() for name, p in self.masters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers, by name."""
+        """Return copies of the buffers, by name."""
         return {name: b.detach().clone() for name, b in self.module.named_buffers()}
 
     # ---- forward and backward --------------------------------------------------------------------
@@ -153,8 +151,8 @@ class Oracle:
     def _accumulate(self, fields: Fields) -> float:
         """Leave the batch's gradients in the masters' ``grad``; return its loss.
 
-        Shares are of a total known only at the end: gradients are summed with weights relative to the first
-        microbatch's and divided once.
+        The total that shares refer to is known only at the end, so gradients are summed with weights relative to the
+        first microbatch's and divided once.
         """
         for p in (*self.masters.values(), *self.module.parameters()):
             p.grad = None
@@ -197,7 +195,7 @@ class Oracle:
         return loss / total
 
     def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, int | None]:
-        """The loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
+        """Return the loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
         if self.loss_fn is None:
@@ -223,7 +221,7 @@ class Oracle:
         with ExitStack() as stack:
             if Backend.of(self.device).asynchronous:
                 layers.append(Together(self.device))
-                stack.enter_context(self.device)  # where factories make their tensors
+                stack.enter_context(self.device)  # factories make their tensors there
                 stack.enter_context(
                     torch.autograd.set_multithreading_enabled(False)
                 )  # backward in this thread, under these modes
@@ -256,7 +254,7 @@ class Oracle:
     # ---- parameters ------------------------------------------------------------------------------
 
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
-        """What the optimizer updates: the copy's parameters, or fp32 versions of those in low precision."""
+        """Return what the optimizer updates: the copy's parameters, or fp32 versions of those in low precision."""
         own = dict(self.module.named_parameters())
         if self.precision not in LOW_PRECISIONS:
             return dict(own)
@@ -268,7 +266,7 @@ class Oracle:
 
     @torch.no_grad()
     def _show(self, values: Mapping[str, Tensor]) -> None:
-        """Let forward and backward use these values of the parameters."""
+        """Make forward and backward use these values of the parameters."""
         for name, p in self.module.named_parameters():
             p.copy_(values[name])
 
@@ -305,7 +303,7 @@ class Oracle:
 
 
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
-    """The optimizer of ``torch.optim`` that ``choice`` names: neither fused nor over lists of tensors."""
+    """Return a maker of the optimizer of ``torch.optim`` that ``choice`` names, neither fused nor over lists."""
     classes: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
         "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
@@ -321,12 +319,12 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, on the host."""
+    """Return the same tensors, on the host."""
     return {name: value.cpu() for name, value in values.items()}
 
 
 def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """A copy of ``module`` on ``device`` in ``precision``; parameters and buffers that are shared stay shared."""
+    """Return a copy of ``module`` on ``device`` in ``precision``; shared parameters and buffers stay shared."""
     dtype = _DTYPES[precision]
     keep = batch_norm_parameters(module) if precision in LOW_PRECISIONS else set()
     memo: dict[int, Any] = {}
@@ -340,14 +338,14 @@ def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
 
 
 def _widen(value: Tensor, precision: str) -> Tensor:
-    """Floats as doubles under ``fp64``, else as fp32 if they are narrower."""
+    """Return floats as doubles under ``fp64``, else as fp32 if they are narrower; return other tensors as they are."""
     if not value.is_floating_point():
         return value
     return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:
-    """Parameter groups: with the optimizer's weight decay, and without."""
+    """Return the parameter groups: one with the optimizer's weight decay, and one without."""
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     decayed = [p for name, p in trained.items() if decays(name, tuple(p.shape))]
     others = [p for name, p in trained.items() if not decays(name, tuple(p.shape))]
@@ -360,7 +358,7 @@ def _rows(fields: Fields) -> int:
 
 
 def _accepted(module: nn.Module, fields: Fields) -> Fields:
-    """The fields that the module's forward names, or all if it takes any keyword."""
+    """Return the fields that the module's forward names, or all if it takes any keyword."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return fields

@@ -1,4 +1,4 @@
-"""Low precision on one device, the ordinary way: what `verify` measures a plan in low precision against."""
+"""Compute in low precision on one device, the ordinary way: `verify` measures a plan in low precision against this."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
-    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to
-    fp32; with fp16 also those of functions whose results leave its range easily.
+    """This layer casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to
+    fp32; under fp16 it does the latter for functions, too, whose results easily leave its range.
 
-    They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
+    Operands differ where a buffer or an input, which stay as they are, meets a parameter in low precision.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ class LowPrecision:
 
 
 class WideGroupedMatmul:
-    """A layer that multiplies groups of rows of doubles, one group after the other: torch's kernel takes no doubles."""
+    """This layer multiplies groups of rows of doubles, one group after the other: torch's kernel takes no doubles."""
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
@@ -92,6 +92,6 @@ def _cast(
 
 
 def batch_norm_parameters(module: nn.Module) -> set[int]:
-    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
+    """Return the ids of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
     kind = BatchNormBase
     return {id(p) for m in module.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}

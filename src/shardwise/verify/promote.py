@@ -1,8 +1,8 @@
-"""fp64 truth: whatever a model casts or creates in a narrower float becomes a double.
+"""Make a double of whatever a model casts or creates in a narrower float, for a truth in fp64.
 
-A model may insist on a dtype (Llama's norm computes in fp32, a mask is filled in half precision).  Left
-alone, such places limit a comparison in fp64 to 1e-7.  Below autograd every cast is an ATen call with a
-dtype argument, so one dispatch mode finds them all.
+A model may insist on a dtype (Llama's norm computes in fp32, a mask is filled in half precision), which would limit a
+comparison in fp64 to 1e-7.  Below autograd every cast is an ATen call with a dtype argument, so one dispatch mode finds
+them all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDE = {
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` applied to the leaves of its lists and tuples."""
+    """Return ``value`` with ``change`` applied to the leaves of its lists and tuples."""
     if isinstance(value, list | tuple):
         return type(value)(_map(item, change) for item in value)
     return change(value)
@@ -43,13 +43,12 @@ def _narrow(value: Any) -> bool:
 
 
 class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower float.
+    """While active, in this thread, make doubles of all narrower floats that ops read and make.
 
-    Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the
-    default dtype (fp32) give float64; a narrower tensor from outside is widened where an op reads it.
-    Integer and boolean casts, views of another dtype, and writes into existing tensors are left alone.
-    ``promotions`` counts the calls that were changed. Enter it around the backward pass as well: a backward
-    written in Python may cast too.
+    Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the default
+    dtype (fp32) give float64; a narrower tensor from outside is widened where an op reads it.  Integer and boolean
+    casts, views of another dtype, and writes into existing tensors are left alone.  ``promotions`` counts the calls
+    that were changed.  Enter it around the backward pass as well: a backward written in Python may cast too.
     """
 
     def __init__(self) -> None:
@@ -97,10 +96,9 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Python numbers become tensors of ``dtype`` (``torch.tensor(0.1)``).
+    """Make tensors of ``dtype`` from Python numbers (``torch.tensor(0.1)``) in this context.
 
-    The setting is the process's, not the thread's: set it in the main thread, around the threads that need
-    it.
+    The setting is the process's, not the thread's: set it in the main thread, around the threads that need it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,9 +1,9 @@
-"""Is a plan, for this model, the same as one device?  Both run a few steps in fp64 on the same batches, and everything
-is compared.
+"""Verify that a plan trains a model as one device does: both run a few steps in fp64 on the same batches, and
+everything is compared.
 
-The plan's side runs as it would in training but for the precision; the other side is
-:class:`shardwise.verify.oracle.Oracle`.  A plan in low precision is judged a second time: its first gradients may be as
-far from the fp64 truth as one device's in that precision, times 1.25.
+The plan's side runs as in training, apart from its precision; the other side is
+:class:`shardwise.verify.oracle.Oracle`.  A plan in low precision is judged a second time: its first gradients may be at
+most 1.25 times as far from the fp64 truth as one device's in that precision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 
 TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
-LEAST_SCALE = 2.0**-16  # at which overflows are not the loss scale's fault
+LEAST_SCALE = 2.0**-16  # overflows at this loss scale are not its fault
 STEPS = 3
 OVERLAPPING_STEPS = 12
 OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
@@ -44,24 +44,24 @@ OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 
 Batches = Sequence[Mapping[str, Tensor]]
 Runner = Callable[[Compiled, Callable[[Communicator], list["VerifiedStep"]]], list[list["VerifiedStep"]]]
-"""Runs a function on every rank of a plan and returns what each gave."""
+"""This runs a function on every rank of a plan and returns what each rank returned."""
 
 
 @dataclass
 class VerifiedStep:
-    """What a rank has after a step: the same as :class:`OracleStep`, of the plan."""
+    """This is what a rank has after a step: the plan's counterpart of :class:`OracleStep`."""
 
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    repeated: bool | None = None
+    repeated: bool | None = None  # whether the update was made again by the norm over all stages
 
 
 @dataclass
 class Report:
-    """The verdict, and what it rests on."""
+    """This is the verdict, and what it rests on."""
 
     passed: bool
     largest: float
@@ -76,7 +76,7 @@ class Report:
     low_precision: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for ``--json``."""
+        """Return the report as plain data, for ``--json``."""
         return asdict(self)
 
 
@@ -96,14 +96,14 @@ def verify(
 ) -> Report:
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
-    Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and
-    buffer after the step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an
-    asynchronous schedule one device uses the old weights that the programs say.  ``module`` is not changed.  ``run``
-    runs the ranks; by default they are threads of this process, of which there can be any number. ``captured`` is
-    ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.  Where a solver
-    decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; what runs in
-    fp64 is what it decided for ``plan``. Both sides compute on ``device``, or that of ``captured``: the ranks together
-    on this one device, each in a stream of its own.
+    The loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the step are
+    compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
+    Under an asynchronous schedule one device uses the old weights that the programs say.  ``module`` is not changed.
+    ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
+    is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
+    decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; the run in
+    fp64 takes what it decided for ``plan``.  Both sides compute on ``device``, or on that of ``captured``: the ranks
+    share this one device, each in a stream of its own.
     """
     start = time.perf_counter()
     device = torch.device(device) if captured is None else captured.device
@@ -160,7 +160,7 @@ def _ready(
     captured: Compiled | None,
     device: torch.device,
 ) -> Compiled:  # fmt: skip
-    """For ``changed``, with what a solver decides for ``plan``."""
+    """Return the model compiled for ``changed``, with what a solver decides for ``plan``."""
     if captured is None:
         return Compiled(module, changed, batch, loss, device)
     return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
@@ -171,9 +171,7 @@ def _finite(gradients: Mapping[str, Tensor]) -> bool:
 
 
 def in_training(oracle: Oracle) -> None:
-    """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained``
-    gives it, too.
-    """
+    """Put one device's module into training mode, as the plan does, if it is in evaluation mode as a whole."""
     if not oracle.module.training:
         oracle.module.train()
 
@@ -181,9 +179,8 @@ def in_training(oracle: Oracle) -> None:
 def run_threads(
     compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]], delay_seed: int | None = None
 ) -> list[list[VerifiedStep]]:
-    """Every rank as a thread of this process, on the device that the model was made ready for; ``delay_seed``: they
-    pause at random.
-    """
+    """Run every rank as a thread of this process, on the device of ``compiled``; they pause at random if there is a
+    ``delay_seed``."""
     return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device, delay_seed=delay_seed)
 
 
@@ -196,7 +193,7 @@ def run_steps(
     seed: int,
     scale: ScaleChoice | None = None,
 ) -> list[VerifiedStep]:
-    """Train one rank on its rows of each of the batches."""
+    """Train one rank on its rows of each of the batches, and return what it has after each."""
     engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     out = []
@@ -228,15 +225,14 @@ def run_steps(
 
 
 def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
-    """The ranges of batches that are one program each."""
+    """Return the ranges of batches that are one program each."""
     size = plan.pipeline.window if plan.overlaps else 1
     return [(start, min(start + size, batches)) for start in range(0, batches, size)]
 
 
 def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
-    """The weights that the programs use: for a parameter and a microbatch, counted over all batches, the updates before
-    them.
-    """
+    """Return the version of the weights that the programs use: for a parameter and a microbatch, counted over all
+    batches, the number of updates before it.  Raises ShardwiseError where stages disagree."""
     found: dict[tuple[str, int], int] = {}
     trace, microbatches = compiled.general, compiled.plan.microbatches
     for start, stop in windows(compiled.plan, batches):
@@ -253,7 +249,7 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
 
 
 def compare(ours: Sequence[VerifiedStep], truth: Sequence[OracleStep]) -> Comparison:
-    """All differences of all steps."""
+    """Compare all steps and return all differences."""
     comparison = Comparison()
     for mine, right in zip(ours, truth, strict=True):
         comparison.add_number(right.step, "loss", mine.loss, right.loss)
@@ -276,10 +272,10 @@ def low_precision(
     captured: Compiled | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
+    """Return the error of the first gradients against the fp64 truth, of the plan and of one device, and their ratio.
 
-    Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are
-    taken in other parts.
+    The one device computes in the plan's precision.  Under fp16 both multiply their loss by the largest power of two
+    under which no gradient of either overflows, since they sum in different parts.
     """
     device = torch.device(device) if captured is None else captured.device
     compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
@@ -310,7 +306,7 @@ def low_precision(
 
 
 def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """||g - truth|| / ||truth|| over all parameters together."""
+    """Return ||g - truth|| / ||truth|| over all parameters together; it is infinite if their names differ."""
     if set(gradients) != set(truth):
         return math.inf
     difference = math.hypot(*(float(torch.linalg.vector_norm(gradients[n].double() - truth[n])) for n in truth))
