@@ -128,7 +128,7 @@ def _nll(
 
 
 class _Named:
-    """The wanted amounts a (n, classes, ...) of a rank's classes for integer targets; pieces are slices of the n rows."""
+    """The wanted amounts a (n, classes, ...) of a rank's classes for integer targets; a piece slices the n rows."""
 
     def __init__(
         self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,
