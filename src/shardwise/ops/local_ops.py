@@ -54,7 +54,7 @@ def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
 
 
 def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
-    """Select along ``dim`` the head of keys or values of each of this rank's query heads; ``each`` of them share one."""
+    """Select along ``dim`` the head of keys or values of each of this rank's query heads; ``each`` share one."""
     local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
     return x.index_select(dim, local)
 

@@ -42,7 +42,7 @@ def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) ->
 
 @own_op(communicates=True)
 def softmax(env: Env, x: Tensor, dim: int, axes: Groups, dtype: torch.dtype | None, log: bool) -> Tensor:
-    """Return the softmax of ``x``, or its logarithm, over a ``dim`` that ``axes`` shard; ``x`` becomes ``dtype`` first."""
+    """Return the softmax of ``x``, or its logarithm, over ``dim``, which ``axes`` shard, after a cast to ``dtype``."""
     result: Tensor = _Softmax.apply(env, x if dtype is None else x.to(dtype), dim, axes, log)  # type: ignore[no-untyped-call]
     return result
 
