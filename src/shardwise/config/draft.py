@@ -63,7 +63,7 @@ class ConfigDraft:
             self._add(section, path[0], self._nested(section, path, parse(value.strip())), origin, folder)
 
     def _nested(self, section: str, path: list[str], value: Any) -> Any:
-        """Return the value of the first key of ``path`` with the last key set to ``value``; other keys keep theirs."""
+        """Return the value of the first key of ``path`` with the last key set to ``value``; other keys stay."""
         first, *rest = path
         for name in reversed(rest):
             value = {name: value}

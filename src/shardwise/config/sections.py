@@ -126,10 +126,11 @@ class ParallelConfig:
     (``core/pipeline_options.py``); without one the launcher measures the units before the first step and searches for
     the best timetable and number of stages. ``tp`` ranks share each layer: the recipe ``tensor`` shards parameters and
     what is computed with them; on its axes ``tensor_plan`` may leave that to a solver ("auto") or to ``pins``, a table
-    from patterns of names to the dims to shard. ``dp`` is the number of data-parallel ranks; they form ``dp_replicate``
-    groups, each of which holds all that stage ``zero`` of ZeRO shards. ``core/data_options.py`` explains ``gathered``,
-    ``prefetch``, ``reduced`` and ``reduce``. By default ``gathered`` and ``reduced`` communicate as little as memory
-    allows; ``prefetch`` is 1, and on GPUs as much as hides gathers under computing, if memory allows it.
+    of patterns of names and how to shard what they match. ``dp`` is the number of data-parallel ranks; they form
+    ``dp_replicate`` groups, each of which holds all that stage ``zero`` of ZeRO shards. ``core/data_options.py``
+    explains ``gathered``, ``prefetch``, ``reduced`` and ``reduce``. By default ``gathered`` and ``reduced`` communicate
+    as little as memory allows; ``prefetch`` is 1, and on GPUs as much as hides gathers under computing, if memory
+    allows it.
     """
 
     pp: int = key(integer(1), 1)
@@ -167,8 +168,8 @@ class TrainConfig:
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
     ``memory_gib`` is the memory for tensors of a rank on its device; by default it is what the device has free, on a
-    GPU less what the process takes beside tensors. In the steps ``trace_steps`` each rank records its instructions with
-    their times, for ``shardwise draw``.
+    GPU less what the process takes besides tensors. In the steps ``trace_steps`` each rank records its instructions
+    with their times, for ``shardwise draw``.
     """
 
     steps: int = key(integer(1), 600)

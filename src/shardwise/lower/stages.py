@@ -47,11 +47,13 @@ class Message(Edge):
 
     @property
     def sent(self) -> Buffer:
+        """The buffer that ``source`` sends."""
         kind = BufferKind.GRADIENT if self.gradient else BufferKind.ACTIVATION
         return kind.of(self.unit, self.microbatch)
 
     @property
     def received(self) -> Buffer:
+        """The buffer in which ``to`` receives it; gradients from different ranks have different ones."""
         return BufferKind.RECEIVED.of(self.unit, self.microbatch, self.source) if self.gradient else self.sent
 
 
@@ -89,6 +91,7 @@ class StageSplit:
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return max(self.stage) + 1
 
     def tasks(self, microbatches: int) -> Timetable:

@@ -138,7 +138,7 @@ class _Named:
         self.index, self.own = index.where(own, 0), own
         self.valid = (target != ignore_index).unsqueeze(1) if share[1] else own
         self.named: Tensor | None = None  # the amount of the class that a target names; None means 1
-        self.every: Tensor | None = None  # the amount of each class beside that
+        self.every: Tensor | None = None  # the amount that each class has in addition
         if weight is not None or smoothing:
             named = (
                 torch.ones_like(target, dtype=wide)
@@ -173,7 +173,7 @@ class _Named:
 
 
 class _Chances:
-    """The same for targets that are probabilities; a rank has those of its own classes."""
+    """The wanted amounts for targets that are probabilities; a rank has the probabilities of its own classes."""
 
     def __init__(
         self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,

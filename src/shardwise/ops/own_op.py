@@ -47,7 +47,7 @@ def own_op(**facts: Any) -> Callable[[Function], Function]:
 
 
 def facts_of(target: Any) -> OwnOp:
-    """Return the facts about the target of a node; those of a plain function for an ATen op."""
+    """Return the facts about the target of a node; for an ATen op they are those of a plain function."""
     found: OwnOp = getattr(target, "own_op", _PLAIN)
     return found
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class Factors(NamedTuple):
     """The factors of the gradient of the parameter ``weight``.
 
-    ``kind`` is a key of ``MULTIPLY``; ``rest`` are the arguments of that function beside dY and X. ``dims`` is the
+    ``kind`` is a key of ``MULTIPLY``; ``rest`` are the arguments of that function after dY and X. ``dims`` is the
     permutation of the parameter's dims in the product, or None.
     """
 
@@ -106,7 +106,7 @@ class _Convolution(torch.autograd.Function):
 def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels | None = None) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or ``add`` it.
 
-    If the factors have a lower precision than ``goal``, the gradient is rounded to theirs first, except for products of
+    If the factors have a lower precision than ``goal``, the gradient is rounded to that first, except for products of
     matrices that ``kernels`` (by default those of a CPU) can multiply into a wider dtype.
     """
     _, dy, kind, x, dims, rest = factors
@@ -124,7 +124,7 @@ def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool, kernels: Ker
     if goal.dtype != left.dtype:
         if kernels.wide is None or goal.dtype != torch.float32 or not goal.is_contiguous():
             _put(goal, left @ right, add)
-        elif not goal.is_meta:  # on meta only memory counts, and this kernel takes none
+        elif not goal.is_meta:  # on meta only memory counts, and this kernel allocates none
             kernels.wide(goal, left, right, add)
     elif goal.dim() == 2:
         goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)

@@ -120,7 +120,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Beside:
-    """The bytes that a rank keeps beside its buckets: for each row of the batch, for the model's buffers, and on the
+    """The bytes that a rank keeps besides its buckets: for each row of the batch, for the model's buffers, and on the
     host for the parameters that no unit reads."""
 
     row: int = 0

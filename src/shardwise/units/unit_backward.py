@@ -22,6 +22,7 @@ class Saved(NamedTuple):
 
     @staticmethod
     def of(unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor]) -> Saved:
+        """Return what to save of all ``outputs`` of a unit's forward."""
         return Saved([o for o, g in zip(outputs, unit.output_grads, strict=False) if g], [*operands], leaves)
 
 

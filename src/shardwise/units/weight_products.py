@@ -45,6 +45,7 @@ class Operand(NamedTuple):
     meets: bool
 
     def factors(self, weight: str, dy: Tensor) -> Factors:
+        """Return the factors of the gradient of the parameter ``weight``, given dY."""
         return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
 
 
