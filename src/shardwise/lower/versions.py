@@ -1,11 +1,11 @@
 """Several batches in one program: when the weights are updated, which version of them each microbatch uses, and where
 old versions are kept.
 
-A program of one batch ends with its update. Under ``norm = "post-validate"`` batches do not overlap, and an update by a
-stage's own norm is validated in the next batch (:mod:`shardwise.lower.validate`). Under an asynchronous schedule
-microbatches of later batches are in the pipeline when a batch is updated; a stage keeps the weights with which it began
-them (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section 3.3) in slots of a pool. Versions and
-batches are counted from the start of the program, when the pipeline is empty.
+A program of one batch ends with its update. Under ``norm = "post-validate"`` a rank computes one batch after the other,
+and an update by a stage's own norm is validated in the next batch (:mod:`shardwise.lower.validate`). Under an
+asynchronous schedule microbatches of later batches are in the pipeline when a batch is updated; a stage keeps the
+weights with which it began them (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section 3.3) in slots
+of a pool. Versions and batches are counted from the start of the program, when the pipeline is empty.
 """
 
 from __future__ import annotations
