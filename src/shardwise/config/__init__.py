@@ -1,4 +1,4 @@
-"""Configuration: what a run is, checked before anything starts."""
+"""The configuration of a run, which is checked before anything starts."""
 
 from .build import Data, build_data, build_dataset, build_loss_scale, build_model, build_optimizer, build_plan
 from .config import Config, load_config

@@ -1,4 +1,4 @@
-"""From a configuration to what it describes: the model, the loss, the dataset."""
+"""Build what a configuration describes: the model, the loss, the data, the plan, and the optimizer."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Decode = Callable[[Iterable[int]], str]
 
 
 def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
-    """A function that makes the model, and the user's ``loss(output, batch)`` if there is one.
+    """Return a function that makes the model, and the user's ``loss(output, batch)`` or None.
 
-    Whatever can be checked without making the model is checked here; ConfigError, here or from the
-    constructor, names the key, and for a function of the user's the file and line where it failed.
+    All that can be checked without making the model is checked here. :class:`ConfigError`, here or from the
+    constructor, names the key, and the file and line if a function of the user failed.
     """
     model = config.model
     loss = None if model.loss is None else load_function("model.loss", model.loss)
@@ -57,9 +57,9 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
 class Data:
     """The data of a run.
 
-    ``train`` and ``validation`` (None where there is none) are map-style datasets of dicts of tensors; ``decode`` turns
-    tokens into text and ``encode`` text into tokens, both None for what is not text. ``digest`` tells the training data
-    from others, ``notices`` are remarks for the user.
+    ``train`` and ``validation`` (None if there is none) are map-style datasets of dicts of tensors. ``decode`` turns
+    tokens into text and ``encode`` text into tokens; both are None if the data is not text. ``digest`` identifies the
+    training data, and ``notices`` are remarks for the user.
     """
 
     train: Any
@@ -71,12 +71,11 @@ class Data:
 
 
 def build_data(config: Config, progress: OnProgress | None = None) -> Data:
-    """The data of ``config``; text is tokenised if that has not been done before, and ``progress(done, total)`` hears
-    of it.
+    """Return the data of ``config``; text is tokenised if that has not been done, with calls ``progress(done, total)``.
 
-    Labels of text are the next tokens; for ``model.transformers`` the tokens themselves, for those models
-    shift them. ConfigError for data that cannot be read, is empty, or is no dataset of dicts of tensors
-    (sample 0 is tried).
+    The labels of text are the next tokens; for ``model.transformers`` they are the tokens themselves, for these models
+    shift them. Raises :class:`ConfigError` if the data cannot be read, is empty, or is no dataset of dicts of tensors,
+    for which sample 0 is tried.
     """
     data = config.data
     if data.factory is not None:
@@ -106,7 +105,7 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
 
 
 def build_dataset(config: Config) -> tuple[Any, Decode | None]:
-    """The training data, and for text the function that turns tokens into it (:func:`build_data`)."""
+    """Return the training data and, for text, the function that turns tokens into text (:func:`build_data`)."""
     data = build_data(config)
     return data.train, data.decode
 
@@ -121,7 +120,7 @@ def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress 
 
 
 def _too_little(corpora: Sequence[Corpus]) -> str:
-    """One line for all sources whose documents set apart do not fill a sample."""
+    """Return a line for all sources whose documents set apart do not fill a sample."""
     first, more = corpora[0].name.split(", ")[0], len(corpora) - 1
     apart, documents = (
         sum(one.cache.validation.documents for one in corpora),
@@ -152,11 +151,11 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def build_plan(config: Config) -> Plan:
-    """How the work of a step is divided; where the config leaves ``gathered``, ``reduced`` or ``prefetch`` open, with
-    the least memory.
+    """Return the plan of a config; values of ``gathered``, ``reduced`` and ``prefetch`` that the config leaves open
+    take the least memory.
 
-    Where it leaves the timetable of schedule "auto" open, it is a schedule that needs little memory: one to measure
-    with.
+    If the config leaves the timetable of schedule "auto" open, the plan has a schedule that takes little memory, for
+    the launcher to measure with.
     """
     parallel = config.parallel
     plan = Plan.of(
@@ -184,7 +183,7 @@ def build_plan(config: Config) -> Plan:
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:
-    """The optimizer and its learning rate over the steps of the run."""
+    """Return the optimizer and its learning rate over the steps of the run."""
     optimizer = config.optimizer
     chosen = OptimizerChoice(
         name=optimizer.name,
@@ -198,7 +197,7 @@ def build_optimizer(config: Config) -> OptimizerChoice:
 
 
 def build_loss_scale(config: Config) -> ScaleChoice | None:
-    """What the loss is scaled by in fp16; None in other precisions."""
+    """Return how the loss is scaled in fp16; None in other precisions."""
     chosen = config.train.loss_scale
     if chosen is None:
         return None
@@ -213,7 +212,7 @@ def _factory_constructor(model: ModelConfig, aligned: bool, documents: bool) -> 
         if not isinstance(made, nn.Module):
             raise ConfigError(f"model.factory = {shown(reference)}: it returned {_kind(made)}; legal: an nn.Module")
         if aligned and any(base.__name__ == "PreTrainedModel" for base in type(made).__mro__):
-            # It would learn to predict the token after the next one, and nobody would notice.
+            # It would silently learn to predict the token after the next one.
             why = "which shifts labels itself, but those of data.source are shifted already"
             wrong = f"{type(made).__name__} is a transformers model, {why}"
             legal = "model.transformers with [model.config], a data.factory, or a model.loss of yours"

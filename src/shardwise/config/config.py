@@ -1,4 +1,4 @@
-"""A run's configuration: TOML and ``section.key=value`` in, checked and completed, and TOML out."""
+"""The configuration of a run: it is read from TOML and ``section.key=value``, checked, completed, written as TOML."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .toml import dumps
 class Config:
     """A valid configuration with every default filled in; :func:`load_config` makes one.
 
-    ``notices`` are remarks for the user, and ``origins`` say where the keys that are not defaults come from: both are
-    no part of what the configuration is.
+    ``notices`` are remarks for the user, and ``origins`` says where each key that the user set comes from; neither
+    counts when configurations are compared.
     """
 
     model: ModelConfig
@@ -36,7 +36,7 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def resolved(self) -> str:
-        """The whole configuration as TOML, paths absolute; loading it gives this configuration again."""
+        """Return the whole configuration as TOML with absolute paths; loading it gives this configuration again."""
         sections = {name: getattr(self, name) for name in SECTIONS}
         return dumps(
             {name: {f.name: getattr(section, f.name) for f in fields(section)} for name, section in sections.items()}
@@ -44,8 +44,8 @@ class Config:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """A :class:`ConfigError` on a field of the plan that is made of this configuration names the key, its value and
-        where it comes from, as those of :func:`load_config` do."""
+        """Reword each :class:`ConfigError` on a field of the plan that is raised inside this context: it names the key,
+        its value and where that comes from, as the errors of :func:`load_config` do."""
         try:
             yield
         except ConfigError as error:
@@ -58,11 +58,11 @@ class Config:
 def load_config(
     path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None
 ) -> Config:
-    """The configuration in the TOML file ``path`` (none: all defaults) with ``section.key=value`` overrides.
+    """Load the configuration in the TOML file ``path`` (None: all defaults) with ``section.key=value`` overrides.
 
-    Relative paths of files in the configuration are relative to its folder, in overrides to the current one.
-    ``hardware`` (default: this machine) sets the defaults of devices and their limits. ConfigError lists
-    every problem found, one on a line: the key, its value, where it comes from, what is legal.
+    Relative paths in the file are relative to its folder, and in overrides to the current folder. ``hardware`` (by
+    default this machine) sets the defaults and limits of devices. :class:`ConfigError` lists every problem, one on a
+    line: the key, its value, where it comes from, and what is legal.
     """
     draft = ConfigDraft()
     if path is not None:

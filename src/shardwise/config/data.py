@@ -1,4 +1,4 @@
-"""What depends on several keys of ``[data]``."""
+"""The checks and defaults of ``[data]`` that depend on several keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .sections import rules
 
 KINDS = ("data.source", "data.mix", "data.factory")
 OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
-VALIDATION = 0.01  # of the documents
+VALIDATION = 0.01  # the fraction of documents that is set apart by default
 
 
 def complete_data(draft: ConfigDraft) -> int | None:
-    """Fill in the defaults of ``[data]``; the tokens of its tokenizer, or None without text or such a tokenizer."""
+    """Fill in the defaults of ``[data]``; return the size of its vocabulary, or None without text or on an error."""
     kinds = [key for key in KINDS if draft.given(key)]
     for key in kinds[1:]:
         draft.refuse(key, f"{' or '.join(KINDS)}, not both" if len(kinds) == 2 else f"one of {', '.join(KINDS)}")
@@ -45,7 +45,7 @@ def complete_data(draft: ConfigDraft) -> int | None:
 
 
 def _not_text(draft: ConfigDraft) -> None:
-    """Keys of text would be ignored: refuse them."""
+    """Refuse the keys of text, for a dataset of a factory would ignore them."""
     draft.default("data.validation", 0.0)
     for name in OF_TEXT:
         if draft.given(f"data.{name}") and draft.sound(f"data.{name}"):
@@ -71,7 +71,7 @@ def _flat(value: Any) -> list[str]:
 
 
 def _tokenizer(draft: ConfigDraft) -> int | None:
-    """The tokens of the tokenizer, whose end token is filled in."""
+    """Fill in the end token of the tokenizer; return the size of its vocabulary, or None if something is wrong."""
     name, end = "data.tokenizer", "data.end_token"
     if not draft.sound(name, end):
         return None

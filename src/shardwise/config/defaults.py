@@ -1,4 +1,4 @@
-"""What depends on several keys: defaults that follow from others, and values that do not go together."""
+"""Defaults that follow from other keys, and checks for values that do not go together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .sections import rules
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers")
 SAME_ROWS = ("parallel.pp", "parallel.tp")
-"""Numbers of ranks that have the same rows: those of a pipeline, and those that share a layer."""
+"""The keys with numbers of ranks that work on the same rows: the ranks of a pipeline, and those that share a layer."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
 KEYS_OF_KIND = {
     "gpt": (*SIZES, "dropout"),
@@ -37,7 +37,7 @@ KEYS_OF_KIND = {
 
 
 def complete(draft: ConfigDraft, hardware: Hardware) -> None:
-    """Fill in the draft's defaults and note all values that do not go together."""
+    """Fill in the draft's defaults, and refuse all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
     for step in (_optimizer, _loss_scale, _tf32, _train, _checkpoint, _mesh, _pins):
@@ -66,7 +66,7 @@ def _model(draft: ConfigDraft, vocabulary: int | None) -> None:
 
 
 def _foreign_keys(draft: ConfigDraft, kind: str) -> None:
-    """Keys of other kinds of model would be ignored: refuse them."""
+    """Refuse the keys of other kinds of model, for they would be ignored."""
     for name in dict.fromkeys(name for names in KEYS_OF_KIND.values() for name in names):
         key = f"model.{name}"
         if name not in KEYS_OF_KIND[kind] and draft.given(key) and draft.sound(key):
@@ -77,7 +77,7 @@ def _foreign_keys(draft: ConfigDraft, kind: str) -> None:
 
 
 def _sizes(draft: ConfigDraft, kind: str, vocabulary: int | None) -> None:
-    """The sizes of an own model; ``vocabulary`` is that of its text, or None for other data."""
+    """Fill in and check the sizes of an own model; ``vocabulary`` is that of its text, or None for other data."""
     length = draft["data.sequence_length"]
     sizes = {"vocabulary": vocabulary or BYTE_VOCABULARY, "width": 192, "layers": 4, "heads": 6, "context": length}
     for name, value in sizes.items():
@@ -163,7 +163,7 @@ def _checkpoint(draft: ConfigDraft) -> None:
 
 
 def _mesh(draft: ConfigDraft) -> None:
-    """Do the ranks that share a layer make the mesh of their recipe?"""
+    """Check that the number of ranks that share a layer is legal for their recipe."""
     if draft.sound("parallel.tp", "parallel.tensor"):
         try:
             sides(draft["parallel.tensor"], draft["parallel.tp"])
@@ -172,7 +172,7 @@ def _mesh(draft: ConfigDraft) -> None:
 
 
 def _pins(draft: ConfigDraft) -> None:
-    """Do the pins go together with what else is said of tensor parallelism?"""
+    """Check that the pins agree with the other keys of tensor parallelism."""
     if not draft.sound(*(f"parallel.{key}" for key in ("tp", "tensor", "tensor_plan", "pins"))):
         return
     axes = tuple(ROLES[draft["parallel.tensor"]]) if draft["parallel.tp"] > 1 else ()
@@ -190,7 +190,7 @@ def _pins(draft: ConfigDraft) -> None:
 
 
 def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
-    """Ranks: as many as train.devices, or parallel.dp, pp and tp together say, or as the hardware has."""
+    """Find the number of ranks: train.devices, or parallel.dp, pp and tp together, or what the hardware has."""
     keys = ("train.devices", "parallel.dp")
     if not draft.sound(*keys, *SAME_ROWS):
         return
@@ -219,8 +219,8 @@ def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
 
 
 def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None) -> bool:
-    """Whether there are ``devices`` devices; if not, the error names ``key``, which asks for them, or whatever makes
-    any number of devices too large.
+    """Whether there are ``devices`` devices; if not, ``key``, which asks for them, is refused, or the key that makes
+    any number too large.
     """
     each, over = (1, "") if key == "train.devices" else (math.prod(draft[key] for key in SAME_ROWS), _over(draft))
     if hardware.world and devices != hardware.world:
@@ -238,8 +238,8 @@ def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None
 
 
 def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> bool:
-    """Whether ``devices`` can be shared out to those that have the same rows, evenly or, with ``most``, at all; else a
-    key is refused.
+    """Whether ``devices`` can be divided by the ranks with the same rows, evenly or, with ``most``, at all; else a key
+    is refused.
     """
     left, over = devices, ""
     for key in SAME_ROWS:
@@ -253,13 +253,13 @@ def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> 
 
 
 def _over(draft: ConfigDraft) -> str:
-    """`` over parallel.pp x parallel.tp = 2 x 4``: those that have the same rows, where there are several."""
+    """Return the ranks with the same rows as `` over parallel.pp x parallel.tp = 2 x 4``, or "" if there is one."""
     sizes = {key: draft[key] for key in SAME_ROWS if draft[key] > 1}
     return f" over {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}" if sizes else ""
 
 
 def _pipeline(draft: ConfigDraft) -> None:
-    """Is the schedule legal for its ranks, stages and microbatches?"""
+    """Check that the schedule is legal for its ranks, stages and microbatches."""
     keys = ("pp", "schedule", "stages_per_rank", "stages", "timetable", "microbatches")
     if not draft.sound(*(f"parallel.{key}" for key in keys)):
         return
@@ -295,7 +295,7 @@ def _pipeline(draft: ConfigDraft) -> None:
 
 
 def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
-    """Can the given timetable be computed, or, without one, is there anything to look for?"""
+    """Check schedule "auto": that the given timetable can be computed or, without one, that one can be looked for."""
     texts, stages, each = (draft[f"parallel.{key}"] for key in ("timetable", "stages", "stages_per_rank"))
     if texts is not None:
         try:
@@ -321,7 +321,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
 
 
 def _shards(draft: ConfigDraft, ranks: int) -> None:
-    """Check that the keys of ZeRO make sense on ``ranks`` ranks."""
+    """Check that the keys of ZeRO make sense with ``ranks`` data-parallel ranks."""
     if draft.sound("parallel.reduce", "parallel.precision"):
         precise = draft["parallel.precision"] == "fp64"
         if draft["parallel.reduce"] != "auto" and (draft["parallel.reduce"] == "fp64") != precise:
@@ -340,7 +340,7 @@ def _shards(draft: ConfigDraft, ranks: int) -> None:
 
 
 def _fitting_devices(draft: ConfigDraft, hardware: Hardware, each: int) -> int:
-    """The largest number of groups of ``each`` devices that divides the rows of a microbatch."""
+    """Return the largest number of groups of ``each`` devices that divides the rows of a microbatch."""
     keys = ("data.batch_size", "parallel.microbatches")
     batch, microbatches = (draft[key] for key in keys)
     most: int = max(1, hardware.devices // each)

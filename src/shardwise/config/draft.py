@@ -1,4 +1,4 @@
-"""A config in the making: values that passed their rules, and all that was found wrong so far."""
+"""A config that is being read: the values that passed their rules, and the problems that were found so far."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 
 
 class ConfigDraft:
-    """Values under dotted keys (``"optimizer.lr"``).
+    """The values of a config under dotted keys (``"optimizer.lr"``).
 
-    ``problems`` are collected, so that a user sees them all at once: each is a key ("" where none is known) and a line.
-    A check on several keys is made only if none of them is itself wrong.
+    ``problems`` are collected, so that a user sees them all at once: each is a key ("" if none is known) and a line.
+    A check on several keys is made only if none of them is wrong by itself.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ConfigDraft:
     # reading
 
     def add_tables(self, tables: Mapping[str, Any], origin: str, folder: Path) -> None:
-        """The sections of a TOML file.  Relative paths in it are relative to its ``folder``."""
+        """Read the sections of a TOML file; relative paths in it are relative to its ``folder``."""
         for section, keys in tables.items():
             if section not in SECTIONS:
                 self._unknown(section, origin, "section", SECTIONS)
@@ -50,7 +50,7 @@ class ConfigDraft:
                     self._add(section, name, value, origin, folder)
 
     def add_override(self, override: str, origin: str, folder: Path) -> None:
-        """One ``section.key=value``, or for a free table ``model.config.hidden_size=64``, and so on down."""
+        """Read one ``section.key=value``, or for a free table ``model.config.hidden_size=64``, at any depth."""
         dotted, equals, value = override.partition("=")
         section, *path = (part.strip() for part in dotted.split("."))
         if not equals or not path or not all(path):
@@ -63,7 +63,7 @@ class ConfigDraft:
             self._add(section, path[0], self._nested(section, path, parse(value.strip())), origin, folder)
 
     def _nested(self, section: str, path: list[str], value: Any) -> Any:
-        """The value of the first key of ``path`` with the last one set to ``value``; the rest of it stays."""
+        """Return the value of the first key of ``path`` with the last key set to ``value``; other keys stay."""
         first, *rest = path
         for name in reversed(rest):
             value = {name: value}
@@ -95,7 +95,7 @@ class ConfigDraft:
         self._values[key] = read
 
     def _forget(self, key: str) -> None:
-        """A later value takes the place of an earlier one, its problem included."""
+        """Forget the earlier value of a key, and its problem."""
         self._values.pop(key, None)
         self._bad.discard(key)
         self.problems = [(about, line) for about, line in self.problems if about != key]
@@ -109,7 +109,7 @@ class ConfigDraft:
     # checking
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key, its static default, or None."""
+        """Return the value of a key, or its static default, or None."""
         if key in self._values:
             return self._values[key]
         section, _, name = key.partition(".")
@@ -117,55 +117,55 @@ class ConfigDraft:
         return None if default is MISSING else default
 
     def given(self, key: str) -> bool:
-        """Did the user set it, rightly or wrongly?"""
+        """Whether the user set the key, rightly or wrongly."""
         return key in self._origins
 
     def sound(self, *keys: str) -> bool:
-        """Is there no problem with any of these keys?"""
+        """Whether there is no problem with any of these keys."""
         return self._bad.isdisjoint(keys)
 
     def default(self, key: str, value: Any) -> None:
-        """Set a key that the user did not."""
+        """Set a key that the user did not set."""
         if not self.given(key) and self.sound(key):
             self._values[key] = value
 
     def refuse(self, key: str, legal: str, hint: str = "") -> None:
-        """Note that the value of ``key`` is wrong and what would be legal."""
+        """Note that the value of ``key`` is wrong, and what is legal."""
         self._bad.add(key)
         value = self._raw[key] if key in self._origins else self[key]
         self.problems.append((key, problem(key, value, self._origins.get(key), legal, hint)))
 
     def refuse_field(self, error: ConfigError, hint: str = "") -> None:
-        """Note an error of a plan's field, as one of the key that it comes from; ``hint`` instead of what the error
-        says is wrong.
+        """Note an error on a field of the plan as a problem of the key that the field comes from; ``hint``, if given,
+        replaces what the error says is wrong.
         """
         legal, wrong = reworded(error)
         self.refuse(f"parallel.{error.field}", legal, hint or wrong)
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where the keys that the user set come from."""
+        """Where each key that the user set comes from."""
         return dict(self._origins)
 
     def section(self, name: str) -> Any:
-        """The section as its dataclass."""
+        """Return a section as its dataclass."""
         return SECTIONS[name](**{key: self[f"{name}.{key}"] for key in rules(name)})
 
 
 def problem(key: str, value: Any, origin: str | None, legal: str, hint: str = "") -> str:
-    """One line on a wrong value; ``origin`` says where that comes from, None: it is a default."""
+    """Return a line on a wrong value; ``origin`` says where the value comes from, None that it is a default."""
     return f"{key} = {shown(value)} ({origin or 'default'}): legal: {legal}" + (f". {hint}" if hint else "")
 
 
 def reworded(error: ConfigError) -> tuple[str, str]:
-    """What is legal for the field of an error, and what is wrong with it, as the sentence that follows."""
+    """Return what is legal for the field of an error, and the sentence that follows: what is wrong."""
     wrong = f"{error.part}: {error.wrong}" if error.part else error.wrong
     wrong = wrong[:1].upper() + wrong[1:].rstrip(".")
     return error.legal.rstrip("."), f"{wrong}.{error.hint}" if error.hint else wrong
 
 
 def _merged(before: Any, value: Any) -> Any:
-    """Table ``before`` with the keys of ``value`` set, at all depths."""
+    """Return table ``before`` with the keys of ``value`` set, at all depths."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{name: _merged(before.get(name), item) for name, item in value.items()}}
@@ -178,5 +178,5 @@ def _absolute_source(source: str | tuple[str, ...], folder: Path) -> str | tuple
 
 
 def _absolute(path: str, folder: Path) -> str:
-    """The run folder's config must name the same file as the one it comes from."""
+    """Return an absolute path, for the config in the run folder must name the same file."""
     return os.path.abspath(folder / os.path.expanduser(path))

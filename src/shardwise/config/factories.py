@@ -1,4 +1,4 @@
-"""Functions of the user's: ``path/to/file.py:function`` or ``package.module:function`` in a config."""
+"""Functions of the user, which a config names as ``path/to/file.py:function`` or ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Function = Callable[..., Any]
 
 
 def load_function(key: str, reference: str) -> Function:
-    """The function that ``reference`` (the value of ``key``) names.
+    """Return the function that ``reference``, the value of ``key``, names.
 
-    ConfigError says why there is none, with the file and line where importing it failed.
+    If there is none, :class:`ConfigError` says why, with the file and line if an import failed.
     """
     place, _, name = reference.rpartition(":")
     with blame(key, reference):
@@ -38,7 +38,7 @@ def load_function(key: str, reference: str) -> Function:
 
 
 def call(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
-    """What the function that ``reference`` names returns; ConfigError if it cannot be had or fails."""
+    """Call the function that ``reference`` names and return its result; :class:`ConfigError` if either fails."""
     function = load_function(key, reference)
     with blame(key, reference):
         return function(**arguments)
@@ -46,7 +46,7 @@ def call(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def blame(key: str, value: Any) -> Iterator[None]:
-    """Turn what goes wrong inside into a ConfigError on ``key`` with the file and line it comes from."""
+    """Turn an exception inside this context into a :class:`ConfigError` on ``key``, with the file and line."""
     try:
         yield
     except ConfigError:
@@ -56,7 +56,7 @@ def blame(key: str, value: Any) -> Iterator[None]:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The module of a Python file, imported once; its imports look in its folder too, as a script's do."""
+    """Import the module of a Python file once; its imports search its folder too, as a script's do."""
     name = f"shardwise_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -75,7 +75,7 @@ def _file_module(path: Path) -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    """A module by its name, also one of the current folder."""
+    """Import a module by its name; it may be in the current folder."""
     _search(Path.cwd())
     importlib.invalidate_caches()
     return importlib.import_module(name)

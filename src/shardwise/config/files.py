@@ -1,4 +1,4 @@
-"""Do the files that a config names exist?"""
+"""Checks that the files that a config names exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .draft import ConfigDraft
 
 
 def there(path: str, test: Callable[[str], bool]) -> bool:
-    """``test(path)``, false for a name that no file can have."""
+    """Return ``test(path)``, or False if no file can have this name."""
     try:
         return test(path)
     except (OSError, ValueError):
@@ -17,7 +17,7 @@ def there(path: str, test: Callable[[str], bool]) -> bool:
 
 
 def file_exists(draft: ConfigDraft, key: str) -> None:
-    """Refuse a reference to a function in a file that is not there."""
+    """Refuse a reference to a function in a file that does not exist."""
     if draft[key] is None or not draft.sound(key):
         return
     place = draft[key].rpartition(":")[0]

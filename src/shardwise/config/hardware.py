@@ -9,15 +9,16 @@ MORE_RANKS = (
     "More ranks take more hosts (torchrun or srun), or a script whose ranks share a GPU (torchrun and "
     'connect(backend="gloo"))'
 )
-"""What somebody who wants more ranks than this machine has GPUs can do."""
+"""The hint for users who want more ranks than this machine has GPUs."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """``gpus`` is a hard limit of ranks where there are any; otherwise ``cores`` of the CPU, a soft one.
+    """The devices of this machine: ``gpus`` is a hard limit of the number of ranks; without GPUs ``cores`` is a soft
+    one.
 
-    ``world`` is the number of ranks that somebody else has already started (torchrun), ``local`` that of those on this
-    host, or None.
+    ``world`` is the number of ranks that torchrun has already started, and ``local`` the number of those on this host;
+    both are None if torchrun did not start this process.
     """
 
     cores: int
@@ -27,7 +28,7 @@ class Hardware:
 
     @staticmethod
     def here() -> Hardware:
-        """The cores this process may use, the GPUs torch sees, and torchrun's world if it started us."""
+        """Return the cores that this process may use, the GPUs that torch sees, and the ranks that torchrun started."""
         from shardwise.backend import Backend
 
         affinity = getattr(os, "sched_getaffinity", None)
@@ -37,12 +38,12 @@ class Hardware:
         started = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
         world, local = (started.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if local.isdigit() and cores * int(local) <= (os.cpu_count() or 1):
-            local = "1"  # bound to cores of its own, as by srun
+            local = "1"  # this process is bound to cores of its own, as under srun
         return Hardware(
             cores, gpus, *(int(count) if count.isdigit() and int(count) > 0 else None for count in (world, local))
         )
 
     @property
     def devices(self) -> int:
-        """Ranks to start if nobody says how many."""
+        """The number of ranks to start if the config does not say it."""
         return self.world or self.gpus or self.cores

@@ -1,4 +1,4 @@
-"""What each key of a config may hold: a type, a test, and the words for it."""
+"""Rules for the values of a config's keys: each has a reader with its checks, and words for what is legal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ LARGEST = 2**63 - 1
 
 
 class Illegal(ValueError):
-    """A value that a rule refuses; the text is a hint, if any."""
+    """A rule refuses a value; the text of the exception is a hint, or empty."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``read`` turns a TOML value into the key's or raises :class:`Illegal`; ``legal`` says what it takes."""
+    """``read`` turns a TOML value into the key's value or raises :class:`Illegal`; ``legal`` says what is legal."""
 
     legal: str
     read: Callable[[Any], Any]
 
 
 def key(rule: Rule, default: Any = None) -> Any:
-    """A dataclass field with a rule.  The default None stands for "not given"."""
+    """Return a dataclass field with a rule; the default None means "not given"."""
     return field(default=default, metadata={"rule": rule})
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Rule:
-    """An integer between two bounds, both legal."""
+    """Return the rule for an integer from ``least`` to ``most``, both legal."""
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -43,7 +43,7 @@ def integer(least: int, most: int = 2**31 - 1) -> Rule:
 
 
 def integers(legal: str, least: int) -> Rule:
-    """A list of integers of at least ``least``; it becomes a tuple, the smallest first."""
+    """Return the rule for a list of integers of at least ``least``; it becomes a sorted tuple without duplicates."""
     one = integer(least)
 
     def read(value: Any) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def integers(legal: str, least: int) -> Rule:
 
 
 def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False) -> Rule:
-    """A finite number: at least ``least`` (or above it, if ``open_``), and below ``below``."""
+    """Return the rule for a finite number of at least ``least`` (or above it, if ``open_``) and below ``below``."""
 
     def read(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
@@ -70,7 +70,7 @@ def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False) 
 
 
 def choice(*words: str) -> Rule:
-    """One of some words."""
+    """Return the rule for one of some words."""
 
     def read(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -81,7 +81,7 @@ def choice(*words: str) -> Rule:
 
 
 def either(*each: Rule) -> Rule:
-    """What one of several rules takes; a hint is the first one's."""
+    """Return the rule for what any of several rules takes; its hint is the first hint of these rules."""
 
     def read(value: Any) -> Any:
         hints = []
@@ -96,7 +96,7 @@ def either(*each: Rule) -> Rule:
 
 
 def switch() -> Rule:
-    """True or false."""
+    """Return the rule for true or false."""
 
     def read(value: Any) -> bool:
         if not isinstance(value, bool):
@@ -107,7 +107,7 @@ def switch() -> Rule:
 
 
 def text(legal: str, test: Callable[[str], bool] = bool) -> Rule:
-    """A text that can be written to a file, such as a path, and passes ``test``."""
+    """Return the rule for a text that can be written to a file and passes ``test``."""
 
     def read(value: Any) -> str:
         if not isinstance(value, str) or not _writable(value) or not test(value):
@@ -118,7 +118,7 @@ def text(legal: str, test: Callable[[str], bool] = bool) -> Rule:
 
 
 def reference(what: str) -> Rule:
-    """Where a function is: a file, or a module, and its name."""
+    """Return the rule for a reference to a function: a file or a module, and a name."""
 
     def test(value: str) -> bool:
         place, _, name = value.rpartition(":")
@@ -128,7 +128,7 @@ def reference(what: str) -> Rule:
 
 
 def pair(each: Rule) -> Rule:
-    """Two values under one rule."""
+    """Return the rule for a list of two values under one rule, which becomes a tuple."""
 
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
@@ -139,7 +139,7 @@ def pair(each: Rule) -> Rule:
 
 
 def several(each: Rule) -> Rule:
-    """A list of values under one rule, which becomes a tuple."""
+    """Return the rule for a list of one or more values under one rule, which becomes a tuple."""
 
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not value:
@@ -150,7 +150,7 @@ def several(each: Rule) -> Rule:
 
 
 def texts(legal: str) -> Rule:
-    """A text that can be written to a file, or a list of such texts, which becomes a tuple."""
+    """Return the rule for a text that can be written to a file, or a list of such texts, which becomes a tuple."""
     one = text(legal)
 
     def read(value: Any) -> str | tuple[str, ...]:
@@ -164,7 +164,7 @@ def texts(legal: str) -> Rule:
 
 
 def tables(legal: str, each: dict[str, Rule]) -> Rule:
-    """A list of tables that have these keys, all of them; it becomes a tuple."""
+    """Return the rule for a list of tables, each with exactly the keys of ``each``; it becomes a tuple."""
 
     def read_one(place: int, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -194,7 +194,7 @@ def tables(legal: str, each: dict[str, Rule]) -> Rule:
 
 
 def table(legal: str) -> Rule:
-    """A free table of texts, numbers, true and false, lists and tables."""
+    """Return the rule for a table of any texts, numbers, booleans, lists and tables."""
 
     def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -205,7 +205,7 @@ def table(legal: str) -> Rule:
 
 
 def words(legal: str) -> Rule:
-    """A table of texts."""
+    """Return the rule for a table of texts that is not empty."""
 
     def read(value: Any) -> dict[str, str]:
         if not isinstance(value, dict) or not value:
@@ -219,7 +219,7 @@ def words(legal: str) -> Rule:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a value that can be written as TOML and read back the same."""
+    """Return a copy of a value, or raise :class:`Illegal` if TOML cannot hold it and give it back unchanged."""
     if isinstance(value, dict):
         return {_plain(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -234,7 +234,7 @@ def _plain(value: Any) -> Any:
 
 
 def _writable(value: str) -> bool:
-    """Can a file or a path hold this text: no lone surrogates (undecodable arguments), no zero byte?"""
+    """Whether a file or a path can hold this text: it has no lone surrogate (undecodable arguments), no zero byte."""
     try:
         value.encode()
     except UnicodeEncodeError:

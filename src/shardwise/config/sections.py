@@ -1,10 +1,10 @@
 """The sections of a config and the rule of every key.
 
-A key whose default is None is either left out where it does not apply, or gets a default that depends on
-other keys (`defaults.py`); those of a loaded config are filled in.
+A key whose default is None gets a default that depends on other keys (`defaults.py`), or stays None if it does not
+apply. In a loaded config the defaults are filled in.
 """
 
-# ruff: noqa: RUF009 - `key` makes a new field of a dataclass each time
+# ruff: noqa: RUF009 - each call of `key` makes a new field
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ Resume = Literal["auto", "never"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: one of ``name`` (an own model, with its sizes), ``factory`` or ``transformers``."""
+    """``[model]``: the model is one of ``name`` (an own model, with its sizes), ``factory`` and ``transformers``."""
 
     name: str | None = key(choice("gpt", "llama"))
     factory: str | None = key(reference("a function that returns an nn.Module,"))
@@ -74,10 +74,11 @@ MIX = tables(
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: text (``source``, or several sources by weight, ``mix``) or a dataset (``factory``).
+    """``[data]``: the data is text (``source``, or ``mix``, several sources with weights) or a dataset (``factory``).
 
-    ``batch_size`` is in rows of a step, ``validation`` the fraction of documents set apart. Text is tokenised once,
-    into ``cache_dir``; ``end_token`` is the token of a tokenizer.json that ends documents.
+    ``batch_size`` is the number of rows of a step over all ranks, ``sequence_length`` is in tokens, and ``validation``
+    is the fraction of documents set apart. Text is tokenised once, into ``cache_dir``; ``end_token`` is the token of a
+    tokenizer.json that ends documents.
     """
 
     source: str | tuple[str, ...] | None = key(SOURCE)
@@ -97,13 +98,13 @@ class DataConfig:
 
     @property
     def is_text(self) -> bool:
-        """Is it text, which is tokenised, and not a dataset of the user's?"""
+        """Whether the data is text, which is tokenised, and not a dataset of the user."""
         return self.factory is None
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: ``lr`` is the peak of ``schedule``; weight decay spares norms and biases."""
+    """``[optimizer]``: ``lr`` is the highest learning rate of ``schedule``; norms and biases have no weight decay."""
 
     name: OptimizerName = key(choice(*optim.CHOICES["name"]), "adamw")
     lr: float = key(number(0), 3e-3)
@@ -117,19 +118,19 @@ class OptimizerConfig:
 class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
-    ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are
-    the numbers of units in each stage, by default so that their costs are balanced.  Stages wait for each other's
-    ``norm`` ("barrier"), or update by their own and go back where that was wrong ("post-validate").  There, and under
-    an asynchronous schedule, the pipeline is empty after every ``window`` steps, and before evaluations and
-    checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``
-    (``core/pipeline_options.py``); without one the launcher measures the units before the first step and looks for the
-    best, of as many stages as that takes.  ``tp`` ranks share each layer: parameters, and what is computed with them,
-    are sharded over them by the recipe ``tensor``, or on its axes as ``tensor_plan`` says: by a solver ("auto"), or by
-    ``pins``, a table of patterns of names, each with where to cut what it matches.  ``dp`` is the number of
-    data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
-    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are explained in ``core/data_options.py``; ``gathered`` and
-    ``reduced`` are by default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs
-    as much as it takes to hide gathers under computing, if that fits.
+    ``pp`` ranks form a pipeline with ``stages_per_rank`` stages on each, whose order ``schedule`` gives. ``stages`` are
+    the numbers of units in the stages; by default the stages' costs are balanced. Under ``norm`` "barrier" stages wait
+    for the norm of all, and under "post-validate" they update by their own norm and go back if that was wrong. Under
+    "post-validate" and asynchronous schedules the pipeline is empty after every ``window`` steps, and before
+    evaluations and checkpoints; ``vertical_sync`` is PipeDream's. Schedule "auto" follows ``timetable``
+    (``core/pipeline_options.py``); without one the launcher measures the units before the first step and searches for
+    the best timetable and number of stages. ``tp`` ranks share each layer: the recipe ``tensor`` shards parameters and
+    what is computed with them; on its axes ``tensor_plan`` may leave that to a solver ("auto") or to ``pins``, a table
+    of patterns of names and how to shard what they match. ``dp`` is the number of data-parallel ranks; they form
+    ``dp_replicate`` groups, each of which holds all that stage ``zero`` of ZeRO shards. ``core/data_options.py``
+    explains ``gathered``, ``prefetch``, ``reduced`` and ``reduce``. By default ``gathered`` and ``reduced`` communicate
+    as little as memory allows; ``prefetch`` is 1, and on GPUs as much as hides gathers under computing, if memory
+    allows it.
     """
 
     pp: int = key(integer(1), 1)
@@ -159,15 +160,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule
-    "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16 only, is "dynamic" or a number that stays;
-    ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa; with ``deterministic`` a run gives the
-    same bits each time, on as many devices of the same kind, and ops that cannot are errors.
+    """``[train]``: how long and on what a run trains. ``threads`` is the number for each rank. ``clip_norm`` 0 clips
+    nothing; the default is 1, and 0 under schedule "pipedream". ``hang_timeout`` is in seconds. ``loss_scale``, for
+    fp16 only, is "dynamic" or a fixed number. ``tf32``, for fp32 only, lets GPUs multiply matrices with 10 bits of
+    mantissa. With ``deterministic`` a run gives the same bits each time on the same number of devices of the same kind,
+    and ops that cannot are errors.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
-    ``memory_gib`` is what tensors of a rank may take on its device, by default what the device has free, of a GPU less
-    what the process takes beside them.  Of the steps ``trace_steps`` it is recorded what each rank did when, for
-    ``shardwise draw``.
+    ``memory_gib`` is the memory for tensors of a rank on its device; by default it is what the device has free, on a
+    GPU less what the process takes besides tensors. In the steps ``trace_steps`` each rank records its instructions
+    with their times, for ``shardwise draw``.
     """
 
     steps: int = key(integer(1), 600)
@@ -197,9 +199,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``[checkpoint]``: a checkpoint each ``every`` steps (0: only at the end and when interrupted); the last
-    ``keep_last`` are kept, and those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on
-    their way to disk take."""
+    """``[checkpoint]``: a checkpoint is written every ``every`` steps (0: only at the end and on an interrupt). The
+    last ``keep_last`` are kept, and those of steps that ``keep_every`` divides; ``staging_mib`` limits the memory of
+    copies on their way to disk."""
 
     every: int = key(integer(0))
     keep_last: int = key(integer(1), 2)
@@ -218,5 +220,5 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def rules(section: str) -> dict[str, Rule]:
-    """The rule of each key of a section."""
+    """Return the rule of each key of a section."""
     return {field.name: field.metadata["rule"] for field in fields(SECTIONS[section])}

@@ -1,4 +1,4 @@
-"""Writing TOML, and reading one value of it."""
+"""Write TOML, and read a single TOML value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def dumps(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of keys as TOML text; None is left out, a table in a section gets a header of its own."""
+    """Return sections of keys as TOML text; None is left out, and a table in a section gets a header of its own."""
     blocks = []
     for section, values in tables.items():
         plain = {name: value for name, value in values.items() if value is not None and not isinstance(value, dict)}
@@ -22,7 +22,7 @@ def dumps(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as TOML on one line (what TOML does not have, as Python writes it)."""
+    """Return a value as TOML on one line; a value of a type that TOML does not have is written as by Python."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -35,13 +35,13 @@ def inline(value: Any) -> str:
 
 
 def shown(value: Any, width: int = 200) -> str:
-    """A value for a message: one line, printable, not endless."""
+    """Return a value as text for a message: one printable line of at most ``width`` characters."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in inline(value))
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def parse(text: str) -> Any:
-    """A value as TOML writes it (``3``, ``[0.9, 0.95]``), or else the text itself (``runs/first``)."""
+    """Return the value of a TOML text (``3``, ``[0.9, 0.95]``), or the text itself if it is none (``runs/first``)."""
     try:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -58,5 +58,5 @@ def _key(name: str) -> str:
 
 
 def _quote(text: str) -> str:
-    """JSON's escapes are TOML's, but for DEL, which JSON leaves as it is."""
+    """Quote a text: JSON's escapes are those of TOML, except for DEL, which JSON does not escape."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Models of the transformers library, built from a table of values without any download."""
+"""Build models of the transformers library from a table of values, without any download."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class TextShape:
-    """What a model must fit: samples of ``length`` tokens out of ``vocabulary``; with ``masked``, attention as a mask
-    says.
+    """The text that a model must take: samples of ``length`` tokens, from a vocabulary of ``vocabulary`` tokens. With
+    ``masked`` a mask limits attention to documents.
     """
 
     length: int
@@ -31,10 +31,10 @@ class TextShape:
 
 
 def transformers_constructor(name: str, values: Mapping[str, Any], text: TextShape | None) -> Callable[[], nn.Module]:
-    """A function that makes the model class ``name`` from config ``values``.
+    """Return a function that makes a model of class ``name`` from config ``values``.
 
-    ``text`` sets the vocabulary and the least context; it is None for other data. ConfigError for an unknown class,
-    unknown keys, and values that the config class refuses.
+    ``text`` sets the vocabulary and the least context length; it is None for other data. Raises :class:`ConfigError`
+    for an unknown class, unknown keys, and values that the config class refuses.
     """
     model_class = _model_class(name)
     config_class = model_class.config_class
@@ -52,13 +52,13 @@ def transformers_constructor(name: str, values: Mapping[str, Any], text: TextSha
         )
     complete = dict(values)
     if "use_cache" in parameters:
-        complete.setdefault("use_cache", False)  # of use to generation only
+        complete.setdefault("use_cache", False)  # only generation uses it
     if text is not None:
         complete = _for_text(complete, parameters, aliases, text)
 
     def construct() -> nn.Module:
         with blame("model.transformers", name):
-            # A config object of its own for every model, for a model may change it.
+            # Every model gets a config object of its own, for a model may change it.
             model: nn.Module = model_class(config_class(**complete))
         if text is not None and text.masked:
             _check_masked(name, model)
@@ -75,7 +75,7 @@ def _for_text(
     aliases: Mapping[str, str],
     text: TextShape,
 ) -> dict[str, Any]:
-    """The values with the text's vocabulary and a context for a sample; ConfigError if theirs are less."""
+    """Return the values with the text's vocabulary and context length; :class:`ConfigError` if they set less."""
     least = {
         "vocab_size": text.vocabulary,
         aliases.get("max_position_embeddings", "max_position_embeddings"): text.length,
@@ -100,7 +100,7 @@ def _for_text(
 
 
 def _check_masked(name: str, model: nn.Module) -> None:
-    """ConfigError for a model that does not take the mask of documents as it is meant."""
+    """Raise :class:`ConfigError` if a model cannot use the mask of documents."""
     legal = (
         'legal: data.attention = "full", or a model with attention_mask and position_ids and '
         'model.config.attn_implementation = "sdpa"'
@@ -108,7 +108,7 @@ def _check_masked(name: str, model: nn.Module) -> None:
     takes = inspect.signature(model.forward).parameters
     missing = [field for field in ("attention_mask", "position_ids") if field not in takes]
     used = getattr(model.config, "_attn_implementation", None)
-    if missing or used != "sdpa":  # others would add a mask of true and false to the scores
+    if missing or used != "sdpa":  # other kinds of attention would add the boolean mask to the scores
         why = f"its forward takes no {' and no '.join(missing)}" if missing else f"its attention is {shown(used)}"
         raise ConfigError(f'data.attention = "document": not with {name}, for {why}; {legal}')
 

@@ -1,5 +1,5 @@
-"""A model made ready for a plan: its traces and programs, shared by all thread ranks of a process and made when first
-needed.
+"""A model compiled for a plan: its traces and programs, which all thread ranks of a process share and which are made
+when they are first needed.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ MASKS = ("attention_mask",)
 
 @dataclass
 class Compiled:
-    """Traces of ``module`` under ``plan``: a general one, and one for batches whose masks are all ones.
+    """The traces of ``module`` under ``plan``: a general one, and one for batches whose masks are all ones.
 
     A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are
-    captured when they come.  Programs depend on the number of microbatches, which a batch of few rows can make smaller.
+    captured when they come. Programs depend on the number of microbatches, which a batch of few rows can make smaller.
 
-    ``initial`` has the values that training starts from; without it they are those of ``module``, which may be on the
-    meta device otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other
-    values than they have.  A model that cannot be captured is made as a whole if its parameters are on the meta device,
-    and says so.
+    ``initial`` gives the values that training starts from; ``module`` may then be on the meta device. By default they
+    are the values of ``module``. If buffers start from other values than they have, ``module`` is replaced by a copy
+    that shares its parameters. If the model cannot be captured and its parameters are on the meta device, the whole
+    model is built, which a note of the trace says.
 
-    Stages of pipelines, and a solver of tensor plans, go by devices of ``kind`` ("gpu" or "cpu"; None: that of
-    ``device``), of which ``per_host`` in turn are on one host (None: all), and by their ``rates`` (None: those of
-    ``model``, or assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With
-    ``like`` it decides nothing: what is decided there is done here.
+    Pipeline stages and the solver of tensor plans assume devices of ``kind`` ("gpu" or "cpu"; None: that of
+    ``device``), ``per_host`` on each host (None: one host has all), with ``rates`` (None: those of ``model``, or those
+    assumed for the kind) and batches of ``batch_rows`` rows (None: as many as the example has). With ``like`` nothing
+    is decided here: the decisions of ``like`` are used. Raises :class:`ConfigError` if the fields of ``example`` differ
+    in rows.
     """
 
     module: nn.Module
@@ -77,16 +78,14 @@ class Compiled:
     like: Compiled | None = None
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
-    _weights: dict[int, Weights] = field(
-        default_factory=dict
-    )  # of the units of a trace, which is not let go of meanwhile
-    _captures: Captures = field(default_factory=dict)  # which serve all plans
+    _weights: dict[int, Weights] = field(default_factory=dict)  # the costs of the general trace's units, by its id
+    _captures: Captures = field(default_factory=dict)  # all plans share them
     _programs: dict[tuple[Trace, int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
-    _stages: dict[str, int] = field(default_factory=dict)  # of the units of the training trace, by name
-    buckets: list[Bucket] = field(default_factory=list)  # of the training trace, whose memory evaluation uses too
-    _axes: Mapping[str, int] = field(default_factory=dict)  # those of tensor parallelism in the training trace
+    _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
+    buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
+    _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
@@ -106,7 +105,7 @@ class Compiled:
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
-            self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches
+            self.masks = ()  # only the mask reaches some parameter, so one trace must serve all batches
 
     @property
     def values(self) -> Values:
@@ -118,8 +117,8 @@ class Compiled:
         found = self.trace((), None)
         if found.opaque is None or not any(p.is_meta for p in self.module.parameters()) or self.values.missing:
             return found
-        StageSplit.of(found, self.plan)  # has no stages, if some are asked for: nothing is made then
-        # Its code may hold tensors that nobody else sees, and is tried on a first batch.
+        StageSplit.of(found, self.plan)  # raises if the plan has stages, before the model is built
+        # The model's code may hold tensors that are not registered, and it is run on a first batch.
         self.module = self.values.whole()
         self._values = Values.of_module(self.module)
         self._traces.clear()
@@ -129,10 +128,8 @@ class Compiled:
         return found
 
     def release(self) -> None:
-        """Let go of the parameters' values, which only an engine's start needs: a module that nobody else holds is
-        given back.
-
-        Not of a model that was not captured, which runs itself.
+        """Release the parameters' values, which only the start of an engine needs, so that their memory is freed if
+        nobody else holds the module. A model that was not captured keeps them, for its module runs.
         """
         if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
             with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
@@ -140,7 +137,7 @@ class Compiled:
                 self.initial, self._values = None, Values.of_module(self.module)
 
     def evaluation(self) -> Compiled:
-        """The same model in evaluation mode, under the same plan; captured when first needed."""
+        """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""
         with self._lock:
             if self._evaluation is None:
                 like = None if self.like is None else self.like.evaluation()
@@ -150,12 +147,14 @@ class Compiled:
             return self._evaluation
 
     def under(self, plan: Plan) -> Compiled:
-        """The same model under another plan; captures serve both, and traces where nothing they depend on differs."""
+        """Return the same model under another plan; both share captures, and traces if these do not depend on what
+        differs.
+        """
         return self._under(plan, None)
 
     def decided(self, plan: Plan) -> Compiled:
-        """The same model under a plan that differs in precision or dropout: what a solver decides for this one is done
-        there too.
+        """Return the same model under a plan that differs in precision or dropout; it uses a solver's decisions for
+        this one.
         """
         same = traced_for(plan, self.per_host) == traced_for(self.plan, self.per_host)
         return self._under(plan, self if solves(plan) and not same else self.like)
@@ -172,8 +171,8 @@ class Compiled:
 
     @cached_property
     def alike_over_batch(self) -> bool:
-        """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of
-        them exchange the same over these axes, in the same order, and nothing inside of units."""
+        """Whether ranks along the batch axes may run different traces, one with masks and another without: both traces
+        communicate the same over these axes, in the same order, and nothing inside units."""
         axes = {axis for axis in batch_axes(self.plan.mesh) if self.plan.mesh.axis_size(axis) > 1}
         both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
         if not axes or len(both) == 1:
@@ -190,7 +189,7 @@ class Compiled:
         return exchanged[0] == exchanged[1]
 
     def unit_weights(self) -> Weights:
-        """By which the general trace is cut into stages."""
+        """Return the costs of the general trace's units in FLOPs, by which it is cut into stages."""
         key = id(self.general)
         if key not in self._weights:
             self._weights[key] = weights_of(self.general, self.devices, self.own_rates())
@@ -198,16 +197,16 @@ class Compiled:
 
     @property
     def devices(self) -> Kind:
-        """The kind of the devices that it is made for."""
+        """The kind of device that the model is compiled for."""
         return self.kind or Backend.of(self.device).kind
 
     def own_rates(self) -> Rates:
-        """What the devices and links are taken to do, in the precision of the plan."""
+        """Return the assumed rates of the devices and links in the precision of the plan."""
         across = axes_across(self.plan.mesh, self.per_host or self.plan.mesh.size)
         return self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
-        """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
+        """Return the trace for microbatches of ``rows`` rows (None: any) whose fields ``ones`` are all ones."""
         symbolic = self._traces.get((ones, None))
         if symbolic is not None and (symbolic.rows is None or rows is None or symbolic.rows == rows):
             return symbolic
@@ -223,7 +222,7 @@ class Compiled:
         return self._traces[key]
 
     def _tensors(self, ones: tuple[str, ...], rows: int | None) -> TensorParallelSpec:
-        """What tensor parallelism does; where parameters lie is the same in all traces."""
+        """Return what tensor parallelism shards; the layouts of parameters are the same in all traces."""
         known = [p for b in self.buckets for p in b.parameters]
         layouts = {p.name: p.layout for p in known} if known else None
         axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan.mesh)}
@@ -234,12 +233,12 @@ class Compiled:
 
     @property
     def microbatch_rows(self) -> int:
-        """The rows of each microbatch on all ranks together."""
+        """The number of rows of each microbatch, on all ranks together."""
         whole = self.batch_rows or next(iter(self.example.values())).shape[0]
         return max(-(-whole // self.plan.microbatches), 1)
 
     def _machine(self) -> Machine:
-        """What a solver of tensor plans goes by; parameters count as ones of the last rule, the optimizer as Adam."""
+        """Return the solver's model of the machine; it takes all parameters to be under the last rule, with Adam."""
         plan, size = self.plan, 8 if self.plan.numeric.precision == "fp64" else 4
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
         rule, shards = plan.data.parameters[-1], plan.mesh.axis_size(SHARDS)
@@ -249,15 +248,13 @@ class Compiled:
         return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
 
     def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
-        """The stages of a trace, by default under its own plan: those of the training trace, whose units may have other
-        numbers.
-        """
+        """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""
         if plan is None or plan is self.plan:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
     def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
-        """The checked programs of a trace for batches of ``microbatches`` microbatches."""
+        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each."""
         key = (one, microbatches, batches)
         with self._lock:
             if key not in self._programs:
@@ -271,17 +268,15 @@ class Compiled:
         return self._programs[key]
 
     def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
-        """What the programs of a batch whose microbatches have these traces communicate through, and their units
-        inside.
-        """
+        """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
         inside = self._inside(dict.fromkeys(traces))
         return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, inside)
 
     def first_communicators(self) -> tuple[Members, ...]:
-        """What training and evaluation are expected to communicate through, and what collects whole states.
+        """Return the communicators that training, evaluation and the collection of whole states are expected to need.
 
-        Evaluation is taken to be training without backward: it is captured when first needed, and may turn out to need
-        more then.
+        Evaluation is taken to be training without backward: it is captured when it is first needed, and may then turn
+        out to need more.
         """
         one, plan = self.general, self.plan
         programs = [*self.programs(one, plan.microbatches, steady(plan))]
@@ -290,18 +285,18 @@ class Compiled:
         return communicators(programs, plan.mesh, self.beside_programs(one))
 
     def beside_programs(self, one: Trace) -> list[tuple[Axes, str]]:
-        """Axes and lane of the collectives that no program of the trace has: inside of its units, and where whole
-        states are collected.
+        """Return the axes and lane of the collectives that are in no program of the trace: those inside its units, and
+        those that collect whole states.
         """
         whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in one.buckets)))
         return [*self._inside([one]), *((axes, "state") for axes in whole)]
 
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
-        """Axes and lane of the collectives inside of units, and of those that count targets."""
+        """Return the axes and lane of the collectives inside units, and of those that count targets."""
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
         rows = tuple(axis for axis in batch_axes(self.plan.mesh) if mesh.axis_size(axis) > 1)
         for one in traces:
-            parts, last = mesh.axis_size(rows), mesh.places(mesh.size - 1, tuple(one.tensor))  # it has most of all
+            parts, last = mesh.axis_size(rows), mesh.places(mesh.size - 1, tuple(one.tensor))  # its parts are largest
             env = Env(axes=rows, parts=parts, index=parts - 1, rows=one.rows or 0, tensor=last)
             graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
             for graph in graphs:
@@ -311,8 +306,8 @@ class Compiled:
 
     @staticmethod
     def _check_placed(one: Trace, buckets: Sequence[Bucket]) -> None:
-        """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums,
-        otherwise than the buckets, which all traces share."""
+        """Raise :class:`ShardwiseError` if a trace and the buckets, which all traces share, differ in the layout of a
+        parameter or in the axes over which its gradient is a partial sum."""
         here = {p.name: p for b in buckets for p in b.parameters}
         for other in (p for b in one.buckets for p in b.parameters):
             own = here.get(other.name, other)
@@ -327,13 +322,13 @@ def _lying(one: Parameter) -> str:
 
 
 def solves(plan: Plan) -> bool:
-    """Whether a solver decides on ops and parameters."""
+    """Whether a solver decides how ops and parameters are sharded."""
     return plan.tensor.plan == "auto" and bool(tensor_axes(plan.mesh))
 
 
 def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
-    """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the
-    tensor-parallel axes.
+    """Return all of a plan that a trace depends on, for comparison with another plan. Rules for parameters are among
+    it, for parameters with different rules do not share a bucket.
     """
     mesh, rules = plan.mesh, plan.data.parameters
     solved: tuple[Any, ...] = ()

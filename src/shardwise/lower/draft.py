@@ -1,4 +1,4 @@
-"""A program being lowered: what computes, in order, and what the passes put before and after each of it."""
+"""A program that is being lowered: its compute instructions, and what passes put before and after each of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.core.instruction import Buffer, Instruction, Op
 
 @dataclass
 class ProgramDraft:
-    """``compute`` is never reordered, so its positions stay names of instructions; ``tasks`` are those at which a task
-    begins.
+    """The compute instructions are never reordered, so their positions identify them; ``tasks`` are the positions at
+    which tasks begin.
     """
 
     compute: list[Instruction]
@@ -24,25 +24,25 @@ class ProgramDraft:
     after: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
     def task_of(self, position: int) -> int:
-        """The start of the task that ``position`` is in."""
+        """Return the start of the task that ``position`` is in."""
         return self.tasks[bisect_right(self.tasks, position) - 1]
 
     def readers(self, buffer: Buffer) -> list[int]:
-        """Positions of what reads ``buffer``."""
+        """Return the positions of the instructions that read ``buffer``."""
         return [i for i, one in enumerate(self.compute) if buffer in one.reads]
 
     def writers(self, buffer: Buffer) -> list[int]:
-        """Positions of what writes ``buffer``."""
+        """Return the positions of the instructions that write ``buffer``."""
         return [i for i, one in enumerate(self.compute) if buffer in one.writes]
 
     def last(self, buffers: Sequence[Buffer]) -> int:
-        """The position after which nothing writes any of ``buffers``."""
+        """Return the last position that writes any of ``buffers``."""
         wanted = set(buffers)
         return max(i for i, one in enumerate(self.compute) if wanted & set(one.writes))
 
     @cached_property
     def _turns(self) -> list[tuple[int, int]]:
-        """For each position (first, last) of its unit's turn: a recomputation and its backward are one."""
+        """The (first, last) position of each position's turn: an instruction, or a RECOMPUTE with its backward."""
         turns: list[tuple[int, int]] = []
         for position in range(len(self.compute)):
             joins = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE
@@ -52,7 +52,7 @@ class ProgramDraft:
         return turns
 
     def ahead(self, position: int, turns: int) -> int:
-        """The first position of the unit's turn that comes ``turns`` turns before that of ``position``."""
+        """Return the first position of the turn that comes ``turns`` turns before that of ``position``."""
         start = self._turns[position][0]
         for _ in range(turns):
             if start > 0:
@@ -60,7 +60,7 @@ class ProgramDraft:
         return start
 
     def behind(self, position: int, turns: int) -> int:
-        """The last position of the unit's turn that comes ``turns`` turns after that of ``position``."""
+        """Return the last position of the turn that comes ``turns`` turns after that of ``position``."""
         end = self._turns[position][1]
         for _ in range(turns):
             if end + 1 < len(self.compute):
@@ -68,7 +68,7 @@ class ProgramDraft:
         return end
 
     def edit(self, position: int, **changes: Any) -> None:
-        """Change fields of an instruction; ``add_NAME`` appends to the tuple NAME."""
+        """Change fields of an instruction; ``add_NAME`` appends to the tuple in field NAME."""
         one = self.compute[position]
         merged = {
             k.removeprefix("add_"): getattr(one, k[4:]) + v if k.startswith("add_") else v for k, v in changes.items()
@@ -76,18 +76,18 @@ class ProgramDraft:
         self.compute[position] = replace(one, **merged)
 
     def keep(self, position: int, buffer: Buffer) -> None:
-        """Let an instruction no longer free ``buffer``."""
+        """Make an instruction no longer free ``buffer``."""
         one = self.compute[position]
         self.compute[position] = replace(one, frees=tuple(b for b in one.frees if b != buffer))
 
     def rename(self, position: int, old: Buffer, new: Buffer) -> None:
-        """Let an instruction access ``new`` in place of ``old``."""
+        """Make an instruction read and write ``new`` in place of ``old``."""
         one = self.compute[position]
         reads, writes = (tuple(dict.fromkeys(new if b == old else b for b in held)) for held in (one.reads, one.writes))
         self.compute[position] = replace(one, reads=reads, writes=writes)
 
     def instructions(self) -> list[Instruction]:
-        """All of it in order."""
+        """Return all instructions in order."""
         return [
             one
             for position, each in enumerate(self.compute)

@@ -1,4 +1,4 @@
-"""Parameters that are whole only while they are used: gathers, the slots they go to, and when those are free again."""
+"""Put the gathers of sharded parameters into a draft, and assign the slots in which the parameters are whole."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shardwise.units.trace import Bucket
 def gather(
     draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Put the gathers into ``draft``; returns the slots of the pool.
+    """Put the gathers into ``draft``; return the slots of the pool, each with the buckets that it holds.
 
-    What rests sharded is gathered into a slot for each span of its uses, ``prefetch`` units ahead.  What rests whole
-    but is updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the
-    update.  All of this for each batch: ``ends`` are the positions after which they are updated.
+    Parameters that rest sharded are gathered into a slot for each span of their uses, ``prefetch`` units ahead.
+    Parameters that rest whole but are updated in shards are gathered once for each batch, in their own buffer, before
+    their first use, so that this overlaps with the forward after the update. ``ends`` are the positions after which
+    each batch is updated.
     """
     prefetch, axes = plan.data.prefetch, shard_axes(plan.mesh)
     spans: list[SlotSpan] = []
@@ -64,9 +65,9 @@ def _gather(axes: tuple[str, ...], bucket: Bucket, slot: int, into: Buffer) -> I
 
 
 def _groups(draft: ProgramDraft, options: DataOptions, readers: list[int]) -> list[list[int]]:
-    """The uses of a bucket, in the groups for which it is gathered.
+    """Return the uses of a bucket, in groups for each of which it is gathered once.
 
-    Freeing it is pointless where the next gather of it would be issued at once.
+    Groups are merged if the next gather would be issued as soon as the bucket is freed.
     """
     if options.gathered == "step":
         return [readers]

@@ -1,4 +1,4 @@
-"""What travels between the stages of a pipeline: live tensors forward, their gradients backward, each in a SEND and a
+"""Messages between the stages of a pipeline: live tensors go forward and their gradients backward, each by a SEND and a
 RECEIVE.
 """
 
@@ -22,20 +22,20 @@ NEVER = sys.maxsize
 
 @dataclass
 class _Places:
-    """Where a rank computes: the FORWARDs and BACKWARDs of its units by microbatch, and who reads and writes what."""
+    """Positions in a rank's draft: of FORWARD and BACKWARD by (unit, microbatch), and of uses of buffers."""
 
     draft: ProgramDraft
     forward: dict[tuple[int, int], int] = field(default_factory=dict)
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
-    read: dict[Buffer, int] = field(default_factory=dict)  # first
-    written: dict[Buffer, int] = field(default_factory=dict)  # last
+    read: dict[Buffer, int] = field(default_factory=dict)  # the first position that reads
+    written: dict[Buffer, int] = field(default_factory=dict)  # the last position that writes
     freed: dict[Buffer, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, one in enumerate(self.draft.compute):
             if one.op is Op.FORWARD:
                 self.forward[one.unit, one.microbatch] = position
-            elif OP_INFO[one.op].runs_unit:  # the backward is behind the forward that is run again
+            elif OP_INFO[one.op].runs_unit:  # BACKWARD comes after RECOMPUTE and replaces its position
                 self.backward[one.unit, one.microbatch] = position
             for buffer in one.reads:
                 self.read.setdefault(buffer, position)
@@ -43,20 +43,20 @@ class _Places:
             self.freed |= dict.fromkeys(one.frees, position)
 
     def task_before(self, position: int) -> int:
-        """The start of the task before that of ``position``."""
+        """Return the start of the task before the task of ``position``."""
         return self.draft.tasks[max(bisect_right(self.draft.tasks, position) - 2, 0)]
 
 
 def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions) -> Sequence[Sequence[int]]:
-    """Put the messages into the drafts of all ranks; returns where each rank validates its updates.
+    """Put the messages into the drafts of all ranks; return the positions before which each rank validates its updates.
 
-    What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that
-    needs it, so that the transfer runs under that; a SEND as soon as there is something to send.
+    A rank receives what another one sends in the same order. A RECEIVE is posted one task before the task that needs
+    it, so that the transfer overlaps with that task; a SEND is posted as soon as there is something to send.
     """
     places = [_Places(draft) for draft in drafts]
     edges = _edges(cut)
     sent: list[list[Message]] = [[] for _ in places]
-    received: list[dict[int, list[Message]]] = [{} for _ in places]  # by source
+    received: list[dict[int, list[Message]]] = [{} for _ in places]  # by source rank
     found = [one for m in range(versions.microbatches * versions.batches) for one in _in_microbatch(edges, places, m)]
     validations = Validations.of(drafts, found, versions)
     for one in sorted(found, key=lambda one: (one.made, one.to)):
@@ -70,7 +70,7 @@ def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions
 
 
 def _edges(cut: StageSplit) -> list[Edge]:
-    """Those of activations, then those of gradients."""
+    """Return the edges of activations, then those of gradients."""
     pairs = [(unit, rank) for unit in range(len(cut.units)) for rank in cut.readers(unit)]
     forward = [Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]
     backward = [
@@ -80,7 +80,7 @@ def _edges(cut: StageSplit) -> list[Edge]:
 
 
 def _in_microbatch(edges: Sequence[Edge], places: Sequence[_Places], m: int) -> Iterator[Message]:
-    """What travels in a microbatch; in evaluation no gradients do."""
+    """Yield the messages of a microbatch; in evaluation there are none of gradients."""
     for edge in edges:
         source, to, key = places[edge.source], places[edge.to], (edge.unit, m)
         if not edge.gradient:
@@ -96,15 +96,15 @@ def _in_microbatch(edges: Sequence[Edge], places: Sequence[_Places], m: int) -> 
 def _send(here: _Places, mine: Sequence[Message], answers: Mapping[int, Sequence[Message]]) -> None:
     last = {one.sent: one for one in mine}
     arrived = {to: _Arrived(answers.get(to, ())) for to in {one.to for one in mine}}
-    known: dict[Buffer, int] = {}  # when all who were sent it are known to have it
+    known: dict[Buffer, int] = {}  # the position at which all its receivers are known to have it
     for one in mine:
         known[one.sent] = max(known.get(one.sent, 0), arrived[one.to].known(one))
     for one in mine:
-        # What nobody here reads any more ends with its last message.
+        # The last message frees the buffer if no instruction after it reads the buffer.
         ends = last[one.sent] is one and here.freed.get(one.sent, one.made) <= one.made
         if ends and one.sent in here.freed:
             here.draft.keep(here.freed[one.sent], one.sent)
-        if ends and known[one.sent] < NEVER:  # what frees it as well waits for the SEND
+        if ends and known[one.sent] < NEVER:  # this instruction frees it as well, and so waits for the SEND
             here.draft.edit(known[one.sent], add_frees=(one.sent,))
         send = Instruction(
             Op.SEND, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.to - one.source), lane=Lane.SEND,
@@ -114,22 +114,21 @@ def _send(here: _Places, mine: Sequence[Message], answers: Mapping[int, Sequence
 
 
 class _Arrived:
-    """When a rank can tell that another has what it was sent: it reads something that the other sent after having used
-    that.  To wait for the SEND there, so that what was sent ends, waits for nothing more."""
+    """Tells when a rank knows that another one has received a message: when it reads an answer that the other sent
+    after it had used the message. To wait for the SEND at that point costs nothing, and frees what was sent."""
 
     def __init__(self, answers: Sequence[Message]) -> None:
         self.made = [one.made for one in answers]
-        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][
-            ::-1
-        ]  # the first from here on
+        # For each answer, the first position that needs it or a later one.
+        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][::-1]
 
     def known(self, one: Message) -> int:
-        """The position of computing; beyond the last where it does not."""
+        """Return the position at which the rank knows it, or NEVER."""
         return self.needed[bisect_left(self.made, one.needed)]
 
 
 def _receive(here: _Places, mine: Sequence[Message], validations: Validations) -> None:
-    """Those of one source, in the order in which it sends them."""
+    """Post the RECEIVEs from one source, in the order in which it sends."""
     at = len(here.draft.compute)
     posts: list[int] = []
     for one in reversed(mine):

@@ -1,6 +1,4 @@
-"""What happens to gradients between backward and the optimizer: sums over ranks, and the slots in which they wait for
-them.
-"""
+"""Put the reductions of gradients over ranks into a draft, and assign the slots in which gradients wait for them."""
 
 from __future__ import annotations
 
@@ -17,18 +15,16 @@ from shardwise.units.trace import Bucket
 
 @dataclass(frozen=True)
 class _Way:
-    """A gradient that goes through a slot: positions of the backwards that write it there, and what is done to it after
-    the last.
-
-    ``stop``: the position after which it is added to the bucket's.
+    """A gradient that goes through a slot: ``writers`` are the positions of the backwards that write it, ``reductions``
+    what sums it after the last of them, and after position ``stop`` it is added to the bucket's gradient.
     """
 
     bucket: Bucket
     writers: tuple[int, ...]
     reductions: tuple[Reduction, ...]
     first: bool  # nothing has been added to the bucket's gradient for this batch
-    through: bool  # backward writes the gradient itself; only the sum goes through a slot
-    direct: bool  # the sum's own shard goes from the slot straight to the gradient
+    through: bool  # backward writes the gradient in place, and only the sum goes through the slot
+    direct: bool  # the reduction writes this rank's shard straight to the gradient
     stop: int
 
     @property
@@ -37,13 +33,13 @@ class _Way:
 
 
 class Reductions:
-    """The reductions of all gradients of ``draft``, each right after the backward that completes it, and the slots that
-    they take.
+    """The reductions of all gradients of ``draft``, each right after the backward that completes the gradient, and the
+    slots that they use.
 
     A gradient that is a partial sum between microbatches, and is summed in the dtype in which it is kept, is reduced in
-    place.  Any other goes through a slot: backward writes the whole of it there, the sum leaves this rank's shard in
-    it, which is added to the gradient. So does one whose bucket still has that of the batch before: ``ends`` are the
-    positions after which each batch is updated.
+    place. Any other goes through a slot: backward writes the whole gradient there, the reduction leaves this rank's
+    shard in the slot, and the shard is added to the bucket's gradient. So does a gradient whose bucket still holds that
+    of the batch before; ``ends`` are the positions after which each batch is updated.
     """
 
     def __init__(
@@ -85,12 +81,12 @@ class Reductions:
         self.last[number].append((bucket, once))
 
     def _stop(self, position: int, number: int) -> int:
-        """The position by which what is written at ``position`` has been summed, and is taken out of its slot."""
+        """Return the position after which a gradient that is written at ``position`` is taken out of its slot."""
         return min(self.ends[number], self.draft.behind(position, max(1, self.plan.data.prefetch)))
 
     def put(self, number: int) -> dict[int, int]:
-        """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is
-        there.
+        """Put the reductions of a batch into the draft; batches must come in order. Return the position after which
+        each bucket's gradient is complete.
         """
         draft = self.draft
         taken = [(way, next(self._slots)) for way in self.ways[number]]

@@ -1,4 +1,4 @@
-"""Slots: memory of a pool that flat buffers take in turn.  Register allocation, with the whole future known."""
+"""Assign slots, memory of a pool that flat buffers use in turn: register allocation in which all uses are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SlotSpan:
-    """From before compute instruction ``start`` until after ``stop`` bucket ``bucket`` of ``nbytes`` needs a slot."""
+    """From before compute instruction ``start`` until after ``stop``, ``bucket`` needs a slot of ``nbytes`` bytes."""
 
     bucket: int
     nbytes: int
@@ -17,11 +17,11 @@ class SlotSpan:
 
 
 def assign(spans: Sequence[SlotSpan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-    """A slot for each span (no two that overlap share one), and the buckets that each slot holds.
+    """Return a slot for each span, and the buckets that each slot holds; spans that overlap never share a slot.
 
-    In order of their starts, a span takes the smallest free slot that is large enough, else the largest free one, which
-    grows; among equals the one that has been free for longest, so that a transfer into it need not wait for its last
-    reader.
+    In the order of their starts, spans take the smallest free slot that is large enough, else the largest free one,
+    which grows. Among equal slots they take the one that has been free for longest, so that a transfer into it need not
+    wait for its last reader.
     """
     sizes: list[int] = []
     until: list[int] = []  # the stop of the last span in each slot

@@ -1,6 +1,4 @@
-"""Where a model is cut into stages, and what crosses the cuts: which live tensors each rank of a pipeline needs of
-others.
-"""
+"""Cut a model into pipeline stages, and find the live tensors that each rank of a pipeline needs from other ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ from shardwise.parallel.schedule import stage_ranks, timetable
 from shardwise.units.trace import Bucket, Trace, Unit
 
 Weights = Mapping[int, float]
-"""What each unit takes, by its index."""
+"""The cost of each unit in FLOPs, by its index."""
 EVERYWHERE = -1
-"""The stage of what follows from batch fields alone: each rank computes it for itself."""
+"""The stage of the unit "inputs", which depends on batch fields alone: every rank computes it for itself."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Live ``tensors`` of ``unit``, or their gradients, which ``source`` sends to ``to`` in every microbatch."""
+    """Live ``tensors`` of ``unit``, or their gradients, that rank ``source`` sends to ``to`` in every microbatch."""
 
     source: int
     to: int
@@ -39,8 +37,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Message(Edge):
-    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of
-    computing.
+    """An edge in one microbatch. The compute instruction at position ``made`` of ``source`` makes what is sent, and the
+    one at position ``needed`` of ``to`` is the first that needs it.
     """
 
     microbatch: int
@@ -49,30 +47,33 @@ class Message(Edge):
 
     @property
     def sent(self) -> Buffer:
+        """The buffer that ``source`` sends."""
         kind = BufferKind.GRADIENT if self.gradient else BufferKind.ACTIVATION
         return kind.of(self.unit, self.microbatch)
 
     @property
     def received(self) -> Buffer:
+        """The buffer in which ``to`` receives it; gradients from different ranks have different ones."""
         return BufferKind.RECEIVED.of(self.unit, self.microbatch, self.source) if self.gradient else self.sent
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """``stage`` of each unit of ``trace``, and the ranks of ``pp`` that compute the stages."""
+    """The ``stage`` of each unit of a trace; ``ranks`` is the number of ranks over ``pp`` that compute the stages."""
 
     units: tuple[Unit, ...]
     stage: tuple[int, ...]
     ranks: int
     schedule: str
-    order: Timetable = ()  # of schedule "auto"
+    order: Timetable = ()  # the timetable of schedule "auto"
 
     @staticmethod
     def of(
         trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None
     ) -> StageSplit:
-        """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``:
-        the stages of units by name, of another trace of the model."""
+        """Cut a trace into the stages of the plan, or into stages of balanced ``weights`` (:func:`weights_of` the trace
+        by default). ``like``: the stages of units by name, from another trace of the model. Raises :class:`ConfigError`
+        if there are too few units, if the plan's stages have another number of units, and for a model not captured."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.pipeline.stages_per_rank
         if like is not None:
@@ -85,21 +86,22 @@ class StageSplit:
 
     @property
     def names(self) -> dict[str, int]:
-        """The stage of each unit by its name."""
+        """The stage of each unit, by the unit's name."""
         return {u.name: s for u, s in zip(self.units, self.stage, strict=True)}
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return max(self.stage) + 1
 
     def tasks(self, microbatches: int) -> Timetable:
-        """What each rank computes, in its order."""
+        """Return the tasks of each rank, in the order in which it computes them."""
         if self.order:
             return first(self.order, microbatches)
         return timetable(self.schedule, self.ranks, microbatches, self.stages // self.ranks)
 
     def of_stage(self, stage: int) -> list[int]:
-        """The units of a stage."""
+        """Return the units of a stage."""
         return [u for u, s in enumerate(self.stage) if s == stage]
 
     @cached_property
@@ -108,12 +110,12 @@ class StageSplit:
         return stage_ranks(self.schedule, self.ranks, self.stages, self.order)
 
     def rank(self, unit: int) -> int:
-        """Who computes a unit, of those that one rank computes."""
+        """Return the rank that computes a unit; the unit must have a stage."""
         return self.home[self.stage[unit]]
 
     @cached_property
     def of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The units that each rank computes, in the order of the model; of those without a stage the ones it needs."""
+        """The units that each rank computes, in the order of the model, and the units without a stage that it needs."""
         found = []
         for rank in range(self.ranks):
             own = {u for u, s in enumerate(self.stage) if s != EVERYWHERE and self.rank(u) == rank}
@@ -125,12 +127,12 @@ class StageSplit:
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit, the units whose live tensors it reads."""
+        """The units whose live tensors each unit reads."""
         maker = {name: u.index for u in self.units for name in u.outputs}
         return tuple(tuple(sorted({maker[name] for name in u.inputs})) for u in self.units)
 
     def crossing(self, producer: int, rank: int, gradients: bool = False) -> tuple[str, ...]:
-        """The live tensors of a unit that ``rank``'s units read, or those of which they have gradients."""
+        """Return the live tensors of a unit that ``rank``'s units read, or those for which they compute gradients."""
         wanted = {
             name
             for u in self.of_rank[rank] if producer in self.producers[u]
@@ -140,13 +142,12 @@ class StageSplit:
         return tuple(name for name in self.units[producer].outputs if name in wanted)
 
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
-        """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace
-        of the model.)
-        """
+        """Return the ranks whose units use a bucket's parameters; each of them has these. Parameters are found by name,
+        for the bucket may be of another trace, whose units have other numbers."""
         return tuple(sorted({rank for parameter in bucket.parameters for rank in self._users.get(parameter.name, ())}))
 
     def own(self, buckets: Sequence[Bucket], rank: int) -> list[Bucket]:
-        """Those of the buckets that a rank of the pipeline has."""
+        """Return those of the buckets that a rank of the pipeline has."""
         return [b for b in buckets if rank in self.holders(b)]
 
     @cached_property
@@ -159,9 +160,9 @@ class StageSplit:
         return found
 
     def updating(self) -> dict[str, int]:
-        """The rank that has the new values of each buffer that forward writes, where the others have not.
+        """Return, for each buffer that a unit with a stage writes in forward, the rank that has its new values.
 
-        :class:`ConfigError` where others read them.
+        Raises :class:`ConfigError` if another rank reads the buffer.
         """
         if self.ranks == 1:
             return {}
@@ -175,7 +176,8 @@ class StageSplit:
         return found
 
     def check(self) -> None:
-        """:class:`ConfigError` where a tensor crosses a cut whose receiver cannot know its size."""
+        """Raise :class:`ConfigError` if a tensor that crosses a cut has a size that depends on data, for then the
+        receiver cannot know it."""
         for u in self.units:
             for name in {n for rank in self.readers(u.index) for n in self.crossing(u.index, rank)}:
                 sizes = u.values[name].meta["val"].shape
@@ -184,7 +186,7 @@ class StageSplit:
                     raise ConfigError.on("pp", wrong, "pp = 1, or stages with both in one")
 
     def readers(self, producer: int) -> tuple[int, ...]:
-        """The other ranks that read a unit's live tensors."""
+        """Return the other ranks that read a unit's live tensors."""
         if self.ranks == 1 or self.stage[producer] == EVERYWHERE:
             return ()
         own = self.rank(producer)
@@ -217,10 +219,11 @@ def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable
 
 
 def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> Weights:
-    """What each unit takes of the time of a device of this ``kind`` with its ``own`` rates, by default those assumed of
-    the kind.
+    """Return the cost of each unit on a device of this ``kind``, whose ``own`` rates are by default those assumed for
+    it.
 
-    In FLOPs, memory traffic too: what could be computed while it moves.  Backward moves twice the bytes of forward.
+    The cost is in FLOPs: memory traffic counts as the FLOPs that could be computed in its time, and backward is taken
+    to move twice the bytes of forward.
     """
     moved = 3 * (own or rates(kind, trace.precision)).flops_per_byte
     each = cost(trace, trace.rows or 2, device=kind)
@@ -228,7 +231,7 @@ def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> We
 
 
 def _like(names: Sequence[str], like: Mapping[str, int]) -> tuple[int, ...]:
-    """The same stages; a unit with a new name goes with the one before it."""
+    """Return the same stages for other units; a unit with a new name belongs to the stage of the one before it."""
     found: list[int] = []
     for name in names:
         before = max(found, default=0)

@@ -1,5 +1,5 @@
-"""From a trace and a plan to the program of a step: one small pass each for computing, reductions, the step itself, and
-waits.
+"""Lower a trace and a plan to the programs of a step, in small passes: computing, messages, reductions, gathers,
+stashes, the update, and waits.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def lower(
     training: bool = True,
     batches: int = 1,
 ) -> tuple[Program, ...]:  # fmt: skip
-    """The programs of all classes of ranks, one for each rank of the pipeline, of ``batches`` batches.
+    """Return the programs of ``batches`` batches, one for each rank of the pipeline: ranks that differ in other axes
+    run the same program.
 
-    ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without
-    ``training`` the programs compute the loss of a batch and nothing else.
+    ``buckets`` are by default those of the trace, and ``cut`` has the stages that follow from the plan and the units'
+    costs. Without ``training`` the programs only compute the loss of a batch. Raises :class:`ConfigError` if the stages
+    cannot compute the model.
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
@@ -54,7 +56,7 @@ def lower(
 
 @dataclass
 class _Lowering:
-    """One rank of the pipeline."""
+    """Makes the program of one rank of the pipeline."""
 
     trace: Trace
     plan: Plan
@@ -63,24 +65,22 @@ class _Lowering:
     cut: StageSplit
     rank: int
     versions: Versions
-    _written: set[tuple[int, int]] = field(default_factory=set)  # buckets with a gradient, by batch
-    _begun: set[tuple[int, int]] = field(default_factory=set)
+    _written: set[tuple[int, int]] = field(default_factory=set)  # (bucket, batch) of gradients that have been written
+    _begun: set[tuple[int, int]] = field(default_factory=set)  # (unit, microbatch) of forwards of units without a stage
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Over which a microbatch's rows are sharded."""
+        """The axes over which a microbatch's rows are sharded."""
         return tuple(a for a in batch_axes(self.plan.mesh) if self.plan.mesh.axis_size(a) > 1)
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """Over which the ranks of one stage differ: losses and norms are summed over them, and a unit's own collectives
-        run.
-        """
+        """The axes over which the ranks of one stage differ; collectives inside units run over them."""
         return (*self.axes, *tensor_axes(self.plan.mesh))
 
     @property
     def all_axes(self) -> tuple[str, ...]:
-        """Over which losses and norms are summed."""
+        """The axes over which losses and norms are summed."""
         return (*((PIPELINE,) if self.cut.ranks > 1 else ()), *self.stage_axes)
 
     @cached_property
@@ -100,7 +100,7 @@ class _Lowering:
         return self.cut.own(self.buckets, self.rank)
 
     def draft(self) -> ProgramDraft:
-        """What computes, and what ends with it."""
+        """Return a draft with the compute instructions and the activations that they free."""
         draft = ProgramDraft([], [])
         counted = 0
         for task in self.tasks():
@@ -115,8 +115,8 @@ class _Lowering:
         return draft
 
     def program(self, draft: ProgramDraft, validations: Sequence[int]) -> Program:
-        """With all that communicates within the batch axes, and the step; ``validations``: where updates by this rank's
-        norm are validated.
+        """Return the program: the draft with reductions, gathers, stashes and the update. ``validations`` are the
+        positions before which updates by this rank's own norm are validated.
         """
         versions, own = self.versions, self.own if self.training else []
         ends = versions.ends(draft)
@@ -125,14 +125,14 @@ class _Lowering:
         copies, stashes = stash(draft, own, ends)
         for batch, end in enumerate(ends):
             loss = [self.sum_over(self.all_axes, BufferKind.LOSS.of(version=batch))] if self.all_axes else []
-            if self.cut.ranks == 1:  # over the pipeline all ranks have to join in
+            if self.cut.ranks == 1:  # a pipeline's ranks sum the loss together, in `early` below
                 draft.after[draft.last([BufferKind.LOSS.of(version=batch)])] += loss
                 loss = []
             complete = reductions.put(batch)
             for bucket, (first, *_) in shared(self.cut, self.rank, own):
                 if self.rank != first:
                     draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
-            # The sum over stages is under way until the update, for which 2BW leaves time.
+            # 2BW leaves time between the last gradient and the update, in which the sums over stages run.
             early = max(complete.values(), default=end) if self.training and self.plan.double_buffered else end
             draft.after[early] += [*loss, *tied(self.cut, self.rank, own)]
             if self.training:
@@ -157,7 +157,7 @@ class _Lowering:
         return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:
-        """FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
+        """Append FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
         units, m = self.cut.of_stage(task.stage), task.microbatch
         if task.kind == "F":
             free = [u for u in self.units if self.cut.stage[u] == EVERYWHERE]
@@ -171,13 +171,13 @@ class _Lowering:
                 continue
             if self.plan.memory.recompute != "none":
                 if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
-                    out[-1] = self.forward(u, m, saves=True)  # nothing would be saved by running it twice
+                    out[-1] = self.forward(u, m, saves=True)  # backward is next: recomputation would save nothing
                 else:
                     out.append(self.recompute(u, m))
             out += self.first([self.backward(u, m, whole=task.kind == "B")])
 
     def first(self, several: Sequence[Instruction]) -> list[Instruction]:
-        """Note which gradients these are the first to write."""
+        """Fill in ``first``: the gradients that each of these instructions is the first to write."""
         found = []
         for one in several:
             batch = self.versions.batch(one.microbatch)
@@ -197,7 +197,7 @@ class _Lowering:
             )
 
     def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
-        """``saves``: for a backward without a second forward."""
+        """Return the FORWARD of a unit; ``saves`` says that autograd saves what backward needs, without RECOMPUTE."""
         saves = self.plan.memory.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
@@ -215,8 +215,8 @@ class _Lowering:
         )
 
     def version(self, u: int, m: int) -> int:
-        """The version of the weights that a unit uses for a microbatch; a unit without a stage has none, and counts
-        with the rank's first stage.
+        """Return the version of the weights that a unit uses for a microbatch; a unit without a stage uses no weights,
+        and has the version of the rank's first stage.
         """
         stage = self.cut.stage[u]
         own = (
@@ -231,15 +231,15 @@ class _Lowering:
         )
 
     def kept(self, u: int, m: int) -> list[Buffer]:
-        """What FORWARD leaves for RECOMPUTE inside a unit."""
+        """Return the buffer that FORWARD leaves for RECOMPUTE: what selective recomputation keeps."""
         return [BufferKind.KEPT.of(u, m)] if self.plan.memory.recompute == "selective" else []
 
     def backward(self, u: int, m: int, whole: bool) -> Instruction:
-        """BACKWARD, or what of it does not wait for BACKWARD_WEIGHT, if there is anything that does."""
+        """Return BACKWARD, or BACKWARD_INPUT if it is not to be ``whole`` and the unit has products."""
         unit = self.trace.units[u]
         whole = whole or not unit.products
         reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
-        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]  # autograd keeps inputs
+        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]  # autograd saves inputs
         reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
         reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
@@ -255,7 +255,7 @@ class _Lowering:
         )
 
     def backward_weight(self, u: int, m: int) -> list[Instruction]:
-        """The rest of BACKWARD; it reads the operands of products, of which some are live tensors."""
+        """Return BACKWARD_WEIGHT if the unit has products; it reads their operands, some of which are live tensors."""
         unit = self.trace.units[u]
         if not unit.products:
             return []
@@ -265,7 +265,7 @@ class _Lowering:
         return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
 
     def grads(self, u: int, names: Sequence[str]) -> list[Buffer]:
-        """The gradient buffers of those of a unit's parameters that learn."""
+        """Return the gradient buffers of those of a unit's parameters ``names`` that learn."""
         wanted = set(names)
         return [
             BufferKind.GRAD.of(b.index)
@@ -274,13 +274,14 @@ class _Lowering:
         ]
 
     def producers(self, u: int) -> tuple[int, ...]:
-        """The units whose live tensors unit ``u`` reads."""
+        """Return the units whose live tensors unit ``u`` reads."""
         return self.cut.producers[u]
 
     # ---- the rest of a batch -----------------------------------------------------------------------------------------
 
     def count(self, batch: int) -> list[Instruction]:
-        """The weights of the microbatches, first of all: their sum over ranks runs under the first forward."""
+        """Return COUNT, which makes the microbatches' weights; it comes first, so that its sum over ranks runs under
+        the first forward."""
         targets = self.trace.targets
         if targets is None:
             return []
@@ -291,7 +292,7 @@ class _Lowering:
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
 
     def free_activations(self, draft: ProgramDraft) -> None:
-        """What a unit leaves for others ends with its backward, or with the last that reads it where it has none."""
+        """Free each buffer of a microbatch after its last use, and a unit's outputs not before the unit's backward."""
         last: dict[Buffer, int] = {}
         for position, one in enumerate(draft.compute):
             for buffer in (*one.reads, *one.writes):
@@ -303,7 +304,7 @@ class _Lowering:
             draft.edit(position, add_frees=(buffer,))
 
     def norm(self, batch: int) -> list[Instruction]:
-        """The norm over all gradients of which this rank is the first to have them."""
+        """Return NORM over the gradients of which this rank is the first holder, and the sum of norms over ranks."""
         held = {b.index: ranks for b, ranks in shared(self.cut, self.rank, self.own)}
         counted = [b for b in self.own if b.learns and held.get(b.index, (self.rank,))[0] == self.rank]
         norm, axes = BufferKind.NORM.of(version=batch), self.deciding(batch)
@@ -312,13 +313,14 @@ class _Lowering:
         return [taken, *([self.sum_over(axes, norm)] if axes else [])]
 
     def deciding(self, batch: int) -> tuple[str, ...]:
-        """The axes over which ranks decide on an update together."""
+        """Return the axes over which ranks decide on an update together."""
         return self.stage_axes if self.plan.stages_alone or self.versions.validates(batch) else self.all_axes
 
     def finish(self, batch: int, copies: Sequence[Instruction]) -> list[Instruction]:
-        """The norm decides clipping and skipping, then one step for each bucket.
+        """Return DECIDE, by which the norm decides on clipping and skipping, and a STEP for each bucket.
 
-        Where stages do not wait for each other, each decides by its own norm, and all hear of the whole later.
+        If stages do not wait for each other, each decides by its own norm, and the norm over all stages is summed
+        later.
         """
         learning = [b for b in self.own if b.learns]
         norm, verdict = BufferKind.NORM.of(version=batch), BufferKind.VERDICT.of(version=batch)
@@ -333,7 +335,7 @@ class _Lowering:
 
     @staticmethod
     def update(bucket: Bucket, batch: int, verdict: Buffer) -> Instruction:
-        """It writes the gradient too: the fused optimizer leaves the clipped one."""
+        """Return STEP; it writes the gradient too, which the fused optimizer clips in place."""
         param, state, grad = (kind.of(bucket.index) for kind in (BufferKind.PARAM, BufferKind.STATE, BufferKind.GRAD))
         return Instruction(
             Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad)
@@ -341,13 +343,13 @@ class _Lowering:
 
     @staticmethod
     def backup(bucket: Bucket, batch: int) -> Instruction:
-        """A copy of what STEP changes."""
+        """Return BACKUP, a copy of what STEP changes."""
         reads = BufferKind.PARAM.of(bucket.index), BufferKind.STATE.of(bucket.index)
         writes = (BufferKind.BACKUP.of(bucket.index),)
         return Instruction(Op.BACKUP, bucket=bucket.index, version=batch, reads=reads, writes=writes)
 
     def validate(self, batch: int) -> Instruction:
-        """Reads gradients too: the update may have to be made again."""
+        """Return VALIDATE; it reads gradients too, for the update may have to be made again."""
         learning = [b.index for b in self.own if b.learns]
         backups = tuple(BufferKind.BACKUP.of(index) for index in learning)
         norm, verdict = BufferKind.NORM.of(version=batch), BufferKind.VERDICT.of(version=batch)
@@ -355,7 +357,7 @@ class _Lowering:
         return Instruction(Op.VALIDATE, version=batch, reads=reads, writes=(verdict,), frees=backups)
 
     def reports(self, batch: int) -> list[Instruction]:
-        """The reports of batches that are over on all stages when this one is updated here."""
+        """Return the reports of the batches that all stages have finished when this rank updates ``batch``."""
         last, late = self.versions.batches - 1, self.versions.reported
         due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
         return [self.report(k) for k in due if k >= 0]

@@ -1,8 +1,8 @@
-"""Parameters that several stages use: each of their ranks has them, and steps with the sum of all gradients.
+"""Tied parameters, which several stages use: each of their ranks has them, and updates with the sum of all gradients.
 
-Ranks send theirs to the first one, which adds them in the order of the stages and sends the sum back, so that all step
-by the same bits. That comes last: a rank that waited for the sum right after its backward would hold up those whose
-backward it needs to go on (a deadlock).
+Ranks send their gradients to the first one, which adds them in the order of ranks and sends the sum back, so that all
+update with the same bits. This comes last: a rank that waited for the sum right after its backward would block the
+ranks whose backward it needs, which is a deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.units.trace import Bucket
 
 
 def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
-    """:class:`ConfigError` where stages that update their weights for themselves would have parameters in common."""
+    """Raise :class:`ConfigError` if stages share a parameter under a schedule in which each updates by itself."""
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
     if plan.stages_alone and shared is not None:
         stages = " and ".join(map(str, cut.holders(shared)))
@@ -29,7 +29,7 @@ def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
 
 
 def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
-    """Those buckets of ``rank`` that other ranks of the pipeline have too, with the ranks that have them."""
+    """Yield the buckets of ``rank`` that learn and that other ranks of the pipeline have too, with all their ranks."""
     for bucket in own:
         holders = cut.holders(bucket)
         if len(holders) > 1 and bucket.learns:
@@ -37,12 +37,12 @@ def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[
 
 
 def part(bucket: Bucket, rank: int, first: int) -> Instruction:
-    """What ``rank`` sends to the first of a bucket's holders as soon as its gradient is complete."""
+    """Return the SEND of a rank's gradient to the ``first`` of a bucket's ranks, for when the gradient is complete."""
     return _message(Op.SEND, bucket, first - rank, reads=(BufferKind.GRAD.of(bucket.index),))
 
 
 def tied(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
-    """What ``rank`` does at the end about those of its buckets that other ranks of the pipeline have too."""
+    """Yield what ``rank`` does at the end of a batch to have the sums of the gradients of its tied buckets."""
     for bucket, (first, *others) in shared(cut, rank, own):
         grad = BufferKind.GRAD.of(bucket.index)
         if rank != first:

@@ -1,10 +1,10 @@
-"""Where ranks validate an update that each has made by its own norm (``norm = "post-validate"``).
+"""Find where ranks validate an update that each has made by its own norm (``norm = "post-validate"``).
 
-After a batch a stage updates by the norm of its own gradients and goes on with the next batch's forwards, as Qi et al.
-(Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4) do.  The norm over all stages is summed meanwhile.  Each
-rank reads it before its first backward of the next batch: that follows a forward on every rank, which comes after that
-rank's own part of the sum, so nobody waits. Where the update was wrong all ranks go back to before it, and run again
-what came since: forwards and their messages alone.
+After a batch a stage updates by the norm of its own gradients and goes on with the next batch's forwards, as in Qi et
+al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4), while the norm over all stages is summed. Each rank
+reads that norm before its first backward of the next batch. This backward depends on a forward of every rank, which
+comes after the rank's own part of the sum, so no rank waits. If the update was wrong, all ranks go back to before it
+and repeat what came since, which is only forwards and their messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.lower.versions import BACKWARD, Versions
 
 @dataclass(frozen=True)
 class Validations:
-    """``at[rank][batch]``: before which position of computing a rank validates its update of a batch;
-    ``begin[rank][batch]``: where it begins to compute a batch."""
+    """Before position ``at[rank][batch]`` of its compute instructions a rank validates its update of a batch; it begins
+    a batch at position ``begin[rank][batch]``."""
 
     versions: Versions
     begin: Sequence[Sequence[int]]
@@ -29,7 +29,7 @@ class Validations:
 
     @staticmethod
     def of(drafts: Sequence[ProgramDraft], messages: Sequence[Message], versions: Versions) -> Validations:
-        """As late as can be, so that no message from behind a validation is received before one."""
+        """Put validations as late as possible, but so that no message sent after one is received before one."""
         each = [len(draft.tasks) // versions.batches for draft in drafts]
         begin = [[draft.tasks[k * n] for k in range(versions.batches)] for draft, n in zip(drafts, each, strict=True)]
         found: list[list[int]] = [[] for _ in drafts]
@@ -45,8 +45,8 @@ class Validations:
         return Validations(versions, begin, found)
 
     def earliest(self, one: Message) -> int:
-        """Before which position of computing its receiver may not ask for a message: in the batch before it, or before
-        a validation if the message is from behind that."""
+        """Return the first position at which its receiver may ask for a message: the start of the message's batch, or
+        the receiver's validation if the message is sent after the sender's."""
         batch = self.versions.batch(one.microbatch)
         if batch == 0 or not self.versions.validates(batch - 1):
             return 0
@@ -54,7 +54,7 @@ class Validations:
         return begin if one.made < self.at[one.source][batch - 1] else max(begin, self.at[one.to][batch - 1])
 
     def crosses(self, one: Message, asked: int) -> bool:
-        """Whether a message is sent before a validation, and asked for after that."""
+        """Whether a message is sent before the sender's validation, and asked for after the receiver's."""
         batch = self.versions.batch(one.microbatch) - 1
         if batch < 0 or not self.versions.validates(batch):
             return False
@@ -62,8 +62,8 @@ class Validations:
 
 
 def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The task on each rank that has to come after the validation: the first backward of a batch, of which a rank
-    computes ``spans`` from first to last, or what hears of another's; at the latest the last."""
+    """Return the start of the task on each rank that must come after the validation: the task of its first backward in
+    the batch whose (begin, end) are ``spans``, or an earlier one that needs a message sent after a validation."""
     found = []
     for draft, (begin, end) in zip(drafts, spans, strict=True):
         backwards = (p for p in range(begin, end) if OP_INFO[draft.compute[p].op].task in BACKWARD)

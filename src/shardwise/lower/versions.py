@@ -1,11 +1,11 @@
-"""Several batches in one program: when each is updated, which version of the weights its microbatches use, and where
-old ones stay.
+"""Several batches in one program: when the weights are updated, which version of them each microbatch uses, and where
+old versions are kept.
 
-A program of one batch ends with its update.  Under ``norm = "post-validate"`` one batch follows the other; an update by
-a stage's own norm is validated in the next (:mod:`shardwise.lower.validate`).  Under an asynchronous schedule
-microbatches of the next batches are under way when a batch is updated; a stage keeps the weights that they have begun
-with (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section 3.3), in slots of a pool.  Versions and
-batches are counted from the begin of the program, which finds the pipeline empty.
+A program of one batch ends with its update. Under ``norm = "post-validate"`` a rank computes one batch after the other,
+and an update by a stage's own norm is validated in the next batch (:mod:`shardwise.lower.validate`). Under an
+asynchronous schedule microbatches of later batches are in the pipeline when a batch is updated; a stage keeps the
+weights with which it began them (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section 3.3) in slots
+of a pool. Versions and batches are counted from the start of the program, when the pipeline is empty.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.units.trace import Bucket
 
-BACKWARD = ("B", "I", "W")  # the tasks that are a backward, or a half of one
+BACKWARD = ("B", "I", "W")  # the kinds of tasks that are a backward or a part of one
 
 
 def steady(plan: Plan) -> int:
-    """So many batches of a window show all that a longer one does; a plan whose batches do not overlap has windows of
-    one.
+    """Return the number of batches of a program that shows all that a whole window does; it is 1 if each batch has a
+    program of its own.
     """
     if plan.asynchronous:
         return steady_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
@@ -36,7 +36,7 @@ def steady(plan: Plan) -> int:
 
 
 def steady_batches(window: int, ranks: int, microbatches: int) -> int:
-    """The same of an asynchronous schedule's numbers."""
+    """Return the same number for an asynchronous schedule."""
     return min(window, _reported(ranks, microbatches) + 3)
 
 
@@ -46,8 +46,8 @@ def _reported(ranks: int, microbatches: int) -> int:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of weights that ``batches`` batches of ``microbatches`` microbatches use on the stages of a cut;
-    microbatches are numbered on from batch to batch."""
+    """The versions of the weights that the stages of ``cut`` use in ``batches`` batches of ``microbatches``
+    microbatches; microbatches are numbered through all batches."""
 
     cut: StageSplit
     plan: Plan
@@ -55,11 +55,11 @@ class Versions:
     batches: int
 
     def batch(self, microbatch: int) -> int:
-        """The batch of a microbatch."""
+        """Return the batch of a microbatch."""
         return microbatch // self.microbatches
 
     def version(self, microbatch: int, stage: int) -> int:
-        """The number of updates in the weights that a stage uses for a microbatch, forward and backward."""
+        """Return the version of the weights, a number of updates, that a stage uses for a microbatch."""
         if self.plan.stages_alone:
             return stashed_version(microbatch, stage, self.cut.stages, self.plan.pipeline.vertical_sync)
         if self.plan.double_buffered:
@@ -68,18 +68,18 @@ class Versions:
 
     @property
     def reported(self) -> int:
-        """So many batches after its own update comes that before which all stages have a batch's loss and norm: the
-        first stage is the last to update, by as many microbatches as there are stages behind it."""
+        """How many batches after a batch's update its loss and norm are reported, so that all stages have updated by
+        then: the first stage is last, by as many microbatches as there are stages after it."""
         return _reported(self.cut.ranks, self.microbatches) if self.plan.asynchronous else 0
 
     def validates(self, batch: int) -> bool:
-        """Whether stages update a batch by their own norms, before that of all is known: not the last, with which the
-        program ends.
+        """Whether stages update after a batch by their own norms, before the norm of all is known; they never do after
+        the last batch, with which the program ends.
         """
         return self.plan.post_validates and batch + 1 < self.batches
 
     def tasks(self, rank: int) -> list[Task]:
-        """What a rank computes, in its order: of batch after batch, or as they overlap."""
+        """Return the tasks of a rank in its order: batch after batch, or overlapping under an asynchronous schedule."""
         if self.plan.asynchronous:
             return [*self.cut.tasks(self.microbatches * self.batches)[rank]]
         one = self.cut.tasks(self.microbatches)[rank]
@@ -90,11 +90,11 @@ class Versions:
         ]
 
     def ends(self, draft: ProgramDraft) -> list[int]:
-        """For each batch the position after which a rank updates its weights.
+        """Return for each batch the position after which a rank updates its weights.
 
-        That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be,
-        before the first forward that needs the new weights: until then the norm over all stages is known: its sum
-        begins where the gradients are complete.
+        It is the batch's last backward, or its last instruction if there is no backward. Under 2BW it is as late as
+        possible, before the first forward that needs the new weights, so that the sum of the norm over all stages,
+        which starts when the gradients are complete, can overlap with computing.
         """
         last = len(draft.compute) - 1
         if self.batches == 1:
@@ -115,7 +115,8 @@ class Versions:
 def stash(
     draft: ProgramDraft, buckets: Sequence[Bucket], ends: Sequence[int]
 ) -> tuple[list[list[Instruction]], tuple[tuple[int, ...], ...]]:
-    """The copies to make before each update of what is read in its old version after it, and their slots."""
+    """Return, for each batch, the copies to make before its update of weights that are read in this version after it,
+    and the pool of their slots."""
     spans: list[SlotSpan] = []
     uses: list[tuple[int, list[int]]] = []
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""Which earlier instructions each one waits for: read after write, write after read, write after write."""
+"""Derive the earlier instructions that each one waits for: read after write, write after read, write after write."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Queue
 
 
 def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Fill in ``waits``.  On the compute lane order is enough; of any other queue the latest conflicting instruction
-    stands for all before it.
+    """Return the instructions with ``waits`` filled in: for each queue, the latest conflicting instruction.
 
-    Also on its own: a transfer may be posted only when what it sends is there.  What frees a buffer waits like what
-    writes to it.
+    Order is enough between instructions of the compute lane, but not of other queues: a transfer may only be posted
+    when what it sends is there. An instruction that frees a buffer waits as if it wrote it.
     """
     out: list[Instruction] = []
     writer: dict[Buffer, int] = {}
     readers: dict[Buffer, dict[Queue, int]] = {}
-    waited: dict[
-        tuple[Queue, Queue], int
-    ] = {}  # what an earlier instruction of the queue has waited for needs no second wait
+    waited: dict[tuple[Queue, Queue], int] = {}  # the latest position of the second queue that the first has waited for
     for position, one in enumerate(instructions):
         conflicts: set[int] = set()
         for buffer in (*one.reads, *one.writes, *one.frees):

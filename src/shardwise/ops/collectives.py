@@ -1,9 +1,9 @@
-"""What local graphs call: differentiable collectives, and ops that mix the rows of a batch.
+"""The differentiable collectives that local graphs call, and the :class:`Env` that they run in.
 
-On a group of axes a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is
-required to be, R (replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of
-the value and ``dual`` says whether a replicated result is I or R.
-Every function takes an :class:`Env` first: the graph is shared by ranks, microbatches and steps, the Env is not.
+On a group of axes a value is V (sharded), P (a partial sum), I (replicated, like its gradient) or R (replicated, while
+its gradient is a partial sum; an operand can be required to be R). The duals are I↔I, V↔V, R↔P, so each function names
+the move of the value, and ``dual`` says whether a replicated result is I or R. Every function takes an :class:`Env`
+first: ranks, microbatches and steps share the graph, but not the Env.
 """
 
 from __future__ import annotations
@@ -22,49 +22,45 @@ from shardwise.core.mesh import joined
 from shardwise.ops.own_op import Function, OwnOp, facts_of, own_op
 
 ROWS = "rows"
-"""Stands in local graphs for the axes of the batch, which differ from plan to plan."""
+"""This name stands in local graphs for the axes of the batch, which differ from plan to plan."""
 
 
 @dataclass
 class Env:
-    """Where and when a unit runs: this rank's place on the batch axes and one microbatch of one step.
+    """Where and when a unit runs: this rank's place on the batch axes, and one microbatch of one step.
 
-    ``tensor`` has, for each axis of tensor parallelism, the number of ranks along it and this one's place among them.
+    ``tensor`` gives for each axis of tensor parallelism the number of ranks along it and this rank's place among them.
     """
 
     comm: Any = None  # a Communicator; None means one rank
-    axes: tuple[str, ...] = ()
-    parts: int = 1  # ranks over `axes`
-    index: int = 0  # this rank among them
-    rows: int = 0  # rows of the microbatch, of all ranks together
+    axes: tuple[str, ...] = ()  # the axes of the batch
+    parts: int = 1  # the number of ranks over `axes`
+    index: int = 0  # the place of this rank among them
+    rows: int = 0  # the rows of the microbatch on all ranks together
     offset: int = 0  # the microbatch's first row in the batch of the step
     seed: int = 0
     step: int = 0
-    ordinal: int = 0  # of the first random op of the unit that runs
-    targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
-    tape: Any = (
-        None  # what selective recomputation keeps of the unit that runs: a Tape of `units/selective_recompute.py`
-    )
-    kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
-    again: bool = (
-        False  # whether the unit runs again, for its backward: what that does not read need not be communicated
-    )
-    alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
+    ordinal: int = 0  # the ordinal of the first random op of the unit that runs
+    targets: Tensor | None = None  # the number of valid targets of the microbatch on all ranks together
+    tape: Any = None  # the Tape of `units/selective_recompute.py` that keeps results of the unit that runs
+    kind: str = ""  # the type of device that tensors on meta stand for, if their memory is measured
+    again: bool = False  # whether the unit runs again for its backward, and only communicates what that reads
+    alone: bool = False  # whether the microbatch is known to be the whole step; used on meta, where weights are unknown
     tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    meanwhile: Callable[[], None] | None = None  # work of a backward that nothing waits for
+    meanwhile: Callable[[], None] | None = None  # work of a backward that can run during a collective
 
     def wait(self, handle: Any) -> None:
-        """Until a collective is complete; what there is to do meanwhile is done first."""
+        """Do the work of ``meanwhile``, then wait until a collective is complete."""
         if self.meanwhile is not None:
             self.meanwhile()
         handle.wait()
 
     def range(self, index: int | None = None) -> tuple[int, int]:
-        """(start, stop) in the microbatch of the rows of a rank, by default this one."""
+        """Return (start, stop) of a rank's rows in the microbatch; the default is this rank."""
         return shard_range(self.rows, self.parts, self.index if index is None else index)
 
     def group(self, axes: Sequence[str]) -> tuple[int, int]:
-        """The number of ranks over ``axes``, of which ``ROWS`` may be one, and this rank's place among them."""
+        """Return the number of ranks over ``axes``, which may include ``ROWS``, and this rank's place among them."""
         parts, index = 1, 0
         for axis in axes:
             size, own = (self.parts, self.index) if axis == ROWS else self.tensor.get(axis, (1, 0))
@@ -72,26 +68,25 @@ class Env:
         return parts, index
 
     def real(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The mesh's axes that ``axes`` stand for."""
+        """Return the axes of the mesh that ``axes`` stand for."""
         return joined(a for axis in axes for a in (self.axes if axis == ROWS else (axis,)))
 
 
 Groups = Sequence[str]
-"""Axes of tensor parallelism, and ``ROWS``."""
+"""Some axes of tensor parallelism, or ``ROWS``, or both."""
 
 Way = Callable[[Env, Tensor, Any], Tensor]
-"""What becomes of a value, or of its gradient: a function of the Env, the tensor, and where."""
+"""How a value or its gradient is moved: a function of the Env, the tensor, and the axes or the factor to move over."""
 
 Factors = Sequence[tuple[int, Groups]]
-"""The factors of a dim, the major one first: the size of each, and the axes that shard it."""
+"""The factors of a dim, major first: the size of each in elements, and the axes that shard it."""
 
 
 class ShardedFactor(NamedTuple):
-    """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this
-    rank.
+    """A factor of a dim that a move gathers or shards over ``axes``; the dim is pre × factor × post elements.
 
-    ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all
-    the time, and ``axes`` shard each of these pieces.
+    ``size`` is that of the whole factor, or ``parts`` are the sizes of the parts that it concatenates, each of which is
+    sharded. The ``outer`` axes shard the factor before and after the move, and ``axes`` shard each of those pieces.
     """
 
     axes: tuple[str, ...]
@@ -103,7 +98,7 @@ class ShardedFactor(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
-        """For each rank its (start, stop) in each part, counted from where the first rank begins in that part."""
+        """Yield for each rank its (start, stop) in each part, counted from the start of the first rank in that part."""
         (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
         sizes = self.parts or (self.size,)
         firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
@@ -112,16 +107,12 @@ class ShardedFactor(NamedTuple):
             yield [(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
 
     def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
-        """(start, stop) of each rank's piece within what they have together, one rank's after the other, and this
-        rank's number.
-        """
+        """Return each rank's (start, stop) in the concatenation of the pieces of all ranks, and this rank's index."""
         ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
         return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
 
     def order(self, env: Env, device: torch.device) -> Tensor:
-        """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after
-        part.
-        """
+        """Return the position of each element of the ranks' concatenated pieces in the order of parts: 1-d, int64."""
         each = list(self._ranges(env))
         firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
         spans = [
@@ -133,23 +124,23 @@ class ShardedFactor(NamedTuple):
 
 
 def rows(env: Env) -> int:
-    """Rows of the microbatch over all ranks: the batch dim of the captured graph."""
+    """Return the number of rows of the microbatch on all ranks: the batch dim of the captured graph."""
     return env.rows
 
 
 def local_rows(env: Env) -> int:
-    """Rows of the microbatch on this rank."""
+    """Return the number of rows of the microbatch on this rank."""
     start, stop = env.range()
     return stop - start
 
 
 def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
-    """The first row of this rank in the microbatch, if ``axes`` shard it."""
+    """Return the first row of this rank in the microbatch, if ``axes`` shard its rows."""
     return shard_range(env.rows, *env.group(axes))[0]
 
 
 def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
-    """This rank's part of ``size`` things, or of several kinds of things, that are sharded over ``axes``."""
+    """Return the size of this rank's part of ``size`` elements, or of several sizes, that ``axes`` shard."""
     spans = (shard_range(n, *env.group(axes)) for n in ([size] if isinstance(size, int) else size))
     return sum(stop - start for start, stop in spans)
 
@@ -158,12 +149,12 @@ def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """Contiguous, and as its memory has it: a conjugate may be a flag that a collective does not see."""
+    """Return ``x`` contiguous and without lazy flags: a conjugate may be a flag that a collective does not see."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
 def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
-    """The sum over ranks, as a new tensor; no gradient flows through it."""
+    """Return the sum of ``x`` over the ranks of ``axes``, of the same shape; no gradient flows through it."""
     if env.group(axes)[0] == 1:
         return x
     own = in_memory(x)
@@ -173,7 +164,7 @@ def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
 
 
 def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
-    """All ranks' pieces, in order; uneven ones travel padded."""
+    """Return the pieces of all ranks in order; uneven pieces are padded for the collective."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
         return x
@@ -197,7 +188,7 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
 
 
 def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
-    """This rank's piece."""
+    """Return this rank's piece."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
         return x
@@ -213,7 +204,7 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
 
 
 def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
-    """This rank's piece of the sum over ranks; uneven pieces travel padded."""
+    """Return this rank's piece of the sum over ranks; uneven pieces are padded for the collective."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
         return x
@@ -241,12 +232,12 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """A move of a value and the move of its gradient, each a function of (env, tensor, where)."""
+    """Moves a value in forward and its gradient in backward, each by a function of (env, tensor, where)."""
 
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
-        # No view of x to autograd, be it all of x or a slice: parameters change their memory while a graph holds them.
+        # Autograd must not see a view of x: parameters change their memory while a graph holds them.
         out: Tensor = there(env, x, where).data
         return out
 
@@ -273,21 +264,19 @@ _KINDS = {_reduce: "all_reduce", _gather: "all_gather", _scatter: "reduce_scatte
 
 
 def _move_of(**ways: tuple[Way, Way]) -> Callable[[Function], Function]:
-    """State the facts of a move: by dual of its result, what becomes of the value and what of its gradient."""
+    """Declare a move: for each dual of its result, how the value and how the gradient is moved."""
     communicates = any(way in _KINDS for pair in ways.values() for way in pair)
     return own_op(ways=ways, communicates=communicates, shares=True, blind=True)
 
 
 def kinds(move: Any, dual: str = "I") -> tuple[str, str]:
-    """Return the collective of a move's value and that of its gradient: "" where there is none, or where it is no
-    move.
-    """
+    """Return the collectives of a move in forward and in backward; "" where there is none, or if it is no move."""
     there, back = facts_of(move).ways.get(dual, (_same, _same))
     return _KINDS.get(there, ""), _KINDS.get(back, "")
 
 
 def communicates_forward(facts: OwnOp) -> bool:
-    """Whether facts are those of a move of which some way communicates in forward."""
+    """Whether these are the facts of a move that communicates in forward for some dual."""
     return any(there in _KINDS for there, _ in facts.ways.values())
 
 
@@ -300,60 +289,60 @@ def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: s
 
 @_move_of(I=(_reduce, _same), R=(_reduce, _reduce))
 def all_reduce(env: Env, x: Tensor, axes: Groups, dual: str = "I") -> Tensor:
-    """P → I or R: the sum over ranks."""
+    """P → I or R: sum ``x`` over ranks; the shape stays."""
     return _move(all_reduce, env, x, axes, dual)
 
 
 @_move_of(I=(_same, _reduce))
 def replicate(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    """I → R: unchanged; its gradient is summed over ranks."""
+    """I → R: return ``x`` unchanged; its gradient is summed over ranks."""
     return _move(replicate, env, x, axes)
 
 
 @_move_of(I=(_same, _first_only))
 def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them
-    contributes.
+    """R → I: return ``x`` unchanged, a parameter with which all ranks compute the same: only the first contributes to
+    its gradient, which is summed over ranks later.
     """
     return _move(own, env, x, axes)
 
 
 @_move_of(I=(_first_only, _same))
 def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    """I → P: kept on the first rank, zero on the others."""
+    """I → P: keep ``x`` on the first rank; it becomes zero on the others."""
     return _move(partial, env, x, axes)
 
 
 @_move_of(I=(_gather, _own), R=(_gather, _scatter))
 def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
-    """V → I or R: every rank's piece."""
+    """V → I or R: concatenate the pieces of all ranks along the factor ``cut``."""
     return _move(gather, env, x, ShardedFactor(*cut), dual)
 
 
 @_move_of(I=(_own, _gather))
 def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
-    """I → V: this rank's piece."""
+    """I → V: take this rank's piece of the factor ``cut``."""
     return _move(shard, env, x, ShardedFactor(*cut))
 
 
 @_move_of(I=(_scatter, _gather))
 def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
-    """P → V: this rank's piece of the sum."""
+    """P → V: take this rank's piece of the sum over ranks, along the factor ``cut``."""
     return _move(scatter, env, x, ShardedFactor(*cut))
 
 
 @own_op(shares=True, blind=True)
 def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
-    """R → V: this rank's piece, zeros elsewhere in the gradient."""
+    """R → V: take this rank's piece; the gradient is zero outside of it."""
     return _own(env, x, ShardedFactor(*cut))
 
 
 @own_op(shares=True, blind=True)
 def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    """V → V, cut in the same places."""
+    """V → V: return ``x`` unchanged, for its pieces stay the same."""
     return x
 
 
 def is_first(env: Env, axes: Groups) -> bool:
-    """Whether this rank is the one that contributes where all compute the same."""
+    """Whether this rank is the first over ``axes``: the one that contributes where all compute the same."""
     return env.group(axes)[1] == 0

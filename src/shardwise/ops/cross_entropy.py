@@ -1,11 +1,10 @@
-"""Cross-entropy over the rows of all ranks, in pieces that stay in the cache, of scores whose classes ranks may share
-out.
+"""Cross-entropy over the rows of all ranks, computed in pieces that stay in the cache; axes may shard the classes.
 
-A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c is what is wanted of class c: w_c ((1 - s) t_c + s /
-C), of C classes with weights w, a target t, or 1 for the class that it names, and label smoothing s.  Its gradient Σ a
-· softmax(z) - a needs nothing that forward does not have, so forward makes it, with one exponential for each score in
-all, and keeps it in place of the log-probabilities.  Nothing of the size of the scores is held in fp32 where they are
-in lower precision.
+A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c = w_c ((1 - s) t_c + s / C) is the wanted amount of
+class c, for C classes with weights w, target probabilities t (1 for the class that an integer target names) and label
+smoothing s. Forward has all that the gradient Σ a · softmax(z) - a needs, so forward computes it, with one exponential
+for each score in all, and saves it in place of the log-probabilities. If the scores are in lower precision than fp32,
+nothing of their size is held in fp32.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from shardwise.ops.collectives import Env, Groups
 from shardwise.ops.own_op import own_op
 from shardwise.ops.softmax import joined, largest
 
-PIECE = {
-    "cpu": 1 << 20,
-    "gpu": 1 << 26,
-}  # scores that are worked on at once: what fits a core's cache; on a GPU, a bound on memory
-REDUCTIONS = ("none", "mean", "sum")  # by torch's number
+# The number of scores that are computed at once: it fits a core's cache; on a GPU it bounds the memory.
+PIECE = {"cpu": 1 << 20, "gpu": 1 << 26}
+REDUCTIONS = ("none", "mean", "sum")  # their indices are torch's numbers for them
 NONE, MEAN, SUM = range(3)
 Share = tuple[int, tuple[str, ...]]
-"""(classes, axes): the ranks over the axes share this number of classes."""
+"""(classes, axes): the axes shard this number of classes."""
 
 
 @own_op(communicates=True)
@@ -40,13 +37,14 @@ def cross_entropy(
     reduction: int, counted: bool,
     log_probabilities: bool, summand: bool, share: Share | None, spread: Groups,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of scores (n, classes, ...), by torch's number of the reduction.  A mean is one over the rows of
-    all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
+    """Return the cross-entropy of scores (n, classes, ...) and targets, integers (n, ...) or probabilities (n, classes,
+    ...): a scalar, or (n, ...) without reduction. ``reduction`` is torch's number.
 
-    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step;
-    ``log_probabilities`` that ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of
-    those whose sum it is.  Those over ``spread`` each have some rows.  With ``share`` all ranks get the same; but of
-    log-probabilities a summand each.  bf16 and fp16 scores count as cast to fp32 before.
+    The axes ``spread`` shard the rows. A mean is over the rows of all ranks, as a partial sum: this rank's sum divided
+    by the number (or weight) of all ranks' targets. ``counted`` says that this number is ``env.targets``, which is
+    reduced once for the whole step; ``log_probabilities`` that ``logits`` are log-probabilities (nll_loss); ``summand``
+    that the model's loss is this one, or a sum with this one. If the classes are sharded (``share``), all ranks get the
+    same result, but a partial sum of log-probabilities. bf16 and fp16 scores are computed in fp32.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     count = None
@@ -81,7 +79,7 @@ def cross_entropy(
 def _count(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, spread: Groups
 ) -> Tensor:
-    """The targets of all ranks together, or the sum of their weights."""
+    """Return the number of valid targets on all ranks together, or the sum of their weights: a scalar."""
     if counted and env.targets is not None:
         return env.targets.clamp(min=1)
     widest = Backend.of(logits.device).widest_float
@@ -96,8 +94,8 @@ def _count(
 
 
 def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Tensor, Tensor]:
-    """Targets counted from a rank's first class, and whether they are its own; also of what is no class at all: whoever
-    looks that up fails.
+    """Return the targets counted from the rank's first class, and whether they are its own. A target that is no class
+    at all counts as the rank's own, so that its lookup fails.
     """
     classes, axes = share
     if not axes:
@@ -108,7 +106,7 @@ def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Ten
 
 
 def _mine(env: Env, weight: Tensor | None, share: Share) -> Tensor | None:
-    """The weights of a rank's classes."""
+    """Return the weights of the rank's classes."""
     classes, axes = share
     return None if weight is None else weight[slice(*shard_range(classes, *env.group(axes)))]
 
@@ -122,7 +120,7 @@ def _nll(
     reduction: str,
     share: Share | None,
 ) -> Tensor:
-    """The loss of log-probabilities; with ``share``, of the rows whose targets are this rank's classes."""
+    """Return the loss of log-probabilities; with ``share``, only of rows whose targets are this rank's classes."""
     if share is not None:
         target, own = _own(env, target, ignore_index, share)
         target, weight, ignore_index = target.where(own, -100), _mine(env, weight, share), -100
@@ -130,9 +128,7 @@ def _nll(
 
 
 class _Named:
-    """What is wanted of a rank's classes, a (n, classes, ...), by targets that each name a class; pieces are of the n
-    rows.
-    """
+    """The wanted amounts a (n, classes, ...) of a rank's classes for integer targets; a piece slices the n rows."""
 
     def __init__(
         self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,
@@ -141,8 +137,8 @@ class _Named:
         index, own = (one.unsqueeze(1) for one in _own(env, target, ignore_index, share))
         self.index, self.own = index.where(own, 0), own
         self.valid = (target != ignore_index).unsqueeze(1) if share[1] else own
-        self.named: Tensor | None = None  # what is wanted of the class that is named; none: 1 of each
-        self.every: Tensor | None = None  # what is wanted of each class beside that
+        self.named: Tensor | None = None  # the amount of the class that a target names; None means 1
+        self.every: Tensor | None = None  # the amount that each class has in addition
         if weight is not None or smoothing:
             named = (
                 torch.ones_like(target, dtype=wide)
@@ -157,19 +153,19 @@ class _Named:
             self.every = _mine(env, even, share).view(-1, *[1] * (target.dim() - 1))
 
     def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
-        """Σ a z over the rank's classes."""
+        """Return Σ a z over the rank's classes."""
         found = scores.gather(1, self.index[piece]).where(self.own[piece], 0)
         found = found if self.named is None else found * self.named[piece]
         return (found if self.every is None else found + (scores * self.every).sum(1, keepdim=True),)
 
     def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
-        """Σ a of all classes, where ``sums`` are those of all ranks; None: 1 of each row."""
+        """Return Σ a over all classes, given the ``sums`` over all ranks; None means 1 for each row."""
         if self.named is None:
             return None
         return self.named[piece] if self.every is None else self.named[piece] + self.total
 
     def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
-        """Take a off, times ``scale``."""
+        """Subtract a times ``scale`` from ``powers``, in place."""
         taken = -scale if self.named is None else -scale * self.named[piece]
         powers.scatter_add_(1, self.index[piece], taken.where(self.own[piece], 0))
         if self.every is not None:
@@ -177,7 +173,7 @@ class _Named:
 
 
 class _Chances:
-    """The same, by targets that are probabilities of all the classes, of which a rank has those of its own."""
+    """The wanted amounts for targets that are probabilities; a rank has the probabilities of its own classes."""
 
     def __init__(
         self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,
@@ -193,7 +189,7 @@ class _Chances:
         return found if self.weight is None else found * self.weight
 
     def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
-        """Σ a z and Σ a."""
+        """Return Σ a z and Σ a over the rank's classes."""
         wanted = self.all(piece)
         return (wanted * scores).sum(1, keepdim=True), wanted.sum(1, keepdim=True)
 
@@ -204,17 +200,16 @@ class _Chances:
         powers.sub_(self.all(piece).mul_(scale))
 
     def lesson(self, losses: Tensor) -> Tensor:
-        """The gradient of the targets, where these are the losses of the classes."""
+        """Return the gradient of the targets, given the losses of the classes."""
         return losses * self.keep if self.weight is None else losses * self.keep * self.weight
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross-entropies of the rows of ``logits`` (n, classes, ...), computed in the dtype of ``scale``: their sum
-    times that, or ``by_row`` (n, ...).
+    """Computes the cross-entropies of the rows of ``logits`` (n, classes, ...) in the dtype of ``scale``: their sum
+    times ``scale``, or, with ``by_row``, all of them (n, ...).
 
-    ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  ``share`` is
-    (classes, axes) of which these are the logits of this rank's part: for each piece the ranks exchange three
-    numbers a row, or four.
+    ``is_loss`` says on meta that the incoming gradient is 1. ``logits`` are those of this rank's part of ``share``; for
+    each row the ranks exchange three numbers, or four if targets are probabilities.
     """
 
     @staticmethod
@@ -227,14 +222,12 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         lesson = torch.empty_like(target) if ctx.needs_input_grad[2] else None
         losses = torch.empty_like(wanted.valid, dtype=wide)
-        most = -(-classes // env.group(axes)[0]) * math.prod(
-            logits.shape[2:]
-        )  # of a row on any rank: all have as many pieces
+        # The most scores of a row on any rank, so that all ranks have the same number of pieces.
+        most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])
         step = max(1, PIECE.get(where, PIECE["gpu"]) // max(most, 1))
         starts = range(0, rows, step)
-        for start in (
-            starts[:2] if logits.is_meta and where != "meta" else starts
-        ):  # for their memory, two stand for all
+        # If only memory is measured, two pieces are enough.
+        for start in starts[:2] if logits.is_meta and where != "meta" else starts:
             piece = slice(start, start + step)
             scores = logits[piece].to(wide)
             own = largest(scores, 1)
@@ -258,10 +251,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, lesson, any_valid = ctx.saved_tensors
-        seed = grads[0].where(any_valid, 0)  # no targets at all: the loss is 0/0, its gradient nothing
+        seed = grads[0].where(any_valid, 0)  # without any target the loss is 0/0, but its gradient is 0
         if ctx.by_row:
             seed = seed.unsqueeze(1)
-        elif ctx.where == "cpu":  # there a look costs nothing, and mostly it is 1
+        elif ctx.where == "cpu":  # where reading the value costs nothing, and it is mostly 1
             is_one = seed == 1
             if ctx.is_loss if seed.is_meta else bool(is_one):
                 return None, gradient, lesson, *[None] * 5
@@ -271,13 +264,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 @own_op(communicates=True)
 def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
-    """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the
-    same rows.
-    """
+    """Return the number of valid targets, an int64 scalar: this rank's, summed over ``axes``, which shard its rows."""
     return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
 
 
 @own_op(communicates=True)
 def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
-    """The same of targets that every rank has: the first rank counts them for all."""
+    """Do the same for targets that every rank has: the first rank over the batch axes counts them, others return 0."""
     return valid_targets(env, target, ignore_index, axes) * (env.index == 0)

@@ -1,5 +1,5 @@
-"""What one of our own functions communicates, found by running it: on the meta device, on local shapes, with a
-communicator that only writes down what it is handed.  So it is described once, by the code that does it.
+"""Find out what an own function communicates, by running it on the meta device with local shapes and a communicator
+that only records. So the code of the function is the only description of its communication.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ META = torch.device("meta")
 
 
 class Exchange(NamedTuple):
-    """One collective over ``axes`` as :class:`Env` has them, in ``backward`` or in forward.
+    """A collective over ``axes`` as :class:`Env` names them; ``backward`` says whether it runs in backward.
 
-    ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather puts together, what a reduce_scatter
-    takes apart, with the padding of uneven pieces.
+    ``nbytes`` is the number of bytes of the whole tensor: the operand of an all_reduce, the result of an all_gather,
+    the operand of a reduce_scatter, each with the padding of uneven pieces.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Exchange(NamedTuple):
 
 
 class _Recorder:
-    """A communicator, and the handle of its operations, that writes down what it is handed."""
+    """A communicator that only records its operations; it is also their handle."""
 
     def __init__(self) -> None:
         self.found: list[Exchange] = []
@@ -51,7 +51,7 @@ class _Recorder:
         return self.note("reduce_scatter", x, axes)
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Recording(Env):
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> Tensor:
-    """Return a tensor of that shape, which has a gradient where ``grad`` says so and the dtype allows it."""
+    """Return a tensor on meta; it requires a gradient if ``grad`` says so and its dtype allows it."""
     learns = grad and (dtype.is_floating_point or dtype.is_complex)
     return torch.empty(tuple(shape), dtype=dtype, device=META, requires_grad=learns)
 
@@ -104,9 +104,9 @@ class _Call(NamedTuple):
 def exchanges(
     env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Exchange, ...]:
-    """Return what ``function(env, *args, **kwargs)`` and its backward communicate on the rank of ``env``, in order.
+    """Return the collectives of ``function(env, *args, **kwargs)`` and its backward on the rank of ``env``, in order.
 
-    Its tensors are made by :func:`stand_in`, of local shapes.
+    The tensors among the arguments are made by :func:`stand_in` and have local shapes.
     """
     named = tuple((name, _Argument.of(value)) for name, value in kwargs.items())
     place = env.parts, env.index, env.rows, tuple(env.tensor.items())
@@ -118,7 +118,7 @@ def _found(call: _Call) -> tuple[Exchange, ...]:
     comm = _Recorder()
     mine = _Recording(
         comm, parts=call.parts, index=call.index, rows=call.rows, tensor=dict(call.tensor),
-        targets=torch.empty((), dtype=torch.int64, device=META),  # counted before the step, wherever that may be
+        targets=torch.empty((), dtype=torch.int64, device=META),  # the step counts them beforehand
     )  # fmt: skip
     args = [one.made() for one in call.args]
     with torch.enable_grad():

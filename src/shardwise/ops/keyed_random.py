@@ -1,18 +1,20 @@
-"""Random numbers that are the same on any layout, device and number of ranks.
+"""Random numbers that do not depend on layout, device and number of ranks.
 
-A value is a pure function of *where* it stands: (seed, step, ordinal of the random op in the forward, index
-of the sample in the global batch, index in that sample's tensor).  There is no generator and so no state: a
-rank that owns rows 6..8 of a batch computes rows 6..8 of the one tensor that a single device would have
-drawn, and a recomputed unit draws again what it drew.
+A value is a pure function of its position: (seed, step, ordinal of the random op in the forward, index of the sample in
+the global batch, index in that sample's tensor). There is no generator and so no state: a rank that owns rows 6..8 of a
+batch computes rows 6..8 of the one tensor that a single device would have drawn, and a recomputed unit draws the same
+numbers again.
 
-The hash is counter based.  (seed, step, ordinal) are digested to four 32-bit keys on the host (BLAKE2b,
-about a microsecond).  A row index gives, through a 32-bit bijective mixer, an offset ``R`` and an odd
-factor ``A``; a column index gives ``C``; an element is ``mix((C ^ R) * A)``.  Only that last line is paid
-per element: ten cheap integer passes over a block that stays in the cache. The mixer is a multiply-xorshift
-one, with the constants of Chris Wellons' "lowbias32" (public domain).
+The hash is counter based. (seed, step, ordinal) are digested to four 32-bit keys on the host (BLAKE2b, about a
+microsecond). A row index gives, through a 32-bit bijective mixer, an offset ``R`` and an odd factor ``A``; a column
+index gives ``C``; an element is ``mix((C ^ R) * A)``. Only this expression is evaluated for every element: ten cheap
+integer passes over a block that stays in the cache. The mixer is a multiply-xorshift one, with the constants of Chris
+Wellons' "lowbias32" (public domain).
 
-On the meta device the functions make what they return and nothing else, unless ``kind`` names the type of device for
-which the tensors stand: then they also take its scratch memory.
+In all functions ``batch`` says which dim has the rows (None: there is none, and every rank draws the same numbers), and
+``row_start`` is the index of the first row in the global batch. ``columns`` are the indices of the elements in a
+sample's whole tensor if these are not all of them. On meta the functions allocate only their results, unless ``kind``
+names the type of device that the tensors stand for: then they also allocate its scratch memory.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 
 Batch = tuple[int, int]
-"""(dim, minor): dim ``dim`` of a tensor is (rows x minor), rows major; minor is 1 for a plain batch dim."""
+"""(dim, minor): dim ``dim`` of a tensor has rows x minor elements, rows major; minor is 1 for a plain batch dim."""
 
-_CPU_BLOCK = 1 << 17  # elements: two int32 scratch blocks stay in the second-level cache
-_DEVICE_BLOCK = 1 << 24  # elements: bounds the scratch memory; launches are dear, caches are not ours to mind
+_CPU_BLOCK = 1 << 17  # in elements: two int32 scratch blocks stay in the second-level cache
+_DEVICE_BLOCK = 1 << 24  # in elements: it bounds the scratch memory and is large, for kernel launches are expensive
 _WORD = 1 << 32
 
 
 def _keys(seed: int, step: int, ordinal: int) -> tuple[int, int, int, int]:
-    """Four independent signed 32-bit keys of one random op in one step."""
+    """Return four independent signed 32-bit keys for one random op in one step."""
     digest = blake2b(pack("<3Q", seed % (1 << 64), step % (1 << 64), ordinal % (1 << 64)), digest_size=16).digest()
     a, b, c, d = unpack("<4i", digest)
     return a, b, c, d
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of the unsigned ``word``: torch refuses larger scalars."""
+    """Return the int32 with the bits of the unsigned ``word``, for torch refuses larger scalars."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
@@ -64,7 +66,7 @@ def _mix_(x: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _hashed_indices(start: int, count: int, before: int, after: int, device: torch.device) -> Tensor:
-    """Hash of start, start+1, … (modulo 2^32) under two keys."""
+    """Return the hashes of ``count`` indices from ``start`` on (modulo 2^32) under two keys."""
     first = _signed(start % _WORD)
     if first + count > _WORD // 2:
         x = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
@@ -74,10 +76,10 @@ def _hashed_indices(start: int, count: int, before: int, after: int, device: tor
 
 
 def _hashed(x: Tensor, before: int, after: int) -> Tensor:
-    """Hash of int32 words under two keys, in place."""
+    """Hash int32 words under two keys, in place."""
     scratch = torch.empty_like(x)
     _mix_(x.bitwise_xor_(before), scratch)
-    _xorshift_(x, scratch, 16)  # low bits too: an element's first step is a product, in which they reach the farthest
+    _xorshift_(x, scratch, 16)  # mixes the low bits too: they matter most in the product that comes next
     return x.bitwise_xor_(after)
 
 
@@ -92,9 +94,9 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
 
-    The words live in scratch memory: read them before asking for the next block.  On meta there are no words, and the
-    first two columns of blocks take what all take.  ``columns``: the indices in a sample of those here, if these are
-    not all.
+    The words are in scratch memory and must be read before the next block is asked for. On meta the first two columns
+    of blocks are enough, for they allocate as much as all. Raises :class:`ShardwiseError` if a sample has 2^31
+    elements or more.
     """
     if per_row >= _WORD // 2:
         raise ShardwiseError(
@@ -134,9 +136,9 @@ def keyed_uniform_bits(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
+    """Return uniform int32 words of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
 
-    Raises ShardwiseError if one sample has 2^31 elements or more.
+    Raises :class:`ShardwiseError` if one sample has 2^31 elements or more.
     """
     device = torch.device(device)
     result = torch.empty((rows, per_row), dtype=torch.int32, device=device)
@@ -147,7 +149,7 @@ def keyed_uniform_bits(
 
 
 def _rows_of(shape: Sequence[int], batch: Batch | None) -> tuple[int, int]:
-    """(rows, elements per row) of a tensor of this shape."""
+    """Return (rows, elements per row) of a tensor of this shape; :class:`ShardwiseError` if ``batch`` does not fit."""
     numel = math.prod(shape)
     if batch is None:
         return 1, numel
@@ -195,11 +197,10 @@ def keyed_mask(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """A boolean keep-mask of ``shape``: False, "dropped", with probability ``p`` (to 2^-32).
+    """Return a boolean mask of ``shape`` that is False ("dropped") with probability ``p``, to within 2^-32.
 
-    ``batch`` says where the batch dim is (None: there is none, and every rank draws the same);
-    ``row_start`` is the global index of the first row held here.  The index in a sample is row-major over
-    the other dims, the batch dim standing for its minor part.
+    The index in a sample is row-major over the other dims and the minor part of the batch dim. Raises
+    :class:`ShardwiseError` unless 0 <= p <= 1.
     """
     device = torch.device(device)
     if not 0 <= p <= 1:
@@ -216,7 +217,7 @@ def keyed_mask(
 
 
 class _MaskedScale(torch.autograd.Function):
-    """x * mask * scale; keeps one byte per element of the mask for backward, and nothing of x."""
+    """Computes x * mask * scale; for backward it saves only the mask, at one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -243,10 +244,10 @@ def keyed_dropout(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives
-    x * 0.
+    """Return ``x * mask / (1 - p)`` with the mask of :func:`keyed_mask`, or ``x`` itself if p = 0 or not ``training``;
+    p = 1 gives x * 0.
 
-    ``mask_shape`` (default: x's) is one that broadcasts to x's: (N, C, 1, 1) drops whole channels.
+    ``mask_shape`` broadcasts to the shape of ``x``, which is the default: (N, C, 1, 1) drops whole channels.
     """
     if not training or p == 0:
         return x
@@ -256,10 +257,8 @@ def keyed_dropout(
     return result
 
 
-_UNIFORM_BITS = {
-    torch.bfloat16: 8,
-    torch.float16: 11,
-}  # the significand: rounding up would reach 1.0, so we truncate
+# The bits of the significand: to round to them could give 1.0, so words are truncated.
+_UNIFORM_BITS = {torch.bfloat16: 8, torch.float16: 11}
 
 
 def keyed_uniform(
@@ -274,7 +273,7 @@ def keyed_uniform(
     columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniform in [0, 1), multiples of 2^-24 in both fp32 and fp64; truncated to what fp16 and bf16 can hold."""
+    """Return uniform values in [0, 1): multiples of 2^-24 in fp32 and fp64, of 2^-11 in fp16, of 2^-8 in bf16."""
     bits = _UNIFORM_BITS.get(dtype, 24)
     words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
@@ -282,7 +281,7 @@ def keyed_uniform(
 
 
 def _pairs(columns: Tensor | None) -> Tensor | None:
-    """Two columns for each."""
+    """Return two columns, 2c and 2c + 1, for each column c."""
     return None if columns is None else torch.stack([2 * columns, 2 * columns + 1], -1).reshape(-1)
 
 
@@ -298,17 +297,15 @@ def keyed_normal(
     columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal values (Box-Muller), computed in the widest type of the device and then rounded: dtypes differ by
-    rounding only.
+    """Return standard normal values of ``shape`` (Box-Muller), computed in the widest dtype of the device and rounded.
 
-    Without fp64 they are within 1e-6 of those of other devices.
+    So dtypes differ by rounding only; on a device without fp64 values are within 1e-6 of those of other devices.
     """
     pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device, kind, _pairs(columns)).to(torch.int64)
     wide = Backend.of(pairs.device).widest_float
     first, second = pairs.add_(_WORD // 2).unbind(-1)
-    u, rest = (
-        (n.to(wide) + 0.5).mul_(1.0 / _WORD) for n in (first, _WORD - 1 - first)
-    )  # u + rest = 1; both keep their last digits
+    # u + rest = 1; each is computed from integers, so that both keep their last digits.
+    u, rest = ((n.to(wide) + 0.5).mul_(1.0 / _WORD) for n in (first, _WORD - 1 - first))
     radius = torch.where(u < 0.5, u.log(), rest.neg_().log1p()).mul_(-2).sqrt_()
     angle = second.to(wide).add_(0.5).mul_(2 * math.pi / _WORD)
     return radius.mul_(angle.cos_()).to(dtype)
@@ -328,9 +325,9 @@ def keyed_randint(
     columns: Tensor | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Integers in [low, high), with a bias of at most (high - low) / 2^32.
+    """Return integers in [low, high) of ``shape``; the bias of their probabilities is at most (high - low) / 2^32.
 
-    Raises ShardwiseError unless 0 < high - low < 2^31.
+    Raises :class:`ShardwiseError` unless 0 < high - low < 2^31.
     """
     if not 0 < high - low < _WORD // 2:
         raise ShardwiseError(f"random integers in [{low}, {high}): the range must hold between 1 and 2^31 - 1 values")
@@ -349,8 +346,8 @@ def keyed_bernoulli(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """1 with probability ``p``, element by element, else 0; shape, dtype and device of ``p``."""
+    """Return a tensor like ``p`` whose elements are 1 with the probabilities in ``p``, else 0."""
     words = _words(seed, step, ordinal, p.shape, batch, row_start, p.device, kind, columns).to(torch.int64)
-    exact = p if p.dtype is torch.float64 else p.float()  # times 2^32 it is as exact
+    exact = p if p.dtype is torch.float64 else p.float()  # a product with 2^32 is exact
     below = exact.nan_to_num(0.0).clamp(0, 1).mul(_WORD).ceil().to(torch.int64)
     return words.add_(_WORD // 2).lt(below).to(p.dtype)

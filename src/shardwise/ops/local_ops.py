@@ -1,5 +1,5 @@
-"""What local graphs call without communicating: lookups in this rank's part of a table, and kernels that a rank with
-nothing needs too.
+"""Functions of local graphs that do not communicate: lookups in this rank's part of a table, and wrappers of kernels
+for ranks that have no elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.ops.collectives import Env, Factors
 
 
 def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-    """Where rows lie within this rank's part of a table, and whether they do."""
+    """Return the index of each row in this rank's part of a table, and whether the row is in that part."""
     local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for number, (size, axes) in reversed(list(enumerate(factors))):
         start, stop = shard_range(size, *env.group(axes))
@@ -30,22 +30,22 @@ def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
 
 
 def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
-    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole
-    table stays outside of every part: the lookup fails on all ranks as it does on one device."""
+    """Return indices into this rank's part of the rows; those of other ranks' rows become 0. An index that is no row of
+    the whole table stays as it is, so that the lookup fails on all ranks as it does on one device."""
     local, here = _found(env, index, factors)
     another = (index >= 0) & (index < math.prod(size for size, _ in factors)) & ~here
     return torch.where(here, local, index).masked_fill(another, 0)
 
 
 def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:
-    """What was looked up, zero where the row is another rank's; where it is row ``padding``, without a gradient."""
+    """Return ``found`` (*index.shape, width) with zeros for other ranks' rows; row ``padding`` has no gradient."""
     _, here = _found(env, index, factors)
     out = found.masked_fill(~here[..., None], 0)
     return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
 
 
 def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
-    """This rank's rows, by their number in the whole: 1-d int64."""
+    """Return the indices of this rank's rows in the whole table: 1-d, int64."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, axes in factors:
         own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
 
 
 def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
-    """For each of this rank's queries, the head of keys or values that it uses; ``each`` queries share a head."""
+    """Select along ``dim`` the head of keys or values of each of this rank's query heads; ``each`` share one."""
     local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
     return x.index_select(dim, local)
 
@@ -63,7 +63,7 @@ def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys:
 
 
 def never_empty(op: Callable[..., Any], dims: Sequence[int], x: Tensor, *args: Any, **options: Any) -> Any:
-    """``op(x, …)``, whose results keep ``dims``, where the op's kernel wants at least one in each of them."""
+    """Return ``op(x, …)``, whose results keep ``dims``; the op's kernel needs at least one element in each of these."""
     empty = [dim for dim in dims if not x.shape[dim]]
     for dim in empty:
         x = _one_more(x, dim)
@@ -74,7 +74,7 @@ def never_empty(op: Callable[..., Any], dims: Sequence[int], x: Tensor, *args: A
 
 
 def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows
+    """Return the sum of ``op(…)``, a loss of each row, for the sum of its own kernel is undefined without rows
     (``multi_margin_loss``).
     """
     return op(*args, **options).sum()
@@ -89,8 +89,8 @@ def convolution(
     *args: Any,
     **options: Any,
 ) -> Tensor:
-    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none
-    of either; ``rows`` is that dim of the weight which has those that come in."""
+    """Return ``op(x, weight, bias, …)``, a torch convolution with one group. Its kernels need at least one input and
+    one output channel, and a rank may have none. ``rows`` is the weight's dim of input channels."""
     channels = x.dim() - weight.dim() + 1
     count = weight.shape[1 - rows]
     if not weight.shape[rows]:
@@ -102,7 +102,7 @@ def convolution(
 
 
 def _one_more(x: Tensor, dim: int) -> Tensor:
-    """With one more in ``dim``, of zeros."""
+    """Append one slice of zeros to ``dim``."""
     shape = list(x.shape)
     shape[dim] = 1
     return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,4 +1,4 @@
-"""Norms whose statistics are of what several ranks have: of the rows of a batch, or of a width that is sharded."""
+"""Norms whose statistics span several ranks: over the rows of a batch, or over a sharded last dim."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """BatchNorm in training, functional: (y, new running mean, new running variance), or (y,) without running
-    statistics.
+    """Compute BatchNorm in training over dim 1 of ``x`` (n, channels, ...); return (y, new running mean, new running
+    variance), or (y,) without running statistics.
     """
     if mean is None or var is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
     mean, var = mean.clone(), var.clone()
-    if not len(mean):  # torch's kernel wants a channel, and a rank may have none of those that are shared out
+    if not len(mean):  # torch's kernel needs a channel, and a rank may have none of a sharded dim
         return x.clone(), mean, var
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
@@ -39,8 +39,9 @@ def sync_batch_norm(
     momentum: float,
     eps: float, axes: Groups = (ROWS,), stand_in: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """BatchNorm over dim 0 of all ranks over ``axes``, whatever they have of it: ``x`` is V on that dim, the statistics
-    I, weight and bias R. ``stand_in`` says that ``x`` stands for no rows at all and has no part in the statistics."""
+    """Compute BatchNorm with statistics over the rows of all ranks of ``axes``, in any split: ``x`` is V on dim 0, the
+    statistics I, weight and bias R. ``stand_in`` says that ``x`` stands for no rows and is left out of the statistics.
+    """
     if env.group(axes)[0] == 1:
         return batch_norm(x, weight, bias, mean, var, momentum, eps)
     result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, axes, stand_in)  # type: ignore[no-untyped-call]
@@ -48,8 +49,8 @@ def sync_batch_norm(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """One gather of (means, variances, how many elements they are of) in forward, one stacked all-reduce in backward;
-    statistics combined as by Chan et al. (1979).
+    """It takes an all-gather of (means, variances, number of elements) in forward and one stacked all-reduce in
+    backward; statistics are combined as in Chan et al. (1979).
     """
 
     @staticmethod
@@ -73,7 +74,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if elements:
             v, m = torch.var_mean(wide, dims, correction=0)
             local[:channels], local[channels:-1] = m, v
-            local[-1].fill_(elements)  # an assignment of a number would copy it to the device, and the host would wait
+            local[-1].fill_(elements)  # to assign a number would copy it to the device and make the host wait
         every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
         env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
@@ -120,7 +121,9 @@ def norm_of_width(
     axes: Groups,
     centred: bool,
 ) -> Tensor:
-    """LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` that ``axes`` shard, like weight and bias."""
+    """Compute LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` elements, which ``axes`` shard, as they
+    shard weight and bias.
+    """
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     result: Tensor = _NormOfWidth.apply(env, x, eps, width, axes, centred)  # type: ignore[no-untyped-call]
@@ -130,7 +133,7 @@ def norm_of_width(
 
 
 class _NormOfWidth(torch.autograd.Function):
-    """The normalised ``x``: one stacked all-reduce forward, and one in backward."""
+    """Normalises ``x``; forward takes an all-reduce for each statistic, and backward a stacked one."""
 
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, eps: float, width: int, axes: Groups, centred: bool) -> Tensor:

@@ -1,6 +1,6 @@
-"""What passes have to know of our own functions that local graphs call: stated where the function is.
+"""Facts about shardwise's own functions in local graphs, which passes look up; each function declares its own.
 
-A function without :func:`own_op` is a plain one: it communicates nothing, and its backward may read what it is given.
+A function without :func:`own_op` is a plain one: it communicates nothing, and its backward may read its arguments.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class OwnOp:
-    """Facts of one function.
+    """The facts about one function.
 
-    ``communicates``: it may hand something to the communicator, in forward or in backward; what, is found by running it
-    (``ops/exchanges.py``).  ``ways``, of a move alone: by dual of its result, what it does with the value and with its
-    gradient.  ``shares``: its result may share memory with its first operand.  ``blind``: its backward needs no value
-    of what it is given, only shapes.  ``kept``: selective recomputation keeps its result.
+    ``communicates`` says that it may use the communicator, in forward or in backward; ``ops/exchanges.py`` finds out
+    how by running it. ``ways`` is for moves alone: for each dual of the result, how the value and how its gradient is
+    moved. ``shares`` says that its result may share memory with its first operand, ``blind`` that its backward needs
+    only the shapes of its arguments, not their values, and ``kept`` that selective recomputation keeps its result.
     """
 
     communicates: bool = False
@@ -37,7 +37,7 @@ _PLAIN = OwnOp()
 
 
 def own_op(**facts: Any) -> Callable[[Function], Function]:
-    """State the facts of a function, which stays what it is."""
+    """Declare the facts about the decorated function, which is not changed."""
 
     def state(function: Function) -> Function:
         function.own_op = OwnOp(**facts)  # type: ignore[attr-defined]
@@ -47,20 +47,18 @@ def own_op(**facts: Any) -> Callable[[Function], Function]:
 
 
 def facts_of(target: Any) -> OwnOp:
-    """Return the facts of what a node calls; of an ATen op there are none here."""
+    """Return the facts about the target of a node; for an ATen op they are those of a plain function."""
     found: OwnOp = getattr(target, "own_op", _PLAIN)
     return found
 
 
 def named(modules: Iterable[ModuleType], wanted: Callable[[OwnOp], bool]) -> dict[str, Callable[..., Tensor]]:
-    """Return the functions of some modules whose facts are as ``wanted``, by name."""
+    """Return the functions of some modules whose facts pass the test ``wanted``, by name."""
     functions = (f for module in modules for f in vars(module).values() if inspect.isfunction(f))
     return {f.__name__: f for f in functions if wanted(facts_of(f))}
 
 
 def argument_at(target: Any, name: str) -> int | None:
-    """Return the place of an argument of one of our own functions, by its name; None for ATen ops, and for functions
-    without it.
-    """
+    """Return the position of the argument ``name`` of an own function; None for ATen ops and functions without it."""
     names = list(inspect.signature(target).parameters) if inspect.isfunction(target) else []
     return names.index(name) if name in names else None

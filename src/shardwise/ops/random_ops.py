@@ -1,5 +1,6 @@
-"""What local graphs call to draw random numbers: a rank draws of a tensor what it has of it, keyed by where that stands
-in the whole.
+"""The random ops of local graphs: a rank draws its own part of a tensor, keyed by positions in the whole tensor.
+
+``batch`` says where the batch dim is, ``spread`` are the axes that shard rows, and ``grid`` how axes shard a sample.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwise.ops.collectives import Env, Factors, Groups, row_start
 from shardwise.ops.local_ops import own_rows
 from shardwise.ops.own_op import own_op
 
-ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
+ALPHA = 1.7580993408473766  # SELU tends to -ALPHA at minus infinity
 
 
 def _row_start(env: Env, spread: Groups) -> int:
@@ -24,11 +25,11 @@ def _row_start(env: Env, spread: Groups) -> int:
 
 
 Grid = Sequence[Factors] | None
-"""For each dim the factors of what a sample has of it."""
+"""The factors of each dim of one sample's tensor; None if no axis shards it."""
 
 
 def _columns(env: Env, grid: Grid, device: Any) -> Tensor | None:
-    """The indices in a sample's whole tensor of what this rank has of it, 1-d; None where that is all."""
+    """Return the indices of this rank's elements in one sample's whole tensor, 1-d int64; None if it has them all."""
     if grid is None:
         return None
     return own_rows(env, [factor for factors in grid for factor in factors], device)
@@ -39,9 +40,7 @@ def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the
-    mask's, if not x's.
-    """
+    """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
     columns = _columns(env, grid, x.device)
     return keyed.keyed_dropout(
         x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
@@ -52,7 +51,7 @@ def dropout(
 def feature_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
-    """Dropout of whole channels (dim 1)."""
+    """Apply dropout to whole channels (dim 1)."""
     return dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
@@ -61,7 +60,8 @@ def alpha_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
+    """Set dropped elements to SELU's limit, then apply the affine map that keeps mean and variance (Klambauer et al.
+    2017)."""
     if p in (0, 1):
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
     row = _row_start(env, spread)
@@ -86,7 +86,7 @@ def alpha_dropout(
 def feature_alpha_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
-    """Alpha dropout of whole channels (dim 1)."""
+    """Apply alpha dropout to whole channels (dim 1)."""
     return alpha_dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
@@ -96,7 +96,7 @@ def attention(
     batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention with dropout on its probabilities, spelled out so that the mask is keyed."""
+    """Compute attention with keyed dropout on its probabilities; q, k and v are (..., heads, length, head size)."""
     if enable_gqa and q.shape[-3] != k.shape[-3]:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
@@ -106,9 +106,8 @@ def attention(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    dead = torch.isneginf(scores).all(
-        -1, keepdim=True
-    )  # a query that may look at nothing gives zeros, as in the fused kernels
+    # A query that may attend to nothing gives zeros, as in the fused kernels.
+    dead = torch.isneginf(scores).all(-1, keepdim=True)
     chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
     return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
 
@@ -124,7 +123,7 @@ def random_like(
     a: float,
     b: float,
 ) -> Tensor:
-    """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
+    """Draw a tensor of the shape and dtype of ``x``: uniform in [a, b), or normal with mean a and deviation b."""
     return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
 
 
@@ -132,7 +131,7 @@ def random_of(
     env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, shape: Sequence[int],
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
-    """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
+    """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, or randint (integers in [a, b))."""
     key = (
         env.seed,
         env.step,
@@ -155,7 +154,7 @@ def random_of(
 def bernoulli(
     env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
-    """1 with probability p, else 0."""
+    """Draw a tensor of the shape of ``p``: each element is 1 with its probability in ``p``, else 0."""
     return keyed.keyed_bernoulli(
         p,
         env.seed,

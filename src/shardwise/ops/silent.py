@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Silent:
-    """A communicator, and the handle of all its operations; results keep their values, or become ``fill``."""
+    """A communicator, which is also the handle of its operations; results become ``fill``, or stay as they are."""
 
     def __init__(self, fill: float | None = None) -> None:
         self.fill = fill
@@ -24,4 +24,4 @@ class Silent:
     reduce_scatter = all_gather
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""

@@ -1,7 +1,7 @@
-"""Softmax along a dim that ranks share out: of each row they exchange the largest value and the sum of the powers,
-never the row.
+"""Softmax along a sharded dim: for each row the ranks exchange the largest value and the sum of exponentials, never the
+row itself.
 
-Which rank has which elements does not matter, so it may be cut anyhow; but each rank has to have some.
+It does not matter which rank has which elements of a row, but each rank must have at least one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shardwise.ops.own_op import own_op
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
-    """The largest of each row, kept as a dim of one; where all are -inf the least number that is finite, so that their
-    powers are 0 and not NaN.
+    """Return the maximum of ``x`` along ``dim``, which becomes 1. The maximum of -inf alone is the least finite number,
+    so that the exponentials are 0 and not NaN.
     """
     return x.amax(dim, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
 
 
 def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Over all ranks of ``axes``: the largest value, the sum of the powers relative to it, and ``sums``; all have one
-    shape.
+    """Combine over the ranks of ``axes`` the maximum ``top``, the ``total`` of exponentials relative to it, and the
+    plain ``sums``; all have the same shape, before and after.
     """
     parts = env.group(axes)[0]
     if parts == 1:
@@ -42,20 +42,20 @@ def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) ->
 
 @own_op(communicates=True)
 def softmax(env: Env, x: Tensor, dim: int, axes: Groups, dtype: torch.dtype | None, log: bool) -> Tensor:
-    """Softmax of ``x``, or its logarithm, over a ``dim`` that ``axes`` shard; ``x`` is cast to ``dtype`` before."""
+    """Return the softmax of ``x``, or its logarithm, over ``dim``, which ``axes`` shard, after a cast to ``dtype``."""
     result: Tensor = _Softmax.apply(env, x if dtype is None else x.to(dtype), dim, axes, log)  # type: ignore[no-untyped-call]
     return result
 
 
 @own_op(communicates=True)
 def logsumexp(env: Env, x: Tensor, dim: int, axes: Groups, keepdim: bool) -> Tensor:
-    """The logarithm of the sum of the powers of ``x`` over a ``dim`` that ``axes`` shard: every rank has it."""
+    """Return the logarithm of the sum of exp(x) over a ``dim`` that ``axes`` shard; every rank has the result."""
     result: Tensor = _LogSumExp.apply(env, x, dim, axes)  # type: ignore[no-untyped-call]
     return result if keepdim else result.squeeze(dim)
 
 
 def _logarithm(env: Env, x: Tensor, dim: int, axes: Groups) -> Tensor:
-    """That of the sum of the powers of all ranks."""
+    """Return the logarithm of the sum of exp(x) over all ranks; ``dim`` becomes 1."""
     top = largest(x, dim)
     top, total = joined(env, axes, top, (x - top).exp_().sum(dim, keepdim=True))
     return total.log() + top
@@ -66,7 +66,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Softmax(torch.autograd.Function):
-    """One gather of two numbers a row forward, one sum of one in backward."""
+    """It takes an all-gather of two numbers for each row in forward, and an all-reduce of one in backward."""
 
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, dim: int, axes: Groups, log: bool) -> Tensor:
@@ -88,7 +88,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _LogSumExp(torch.autograd.Function):
-    """The same gather forward; every rank knows the gradient of its own elements."""
+    """It takes the same all-gather in forward; backward communicates nothing."""
 
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, dim: int, axes: Groups) -> Tensor:

@@ -1,4 +1,4 @@
-"""The arithmetic of products: those whose backward has to leave the weight alone, and the gradients of weights."""
+"""The arithmetic of products: ops whose backward leaves out the weight's gradient, and the weight gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 
 class Factors(NamedTuple):
-    """What the gradient of the parameter ``weight`` is made of.
+    """The factors of the gradient of the parameter ``weight``.
 
-    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees
-    the parameter's dims permuted, if at all.
+    ``kind`` is a key of ``MULTIPLY``; ``rest`` are the arguments of that function after dY and X. ``dims`` is the
+    permutation of the parameter's dims in the product, or None.
     """
 
     weight: str
@@ -33,8 +33,8 @@ class Factors(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What computes weight gradients: a kind of devices, and what multiplies matrices of the dtype that computes into
-    wider ones, if anything does.
+    """What computes weight gradients: the kind of device and, if there is one, the kernel that multiplies matrices of
+    the compute dtype into a gradient of a wider dtype.
     """
 
     kind: Kind
@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
 
     @staticmethod
     def of(backend: Backend, dtype: torch.dtype | None) -> Kernels:
-        """Those of a type of device where ``dtype`` computes."""
+        """Return the kernels of a backend for the compute dtype ``dtype``."""
         return Kernels(backend.kind, backend.wide_product(dtype))
 
 
@@ -51,8 +51,9 @@ CPU_KERNELS = Kernels("cpu")
 
 @own_op(kept=True)
 def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
-    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows
-    alone.
+    """Compute transformers' product of groups of rows (n, in) with a matrix for each group (groups, in, out).
+
+    ``offs`` are the ends of the groups. The backward gives the gradient of the rows alone.
     """
     y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
     return y
@@ -72,9 +73,11 @@ class _Grouped(torch.autograd.Function):
 
 @own_op(kept=True)
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """A convolution, ``rest`` as ``aten.convolution`` has it; its backward has the gradients of X and bias alone.
+    """Compute a convolution with the arguments ``rest`` of ``aten.convolution``; X may be one sample without a batch
+    dim.
 
-    oneDNN computes the bias's gradient together with the weight's, which is computed apart.
+    The backward gives the gradients of X and bias alone. It sums the bias's gradient itself, for oneDNN would compute
+    it together with the weight's.
     """
     single = x.dim() == weight.dim() - 1
     y: Tensor = _Convolution.apply(x[None] if single else x, weight, bias, *rest)  # type: ignore[no-untyped-call]
@@ -101,10 +104,10 @@ class _Convolution(torch.autograd.Function):
 
 
 def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels | None = None) -> None:
-    """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
+    """Write a product's weight gradient to ``goal``, which has the parameter's shape, or ``add`` it.
 
-    Products in lower precision than the goal's are rounded first, but for those of matrices where the ``kernels``, by
-    default those of a CPU, can do without.
+    If the factors have a lower precision than ``goal``, the gradient is rounded to that first, except for products of
+    matrices that ``kernels`` (by default those of a CPU) can multiply into a wider dtype.
     """
     _, dy, kind, x, dims, rest = factors
     MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, kernels or CPU_KERNELS, *rest)
@@ -115,13 +118,13 @@ def _put(goal: Tensor, value: Tensor, add: bool) -> None:
 
 
 def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool, kernels: Kernels) -> None:
-    """Write ``left @ right``, matrices or batches of them, to ``goal``, or add it."""
+    """Write ``left @ right``, which are matrices or batches of matrices, to ``goal``, or add it."""
     if goal.stride(-1) != 1:
         goal, left, right = goal.mT, right.mT, left.mT
     if goal.dtype != left.dtype:
         if kernels.wide is None or goal.dtype != torch.float32 or not goal.is_contiguous():
             _put(goal, left @ right, add)
-        elif not goal.is_meta:  # where only memory counts, and this takes none
+        elif not goal.is_meta:  # on meta only memory counts, and this kernel allocates none
             kernels.wide(goal, left, right, add)
     elif goal.dim() == 2:
         goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)
@@ -130,36 +133,34 @@ def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool, kernels: Ker
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """As a matrix, of the last dim's width: it may be 0 on a rank."""
+    """Return ``x`` as a matrix with the same last dim, which may be 0 on a rank."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
-    """Y = X Wᵀ."""
+    """Compute the gradient of W in Y = X Wᵀ."""
     _multiply(goal, _as_rows(dy).t(), _as_rows(x), add, kernels)
 
 
 def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
-    """Y = X W."""
+    """Compute the gradient of W in Y = X W."""
     _multiply(goal, _as_rows(x).t(), _as_rows(dy), add, kernels)
 
 
 def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
-    """Y = X W, matrix by matrix."""
+    """Compute the gradient of W in Y = X W, where all are batches of matrices."""
     _multiply(goal, x.mT, dy, add, kernels)
 
 
 def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, offsets: Tensor) -> None:
-    """Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
+    """Compute the gradient of W in Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
     if goal.stride(-1) != 1:
         goal, x, dy = goal.mT, dy, x
     _put(goal, F.grouped_mm(x.t(), dy, offs=offsets), add)
 
 
 def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, offsets: Tensor) -> None:
-    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all
-    rows.
-    """
+    """Do the same without a kernel for groups: multiply each group into the goal; on meta the first has all rows."""
     start = 0
     for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
         _multiply(goal[group], x[start:stop].t(), dy[start:stop], add, kernels)
@@ -174,8 +175,8 @@ def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels
 
 
 def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, padding: int) -> None:
-    """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal
-    is less precise than dY, by way of the whole gradient."""
+    """Compute the gradient of W in Y = W[X], straight into the rows that are used. On a GPU, which adds to rows in no
+    fixed order, and if the goal is less precise than dY, the whole gradient is computed apart."""
     if kernels.kind == "gpu" or goal.dtype.itemsize < dy.dtype.itemsize:
         _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
         return
@@ -189,4 +190,4 @@ MULTIPLY: Mapping[str, Callable[..., None]] = {
     "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
     "convolution": _of_filters, "embedding": _of_rows,
 }  # fmt: skip
-"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, kernels, *rest)."""
+"""For each kind of product the function that writes or adds the weight gradient: (goal, dY, X, add, kernels, *rest)."""

@@ -1,8 +1,9 @@
-"""The weight of a microbatch: w_m is its share of the batch's targets if the loss is a mean cross-entropy, else its
+"""The weight w_m of a microbatch is its share of the batch's targets if the loss is a mean cross-entropy, else its
 share of rows.
 
 With these weights the sum of w_m L_m over microbatches is the loss of the whole batch, however its masks are spread.
-The count of targets comes from slicing the captured graph back from the loss's targets: a handful of ops on ``labels``.
+The function that counts targets is a slice of the captured graph, from the loss's targets back: a few ops on
+``labels``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ aten = torch.ops.aten
 
 @dataclass
 class Targets:
-    """``count(env, *values) -> valid targets`` of this rank's part of a microbatch, an int64 scalar.
+    """``count(env, *values)`` gives the number of valid targets in this rank's part of a microbatch, an int64 scalar.
 
-    ``values`` are of parameters and buffers, constants and fields, in this order.  All ranks call it together: it may
-    gather.
+    ``values`` are those of ``leaves`` (parameters), ``buffers``, ``constants`` and ``fields``, in this order. All ranks
+    call it together, for it may communicate.
     """
 
     count: Callable[..., Tensor]
-    graph: fx.Graph  # of `count`
+    graph: fx.Graph  # the graph that `count` runs
     leaves: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[Tensor, ...]
@@ -41,7 +42,7 @@ class Targets:
 
 
 def mean_cross_entropy(normal: Normal) -> fx.Node | None:
-    """The cross-entropy that *is* the loss, if its mean over integer targets is what the model returns."""
+    """Return the cross-entropy whose mean over integer targets is the loss that the model returns, if there is one."""
     node: Any = next(n for n in normal.graph.nodes if n.op == "output").args[0][0]
     while isinstance(node, fx.Node) and _passes(node):
         node = node.args[0]
@@ -53,12 +54,12 @@ def mean_cross_entropy(normal: Normal) -> fx.Node | None:
 
 
 def _passes(node: fx.Node) -> bool:
-    """Whether a node passes on the one number that it is given."""
+    """Whether a node of a scalar only passes its value on."""
     return regroups(node) or has(node, Fact.CASTS) or op_name(node) in ("clone", "contiguous", "alias")
 
 
 def summands(normal: Normal) -> set[fx.Node]:
-    """The nodes whose plain sum is the loss: the gradient of each is the loss's own."""
+    """Return the nodes whose plain sum is the loss, partial sums included: each has the same gradient as the loss."""
     stack: list[Any] = [next(n for n in normal.graph.nodes if n.op == "output").args[0][0]]
     found: set[fx.Node] = set()
     while stack:
@@ -73,15 +74,15 @@ def summands(normal: Normal) -> set[fx.Node]:
 
 
 def unweighted(node: fx.Node | None) -> bool:
-    """Whether the mean is over the count of targets, not over class weights."""
+    """Whether the mean of a cross-entropy is over the number of targets, and not over their class weights."""
     return node is not None and given(node, "weight") is None
 
 
 def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
-    """The function that counts the valid targets of ``loss``: what of the local graph its targets need.
+    """Return the function that counts the valid targets of ``loss``: the part of the local graph that makes them.
 
-    Targets that every rank has in full are counted by the first.  Raises :class:`Uncapturable` where the count would
-    depend on what a microbatch before it wrote to a buffer.
+    If every rank has all targets, the first rank counts them. Raises :class:`Uncapturable` if the count would depend on
+    a buffer that an earlier microbatch writes.
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
     own = node.target is cross_entropy.cross_entropy
@@ -121,7 +122,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node and all that it needs."""
+    """Return the node and all nodes that it depends on."""
     stack, seen = [node], {node}
     while stack:
         new = [n for n in stack.pop().all_input_nodes if n not in seen]

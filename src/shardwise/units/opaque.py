@@ -1,5 +1,5 @@
-"""A model that cannot be captured, as one unit: its own forward, with random functions keyed and BatchNorm synchronised
-as they are called.
+"""A model that cannot be captured runs as one unit: its own forward, with calls of random functions replaced by keyed
+ones and calls of BatchNorm by synchronised ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardwise.units.trace import Unit
 def opaque_unit(
     module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool
 ) -> Unit:
-    """The unit ``(env, *parameters, *buffers, *fields) -> (loss as partial sum, *new buffers)``.
+    """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
 
-    The loss counts as the mean over rows: each rank's is weighted by its share of them.  Runs on a copy of the module
-    whose tensors are on the meta device and are replaced at each call; every thread has its own.
+    The loss is taken to be the mean over rows, so each rank's is weighted by its share of the rows. The unit runs a
+    copy of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
@@ -58,7 +58,7 @@ def opaque_unit(
 def first_loss(
     unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device
 ) -> Tensor:
-    """The loss of an example batch on ``device``: what PyTorch refuses is refused here, before anything starts."""
+    """Return the loss of an example batch on ``device``, a scalar; :class:`ConfigError` if the forward fails."""
     parameters = dict(module.named_parameters())
     leaves = [
         p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
@@ -75,7 +75,7 @@ def first_loss(
         )
     except ShardwiseError:
         raise
-    except Exception as error:  # of any kind: it is the user's code that runs
+    except Exception as error:  # the user's code may raise anything
         missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
         legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
         raise ConfigError(
@@ -114,9 +114,8 @@ class _OpaqueCall:
         for name in self.buffers:  # forward may write to them
             values[f"module.{name}"] = values[f"module.{name}"].clone()
         fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
-        if not collectives.local_rows(
-            env
-        ):  # a stand-in of weight zero: the module may refuse an empty batch, and others wait in its collectives
+        if not collectives.local_rows(env):
+            # A row of weight zero stands in: the module may refuse an empty batch, and others wait in its collectives.
             fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
@@ -135,7 +134,7 @@ class _OpaqueCall:
         return result
 
     def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
-        """Where random calls have their batch dim: seen once, by running the forward with one row more."""
+        """Return the batch dim of each random call; it is found once, by running the forward with one row more."""
         with self.lock:
             if self.batches is None:
                 draws = []
@@ -156,7 +155,7 @@ class _OpaqueCall:
 
 
 class _SyncBatchNorms:
-    """Answers BatchNorm in training with the one over all ranks' rows."""
+    """Replaces BatchNorm in training by one whose statistics are over the rows of all ranks."""
 
     def __init__(self, env: collectives.Env) -> None:
         self.env = env

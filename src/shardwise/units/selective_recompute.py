@@ -1,18 +1,18 @@
-"""Selective recomputation: products and attention are kept, everything else of a unit is computed again just before its
-backward.
+"""Selective recomputation: the results of products and attention are kept, and everything else of a unit is computed
+again just before its backward.
 
-Matrix products, convolutions and attention are most of the arithmetic and a small part of what autograd keeps
-(Korthikanti et al. 2022).  The training graph of a unit calls each of them through :func:`recalled`.  FORWARD runs the
+Matrix products, convolutions and attention are most of the arithmetic and a small part of what autograd saves
+(Korthikanti et al. 2022). The training graph of a unit calls each of them through :func:`recalled`. FORWARD runs the
 op alone, as a small autograd graph on a :class:`Tape`; RECOMPUTE takes the result from there, and backward runs the
-small graph: whatever kernel was chosen, its numbers are those of no recomputation, bit for bit.
+small graph. So no kernel is chosen anew, and the numbers are those without recomputation, bit for bit.
 
-A small graph holds none of its inputs.  Where autograd saves (a view of) one, it gets a reference, found again among
-the inputs of RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.
-An op whose statistics are larger than its result (attention with dropout saves its probabilities) is computed again
-like any other.
+A small graph holds none of its inputs. If autograd saves an input or a view of one, the graph holds a reference, which
+is looked up among the inputs of RECOMPUTE, so parameters may have moved by then. The graph keeps whatever else autograd
+saves: the op's output and statistics. An op whose statistics are larger than its result (attention with dropout saves
+its probabilities) is computed again like any other.
 
-All else is computed twice, as under full recomputation.  Of collectives those whose results no backward reads are left
-out of RECOMPUTE (:func:`unread`), such as the sum behind the last product of a block; the rest is made again.
+Everything else is computed twice, as under full recomputation. RECOMPUTE leaves out the collectives whose results no
+backward reads (:func:`unread`), such as the all-reduce after the last product of a block, and repeats the others.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from shardwise.ops.silent import Silent
 from shardwise.units import weight_products
 
 KEPT = named(Fact.MATRIX_PRODUCT | Fact.GROUPED_PRODUCT | Fact.CONVOLUTION | Fact.ATTENTION)
-"""The ATen ops whose results are kept."""
+"""The names of the ATen ops whose results are kept."""
 
 OWN = own_op.named((random_ops, weight_gradients), lambda facts: facts.kept)
-"""Our own functions that are kept, under the names that stand for them in a graph."""
+"""The functions of shardwise whose results are kept, by the names that stand for them in a graph."""
 
 MOVES = own_op.named((collectives,), collectives.communicates_forward)
-"""The moves that communicate forward, under the names that stand for them in a graph."""
+"""The moves that communicate in forward, by the names that stand for them in a graph."""
 
 
 def recallable(graph: fx.Graph, own: int) -> fx.Graph:
-    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`, and moves through
-    :func:`unread` where nobody reads what they make.
+    """Copy a unit's training graph so that it calls ops to be kept through :func:`recalled`, and moves whose results
+    nobody reads through :func:`unread`.
 
-    The first ``own`` outputs are those of the unit, which RECOMPUTE makes only for their graphs: nobody reads their
-    values then.
+    The first ``own`` outputs are those of the unit. RECOMPUTE makes them only for their autograd graphs: nobody reads
+    their values then.
     """
     names = {function: name for name, function in (*OWN.items(), *MOVES.items())}
     read = _read(graph, own)
@@ -75,8 +75,8 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
 
 
 def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
-    """Mark the moves of a unit's graph that its recomputation leaves out; ``exposed`` is its training graph, with the
-    same moves.
+    """Note in the metadata of each move of a unit's graph whether its recomputation leaves it out; ``exposed`` is the
+    unit's training graph, which has the same moves.
     """
     read = _read(exposed, own)
     moves = ((n for n in g.nodes if n.target in MOVES.values()) for g in (graph, exposed))
@@ -85,7 +85,7 @@ def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
 
 
 def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
-    """The nodes whose values RECOMPUTE or backward may need, beside their shapes."""
+    """Return the nodes whose values, and not only their shapes, RECOMPUTE or backward may need."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output":
@@ -100,10 +100,10 @@ def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
 
 
 def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """``op(*args, **kwargs)``, kept on ``env.tape``, or taken from it; without a tape it is just that.
+    """Return ``op(*args, **kwargs)``; if there is an ``env.tape``, the result is kept on it, or taken from it.
 
-    ``number`` is the op's in its unit; ``read`` says whether anything but its shape is needed of the result once it is
-    taken.
+    ``number`` is the number of the op in its unit. ``read`` says whether RECOMPUTE or backward needs the values of the
+    result, and not only its shape.
     """
     function = OWN[op] if isinstance(op, str) else op
     if env.tape is None:
@@ -113,10 +113,8 @@ def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: A
 
 
 def unread(env: Env, move: str, *args: Any) -> Tensor:
-    """A move of whose result only the shape is needed where it is made again: nothing is communicated there, and its
-    values are NaN.
-
-    Its gradient is moved as ever.
+    """Call a move whose result nobody reads in RECOMPUTE: there it communicates nothing, and its result has the right
+    shape and the values NaN. Its backward communicates as always.
     """
     if not env.again:
         return MOVES[move](env, *args)
@@ -127,7 +125,7 @@ def unread(env: Env, move: str, *args: Any) -> Tensor:
 
 
 class Tape:
-    """What one run of a unit has kept: made by FORWARD, used up by RECOMPUTE and its backward."""
+    """The results that one run of a unit has kept; FORWARD makes it, and RECOMPUTE and backward use it up."""
 
     def __init__(self) -> None:
         self.kept: dict[int, _Kept | None] = {}
@@ -135,9 +133,9 @@ class Tape:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Keep results of the ops that run meanwhile.
+        """Keep the results of the ops that run inside this context.
 
-        Gradients are on, so that the same kernels are chosen as without recomputation, but nothing is saved for them.
+        Autograd is on, so that the same kernels are chosen as without recomputation, but it saves nothing.
         """
         self.recording = True
         with torch.enable_grad(), saved_tensors_hooks(_forget, _remember):
@@ -145,7 +143,7 @@ class Tape:
         self.recording = False
 
     def run(self, number: int, read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-        """Run ``op`` and keep it, or give what was kept."""
+        """Run ``op`` and keep its result, or return the result that was kept."""
         if self.recording:
             result, self.kept[number] = _keep(read, op, args, kwargs)
             return result
@@ -168,18 +166,20 @@ def _remember(nothing: None) -> Tensor:
 
 @dataclass
 class _Kept:
-    """A result without its values if nobody reads them, and the graph of the op that made it."""
+    """The result of an op, with its values if somebody reads them, and the small autograd graph of the op."""
 
     like: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
     value: Tensor | None
     learns: bool  # whether the result requires a gradient
-    end: GradientEdge | None  # of the result in the small graph; None if no input has a gradient
-    starts: dict[int, GradientEdge]  # of the inputs that have gradients, by position
-    views: dict[int, tuple[torch.Size, tuple[int, ...]]]  # shape and strides of the inputs that backward reads
-    inputs: dict[int, Tensor]  # those while backward runs
+    end: GradientEdge | None  # the result's edge in the small graph; None if no input has a gradient
+    starts: dict[int, GradientEdge]  # the edges of the inputs that have gradients, by position
+    views: dict[int, tuple[torch.Size, tuple[int, ...]]]  # the shape and strides of the inputs that backward reads
+    inputs: dict[int, Tensor]  # these inputs while backward runs, else empty
 
     def replay(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The result as a function of ``inputs``: the op's, as computed again."""
+        """Return the result as a function of ``inputs``, the recomputed inputs of the op; raises
+        :class:`ShardwiseError` if an input that backward reads has another shape or other strides than before.
+        """
         for i, form in self.views.items():
             if (inputs[i].shape, inputs[i].stride()) != form:
                 raise ShardwiseError(
@@ -192,7 +192,7 @@ class _Kept:
         return result
 
     def take(self) -> Tensor:
-        """The result's values, which are given once; NaN where none were kept."""
+        """Return the result's values, NaN if none were kept; they can be taken once."""
         shape, stride, dtype, device = self.like
         value, self.value = self.value, None
         if value is None:
@@ -203,7 +203,7 @@ class _Kept:
 
 
 class _Replay(torch.autograd.Function):
-    """Gives a kept result; backward is that of its small graph."""
+    """Returns a kept result; its backward runs the small graph."""
 
     @staticmethod
     def forward(ctx: Any, kept: _Kept, *inputs: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ class _Replay(torch.autograd.Function):
 
 
 def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tuple[Tensor, _Kept | None]:
-    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept: None if that is too much, or an
-    input.
+    """Run ``op`` as an autograd graph of its own; return the detached result and what is kept, which is None if
+    autograd saves more bytes than the result has, or if the result shares memory with an input.
     """
     given = tensors_in((args, kwargs))
     learning = [i for i, t in enumerate(given) if t.requires_grad]
@@ -239,7 +239,7 @@ def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tupl
         result = op(*args, **kwargs)
     value = result.detach()
     cut = result.detach().requires_grad_(result.requires_grad)
-    saver.sources.clear()  # autograd holds the saver
+    saver.sources.clear()  # autograd holds the saver, which must not hold the inputs
     key = storage_key(value)
     beside = sum(size for k, size in saver.held.items() if k != key)
     if beside > value.untyped_storage().nbytes() or any(storage_key(t) == key for t in given):
@@ -253,39 +253,39 @@ def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tupl
 
 @dataclass
 class _View:
-    """A view of the input at ``index``."""
+    """Describes a view of the input at position ``index``."""
 
     index: int
-    offset: int  # from the input's first element
+    offset: int  # in elements, from the input's first element
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 @dataclass
 class _Saver:
-    """What autograd saves of an op: references to ``sources``, its inputs, and what it holds itself, in bytes by
-    storage.
+    """The hooks for what autograd saves for an op: they replace the inputs ``sources`` by references, and count in
+    ``held`` the bytes of each other storage that is saved.
     """
 
     sources: list[Tensor]
     viewed: set[int] = field(default_factory=set)
     held: dict[int, int] = field(default_factory=dict)
-    inputs: dict[int, Tensor] = field(default_factory=dict)  # as backward finds them
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # the inputs that references mean while backward runs
 
     def pack(self, tensor: Tensor) -> _View | Tensor:
-        """A reference to an input, or the tensor."""
+        """Return a reference to an input if ``tensor`` is a view of one, else the tensor without its graph."""
         key = storage_key(tensor)
         aliases = [i for i, s in enumerate(self.sources) if storage_key(s) == key]
         for i in aliases:
             if (view := _view(i, self.sources[i], tensor)) is not None:
                 self.viewed.add(i)
                 return view
-        tensor = tensor.clone() if aliases else tensor.detach()  # an input in a form that no reference has
+        tensor = tensor.clone() if aliases else tensor.detach()  # a clone does not keep the input's memory alive
         self.held[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def unpack(self, saved: _View | Tensor) -> Tensor:
-        """What was packed, references looked up."""
+        """Return the tensor that was packed; a reference is looked up."""
         if isinstance(saved, Tensor):
             return saved
         source = self.inputs[saved.index]
@@ -293,8 +293,8 @@ class _Saver:
 
 
 def _view(index: int, source: Tensor, tensor: Tensor) -> _View | None:
-    """``tensor`` as a view of ``source``, whose memory it shares; None if it is none: parameters, too, share the memory
-    of a bucket.
+    """Return ``tensor`` as a view of ``source``, whose storage it shares; None if it lies outside of ``source``, as
+    another parameter of the same bucket does, or has another dtype.
     """
     same = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (source.dtype, source.is_conj(), source.is_neg())
     offset = tensor.storage_offset() - source.storage_offset()
@@ -304,5 +304,5 @@ def _view(index: int, source: Tensor, tensor: Tensor) -> _View | None:
 
 
 def _extent(x: Tensor) -> int:
-    """Elements of memory between the first and the last, both counted."""
+    """Return the number of elements of memory from the first element of ``x`` to its last."""
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0

@@ -1,4 +1,4 @@
-"""What a rank has of a bucket: how its parameters lie there, which range it updates, and by which optimizers."""
+"""A rank's share of a bucket: the layout of the parameters, the range that the rank updates, and its optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.units.trace import DECAY, Bucket
 
 
 class Span(NamedTuple):
-    """A range of a bucket, in elements; either all of them have weight decay or none has."""
+    """A range of a bucket, in elements; either all of these have weight decay or none has."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The spans that one optimizer updates; ``name`` if they are of one parameter that has an optimizer of its own."""
+    """The spans that one optimizer updates; ``name`` is the parameter if it has an optimizer of its own."""
 
     spans: tuple[Span, ...]
     name: str | None = None
@@ -35,8 +35,8 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and
-    what each of its optimizers updates of that; a bucket that does not learn has none."""
+    """A rank's share of a bucket, under the ``rule`` of :func:`placement`. ``held`` is the range whose master weights
+    and optimizer state the rank has, and ``updates`` divides it among optimizers; a frozen bucket has no updates."""
 
     layout: FlatBuffer
     rule: ParameterRule
@@ -45,8 +45,8 @@ class Share:
 
     @staticmethod
     def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
-        """The share of ``rank``; ``per_parameter``: each parameter has an optimizer of its own, so that those without a
-        gradient in a step can be skipped.
+        """Return the share of ``rank``. With ``per_parameter`` each parameter has an optimizer of its own, so that
+        parameters without a gradient in a step can be skipped.
         """
         parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
@@ -63,7 +63,7 @@ class Share:
 
 
 def entry_ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
-    """(entry, start, stop) of what a range of a bucket has of each parameter, in elements of the bucket."""
+    """Yield (entry, start, stop) for each parameter in a range of a bucket; both are in elements of the bucket."""
     for entry in layout.entries:
         first, last = max(start, entry.offset), min(stop, entry.stop)
         if first < last:

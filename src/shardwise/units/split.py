@@ -1,9 +1,9 @@
-"""Cutting a local graph at the model's repeated blocks into units, each a function of tensors alone.
+"""Cut a local graph into units at the model's repeated blocks; each unit is a function of tensors alone.
 
-Block i of a model is unit i; what comes before the first block, after the last, and in between goes to its neighbours.
-Values that follow from batch fields and constants alone (masks, positions, rotary tables) and are read by several units
-form unit "inputs", which has no parameters: a pipeline runs it on every stage instead of sending its results.  Blocks
-with the same code share one function.
+Every block is a unit, as are the ops before the first block ("head") and after the last ("tail"); ops between two
+blocks belong to the block before them. Values that follow from batch fields and constants alone (masks, positions,
+rotary tables) and are read by several units form the unit "inputs", which has no parameters: a pipeline runs it on
+every stage instead of sending its results. Units with the same code share one function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.units.weight_products import expose, find, held, inside
 
 
 def split(sharded: Sharded) -> list[Unit]:
-    """Cut a local graph into units, in the order in which they run."""
+    """Cut a local graph into units; return them in the order in which they run."""
     graph = sharded.graph
     useful = _with_gradient(graph)
     assigned, names = _assign(graph, sharded)
@@ -39,13 +39,13 @@ def split(sharded: Sharded) -> list[Unit]:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose gradient reaches the loss: differentiable, and on a differentiable path to it."""
+    """Return the nodes that a gradient passes on its way back from the loss."""
     output = next(n for n in graph.nodes if n.op == "output")
     return gradient_paths([output.args[0][0]])
 
 
 def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that a gradient passes on its way back from these."""
+    """Return the nodes that a gradient passes on its way back from ``ends``, these included."""
     found: set[fx.Node] = set()
     stack = list(ends)
     while stack:
@@ -57,7 +57,7 @@ def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
-    """The nodes that a gradient passes on its way from the outputs."""
+    """Return the nodes that a gradient passes on its way back from the outputs that ``output_grads`` marks."""
     if not output_grads:  # a graph without a backward; its output may be one tensor
         return set()
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -65,12 +65,12 @@ def with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, sizes that follow from tensors (``item``) replaced by these."""
+    """Return the nodes that a node reads; a node of a size is replaced by the nodes that the size is computed from."""
     return _through(node, lambda n: n.all_input_nodes)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node, sizes that follow from it replaced by what reads these."""
+    """Return the nodes that read a node; a node of a size is replaced by the nodes that read the size."""
     return _through(node, lambda n: list(n.users))
 
 
@@ -85,10 +85,11 @@ def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> li
 
 
 def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
-    """Buffers that forward writes and whose value before that matters to the loss, or to several units.
+    """Return the buffers that forward writes and whose old values the loss or several units read.
 
-    They become outputs of unit "inputs", which is never run again: a later unit, and a unit that is recomputed, read
-    what the buffer held when the microbatch began.  (BatchNorm's running statistics only matter to themselves.)
+    They become outputs of the unit "inputs", which is never run again: a later unit, and a unit that is recomputed,
+    read what the buffer held when the microbatch began. (BatchNorm's running statistics are not among them: only their
+    own updates read them.)
     """
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
     matters = _reaching_loss(graph)
@@ -118,7 +119,7 @@ def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
 
 
 def block_of(path: str) -> str:
-    """The outermost numbered module on a path, ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
+    """Return the outermost numbered module on a path: ``model.layers.3`` for ``model.layers.3.mlp``; "" for none."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.partition("@")[0].isdigit():
@@ -127,8 +128,8 @@ def block_of(path: str) -> str:
 
 
 def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict[int, str]]:
-    """The unit of every call, as a sortable key: -1 for "inputs", 0 before the first block, 2i for block i, the last
-    after it.
+    """Return the unit of every call as a sortable key, and the name of each key: -1 is "inputs", 0 is before the first
+    block, i is the i-th block, counted from 1, and the last key is after the last block.
     """
     free = _free(graph, sharded)
     calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
@@ -170,13 +171,14 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
 def _early(
     calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured
 ) -> dict[fx.Node, bool]:
-    """Calls outside the blocks that follow from parameters and fields alone, and whether they follow from fields too.
+    """Return the calls outside the blocks that depend on parameters and fields alone, and whether on fields.
 
-    They belong to the first unit that reads them; what embeds fields for the first block comes before it.
+    They belong to the first unit that reads them; if that is the first block, those that depend on fields (embeddings)
+    come before it.
     """
     known = {*captured.parameters, *captured.fields}
     found: dict[fx.Node, bool] = {}
-    batch: set[fx.Node] = set()  # what follows from fields
+    batch: set[fx.Node] = set()  # the calls that depend on fields
     for node in calls:
         sources = [i for i in _sources(node) if i.name != "env"]
         if any(i in batch or i.name in captured.fields for i in sources):
@@ -188,7 +190,7 @@ def _early(
 
 
 def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
-    """Block paths in which a parameter is used; others (a lone activation) belong to the unit before them."""
+    """Return the paths of blocks that use a parameter; other blocks (a lone activation) belong to the unit before."""
     found = set()
     for node in graph.nodes:
         if node.op == "call_function" and any(
@@ -199,7 +201,7 @@ def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
 
 
 def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
-    """Calls that follow from fields, constants and unwritten buffers alone."""
+    """Return the calls that depend on fields, constants and unwritten buffers alone."""
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
     bound = {
         n
@@ -278,7 +280,7 @@ class _Builder:
 
     @staticmethod
     def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:
-        """Live tensors by their place in a unit; what a buffer becomes is none."""
+        """Return the names of live tensors by their places in a unit; new values of buffers are left out."""
         return tuple(nodes[i].name for kind, i in places if i < len(nodes := inputs if kind == "input" else outputs))
 
     def _kind(self, node: fx.Node, key: int) -> str:
@@ -290,14 +292,14 @@ class _Builder:
         raise AssertionError(f"placeholder {node.name} is nothing known")
 
     def _outside(self, mine: Iterable[fx.Node]) -> list[fx.Node]:
-        """What the unit reads from outside, without the sizes, which every unit computes for itself."""
+        """Return the nodes that the unit reads from outside, without sizes, which every unit computes for itself."""
         inside = set(mine)
         return list(dict.fromkeys(n for one in mine for n in _sources(one) if n not in inside and n.name != "env"))
 
     def _graph(
         self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]
     ) -> tuple[fx.Graph, int]:
-        """The unit's graph, its names independent of where in the model it stands."""
+        """Return the unit's graph, with names that do not depend on its place in the model, and its first ordinal."""
         graph = fx.Graph()
         copies: dict[fx.Node, Any] = {}
         env = graph.placeholder("env")
@@ -329,6 +331,6 @@ class _Builder:
 
 
 def _ordinal(node: fx.Node) -> int | None:
-    """The ordinal in a random op's arguments."""
+    """Return the ordinal among the arguments of a random op; None for any other op."""
     at = argument_at(node.target, "ordinal")
     return None if at is None else int(node.args[at])

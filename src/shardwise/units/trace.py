@@ -1,6 +1,4 @@
-"""What the rest of shardwise knows of a model, as data: its units, parameters and buckets, and how its loss weighs
-microbatches.
-"""
+"""A traced model as data: its units, parameters and buckets. The rest of shardwise knows a model only in this form."""
 
 from __future__ import annotations
 
@@ -30,16 +28,17 @@ from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.microbatch_weights import Targets
 
 DECAY = "decay"
-"""The group of parameters with weight decay in a flat buffer."""
+"""The name of the group of parameters with weight decay in a flat buffer."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as it takes part in computing: tied ones once, under the first of their names.
+    """A parameter that units compute with; tied parameters are one, under the first of their names.
 
-    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of
-    it.  Over those of ``summed`` its gradient leaves backward as a partial sum, as it does over the axes of the batch.
-    :class:`ShardwiseError` for a layout of another shape, or over other axes.
+    ``shape`` is the shape of the whole parameter. ``layout`` says which part of it each rank has over the
+    tensor-parallel axes; None means that every rank has all of it. Over the axes ``summed``, as over those of the
+    batch, its gradient leaves backward as a partial sum. Raises :class:`ShardwiseError` if the layout has another shape
+    or shards over an axis that is not tensor-parallel.
     """
 
     name: str
@@ -64,26 +63,25 @@ class Parameter:
 
     @property
     def placed(self) -> Layout:
-        """Its layout, also where that is to be replicated."""
+        """The layout of the parameter; it is replicated where ``layout`` is None."""
         return Layout.replicated(self.shape) if self.layout is None else self.layout
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that shard it, sorted."""
+        """The axes that shard the parameter, sorted."""
         return () if self.layout is None else tuple(sorted(self.layout.sharding_axes))
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of what ``rank`` has of it."""
+        """Return the shape of the part of the parameter that ``rank`` has."""
         return self.placed.local_shape(mesh, rank)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share.
+    """Parameters that share a flat buffer: they have the same dtype and are used by the same units.
 
-    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart, and
-    those that are sharded over other ``axes``, or whose gradients are ``summed`` over others: a bucket's elements
-    belong to as many ranks each.
+    They also agree in whether they learn, in the axes that shard them, in the axes over which their gradients are
+    ``summed``, and in the group that ``trace`` was given. So every element of a bucket is treated alike.
     """
 
     index: int
@@ -96,24 +94,24 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """The number of elements of whole parameters."""
+        """The number of elements of the whole parameters, without padding."""
         return sum(p.numel for p in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of whole parameters in the dtype that computes, without padding."""
+        """The number of bytes of the whole parameters in the compute dtype, without padding."""
         return self.numel * self.dtype.itemsize
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of gradients, masters and optimizer state."""
+        """The dtype of gradients, master weights and optimizer state."""
         return GRADIENT_DTYPE.get(self.dtype, self.dtype)
 
     def layout(self, choice: OptimizerChoice, mesh: Mesh, rank: int) -> FlatBuffer:
-        """Where what ``rank`` has of the parameters lies in a flat buffer, those with weight decay first; equal ranges
-        over ``dp``.
+        """Return the flat buffer of the parts of the parameters that ``rank`` has; those with weight decay come first.
 
-        It is the same for ranks that differ in other axes than the bucket's.
+        It is padded so that it can be cut into equal ranges over ``dp``. Ranks that differ only in axes that do not
+        shard the bucket have the same layout.
         """
         groups = [DECAY if self.learns and choice.decays(p.name, p.shape) else "plain" for p in self.parameters]
         items = [(p.name, p.local_shape(mesh, rank), group) for p, group in zip(self.parameters, groups, strict=True)]
@@ -122,8 +120,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes that a rank keeps beside its buckets: of a row of the batch, of the model's buffers, and, on the host, of
-    the parameters that no unit reads."""
+    """The bytes that a rank keeps besides its buckets: for each row of the batch, for the model's buffers, and on the
+    host for the parameters that no unit reads."""
 
     row: int = 0
     buffers: int = 0
@@ -131,8 +129,8 @@ class Beside:
 
 
 class Repeated(NamedTuple):
-    """An op without a rule of the module at ``path``, which every rank computes whole, ``times`` times in a
-    microbatch: what that costs a rank.
+    """The cost of an op without a sharding rule, in the module at ``path``: every rank computes it whole, ``times``
+    times in a microbatch, with ``flops`` FLOPs and ``bytes`` bytes of memory traffic in all.
     """
 
     op: str
@@ -144,10 +142,11 @@ class Repeated(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Unit:
-    """One piece of the model: ``function(env, *parameters, *buffers, *fields, *inputs) -> outputs``, a tuple.
+    """A piece of the model: ``function(env, *parameters, *buffers, *constants, *fields, *inputs)`` returns a tuple.
 
-    ``inputs`` and ``outputs`` name live tensors of the step; ``updates`` are the buffers whose new values are the last
-    outputs. ``input_grads`` and ``output_grads`` say which of them have gradients.
+    ``inputs`` and ``outputs`` are the names of live tensors, which units hand to each other; the values that the
+    function returns are the ``outputs``, then the new values of the buffers ``updates``. ``input_grads`` and
+    ``output_grads`` say which inputs and outputs have gradients.
     """
 
     index: int
@@ -164,24 +163,24 @@ class Unit:
     updates: tuple[str, ...]
     input_grads: tuple[bool, ...]
     output_grads: tuple[bool, ...]
-    ordinal: int = 0  # of the unit's first random op
-    collectives: bool = False
-    values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph that each live tensor is
-    # `function` with the operands of `products` as last outputs, and products and attention to be recalled
+    ordinal: int = 0  # the ordinal of the unit's first random op
+    collectives: bool = False  # whether its function communicates
+    values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph for each live tensor
+    # `function` with the operands of `products` as last outputs; it keeps what selective recomputation needs on a tape
     training_function: Callable[..., tuple[Tensor, ...]] | None = None
-    # the weight of each product: its gradient is multiplied outside autograd (`units/weight_products.py`)
+    # the weight of each product, whose gradient is computed outside autograd (`units/weight_products.py`)
     products: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()  # the trainable parameters whose gradient, or a part of it, autograd has
-    # the live tensors, its own or others', whose memory may be that of an input of a product
+    inside: tuple[str, ...] = ()  # the trainable parameters whose gradient autograd computes, wholly or in part
+    # the unit's inputs and outputs that may share memory with an input of a product
     held: tuple[str, ...] = ()
 
     def local(self, name: str, env: Env) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape of a live tensor on one rank for one microbatch, and its dtype."""
+        """Return the shape and the dtype of a live tensor on the rank and for the microbatch of ``env``."""
         meta = self.values[name].meta
         return local_shape(meta["val"], meta["layout"], env), meta["val"].dtype
 
     def nbytes(self, name: str, env: Env) -> int:
-        """The bytes of a live tensor on one rank for one microbatch."""
+        """Return the number of bytes of a live tensor on the rank and for the microbatch of ``env``."""
         shape, dtype = self.local(name, env)
         return math.prod(shape) * dtype.itemsize
 
@@ -193,14 +192,14 @@ class Unit:
 
 @dataclass(kw_only=True, eq=False)
 class Trace:
-    """What the rest of shardwise knows of a model.
+    """All that the rest of shardwise knows of a model.
 
-    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of exactly that many rows.
-    ``opaque`` is None, or why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and
-    take no step.  ``tensor`` are the axes of tensor parallelism that its graphs are for, each with its number of ranks;
-    ``decided`` says of parameters, by axis, which pin or op made them lie as they do, where users pin some.
-    ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes, and ``decisions`` what one
-    has chosen. ``replicated`` are the ops without a rule, as (op, module path).
+    ``rows`` is None if the batch dim is symbolic; otherwise the graphs take microbatches of exactly this many rows.
+    ``opaque`` is None, or the reason why the model was not captured and is one unit. ``frozen`` parameters have no
+    gradient and take no step. ``tensor`` gives the number of ranks of each axis of tensor parallelism. If users pin
+    parameters, ``decided`` gives for each parameter and axis the pin or op that chose its layout. ``predicted()`` gives
+    the seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
+    ``replicated`` are the ops without a sharding rule, as (op, module path).
     """
 
     units: list[Unit]
@@ -223,11 +222,11 @@ class Trace:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those that learn."""
+        """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
     def everywhere(self, rows: int) -> list[str]:
-        """The ops without a rule, a line for each, with what they cost of a microbatch of ``rows`` rows."""
+        """Describe each op without a sharding rule in a line, with its cost for a microbatch of ``rows`` rows."""
         return [
             f"computed whole on every rank: {one.op} in {one.path or 'the model'} ({one.times}x): of {rows} rows "
             f"{one.flops:,.0f} FLOPs and {one.bytes:,.0f} bytes of memory traffic"
@@ -235,11 +234,11 @@ class Trace:
         ]
 
     def host_reads(self) -> list[str]:
-        """The ops that read values on the host: on a GPU each makes it wait for the device."""
+        """Return the ops that read values on the host: each makes the host wait for the GPU."""
         graphs = [unit.graph for unit in self.units if unit.graph is not None]
         return sorted({op_name(node) for graph in graphs for node in graph.nodes if has(node, Fact.HOST_READ)})
 
     def without_rule(self, rows: int) -> list[Repeated]:
-        """The ops without a rule that cost something."""
+        """Return the ops without a sharding rule that cost something, for a microbatch of ``rows`` rows."""
         found = self.repeats(rows) if self.repeats is not None else {}
         return [Repeated(op, path, times, *work.total) for (op, path), (times, work) in found.items()]

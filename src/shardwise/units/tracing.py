@@ -1,4 +1,4 @@
-"""From a model to its trace: capture, clean-up, sharding, units and buckets, in this order."""
+"""Make the trace of a model: capture it, clean up its graph, shard it, and cut it into units and buckets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from shardwise.units.split import split
 from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
-"""Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends
-on.
-"""
+"""What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
 Captures = dict[CaptureKey, Normal]
 
 NOTHING_LEARNS = (
@@ -53,16 +51,18 @@ def trace(
     tensor: TensorParallelSpec | None = None,
     captures: Captures | None = None,
 ) -> Trace:
-    """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.
+    """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
+
+    Raises :class:`ConfigError` if no parameter learns, and if ``tensor`` has axes and the model cannot be captured.
 
     Args:
-        loss: called as ``loss(output, fields)``; without it the module returns its loss.
-        ones: fields that are known to be all ones in the batches that will use this trace.
-        rows: ask for a static graph of that many rows.
-        group: parameters (by name) for which it differs never share a bucket.
-        tensor: what tensor parallelism does to it; a model that cannot be captured takes none.
+        loss: it is called as ``loss(output, fields)``; without it the module returns its loss.
+        ones: the fields that are known to be all ones in the batches that will use this trace.
+        rows: if given, the graph is static and takes exactly this number of rows.
+        group: parameters never share a bucket if it gives different values for their names.
+        tensor: this says what tensor parallelism shards.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
-        captures: what earlier traces of this module, loss and batch have captured; what this one does is put there.
+        captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
         normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
@@ -114,7 +114,7 @@ def trace(
 def _normal(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures
 ) -> Normal:
-    """The graph that is sharded, which is the same under all plans; nobody changes it."""
+    """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
         precision, training, ones, rows = key
         normal = functionalise(
@@ -137,7 +137,7 @@ def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket
 
 
 def _learning(units: list[Unit], captured: Captured) -> set[str]:
-    """Parameters that a gradient reaches: trainable, and on a differentiable path to the loss."""
+    """Return the parameters that get a gradient: they are trainable and on a differentiable path to the loss."""
     found = set()
     for unit in units:
         assert unit.graph is not None
@@ -162,8 +162,8 @@ def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
     layouts: Mapping[str, Layout] = MappingProxyType({}), summed: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Bucket]:  # fmt: skip
-    """``layouts``: of the parameters that are sharded, by name; ``summed``: the axes over which their gradients are
-    partial sums.
+    """Group parameters into buckets; ``layouts`` has an entry for each sharded one, ``summed`` the axes over which its
+    gradient is a partial sum.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
@@ -188,7 +188,7 @@ def _buckets(
                 group(name) if group is not None else None,
             )
             groups.setdefault(key, []).append(one)
-    # Those of one unit in the order of the module, so that all processes agree.
+    # The buckets of one unit are in the order of the module, so that all processes agree.
     ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
     return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
 

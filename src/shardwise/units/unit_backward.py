@@ -1,4 +1,4 @@
-"""The backward of a unit, on a rank as on the meta device: what is measured or predicted is what runs."""
+"""The backward of a unit; ranks and measurements on the meta device run the same code."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from shardwise.units.weight_products import Multiplier, Operand, watch
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: outputs with gradients, operands of products, the parameters' leaves."""
+    """What a forward leaves for its backward: outputs with gradients, operands of products, parameters as leaves."""
 
     outputs: list[Tensor]
-    operands: list[Operand]  # on a rank with references to gathered parameters
+    operands: list[Operand]  # on a rank they refer to gathered parameters
     leaves: Sequence[Tensor]
 
     @staticmethod
     def of(unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor]) -> Saved:
+        """Return what to save of all ``outputs`` of a unit's forward."""
         return Saved([o for o, g in zip(outputs, unit.output_grads, strict=False) if g], [*operands], leaves)
 
 
 class UnitBackward(Multiplier):
-    """Runs backwards; a subclass says where gradients come from, and where those of parameters go.
+    """Runs the backward of units; a subclass says how gradients are computed and where those of parameters go.
 
-    ``pending`` are the gradients of live tensors by microbatch, which wait for the units that made them; ``microbatch``
-    is that of the backward under way.
+    ``pending`` holds the gradients of live tensors, by name and microbatch, until the backward of the units that made
+    these; ``microbatch`` is the microbatch of the current backward.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,14 @@ class UnitBackward(Multiplier):
     def solve(
         self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The gradients of ``wanted``, as ``torch.autograd.grad`` gives them."""
+        """Return the gradients of ``wanted``, as ``torch.autograd.grad`` does."""
 
     @abstractmethod
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient."""
+        """Take the gradient of a parameter, which has the parameter's local shape."""
 
     def pass_on(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of a live tensor."""
+        """Add ``gradient`` to the pending gradient of a live tensor."""
         before = self.pending.get((name, self.microbatch))
         self.pending[name, self.microbatch] = gradient if before is None else before + gradient
 
@@ -57,11 +58,11 @@ class UnitBackward(Multiplier):
         seed: Callable[[str, Tensor], Tensor | None],
         defer: Callable[[Factors], None] | None = None,
     ) -> None:  # fmt: skip
-        """BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the products,
-        BACKWARD_INPUT.
+        """Run BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the factors of the
+        weight gradients, run BACKWARD_INPUT.
 
-        ``live`` are the inputs that have a gradient.  What ``take`` gives is held by nobody else, so that each part
-        ends when it is used.
+        ``live`` are the inputs that have a gradient. Nobody else holds what ``take`` returns, so that each part is
+        freed as soon as it has been used.
         """
         add, behind = (self.multiply, self.behind) if defer is None else (defer, defer)
         outputs, operands, leaves = take()
@@ -73,7 +74,7 @@ class UnitBackward(Multiplier):
         later = watch(unit.products, operands, add, behind)
         wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]
         kept, given = zip(*seeds, strict=True)
-        del operands  # each X ends when it has been multiplied
+        del operands  # so that each X is freed when its product has been computed
         grads = self.solve(kept, wanted, given)
         self.flush()
         del outputs, kept, seeds

@@ -1,14 +1,13 @@
-"""Weight gradients of products taken out of backward: their operands become outputs of the unit.
+"""The weight gradients of products are computed outside of backward: their operands become outputs of the unit.
 
 A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of
-experts, an embedding (a product with rows of the identity).  The
-gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products
-with detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one
-of its results, and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer,
-without a copy, or later.
+experts, an embedding (a product with rows of the identity). The gradient of its weight needs only the input X and the
+output's gradient dY. A unit that trains computes its products with detached weights and returns, for each, X and the
+*edge* of Y in the autograd graph: backward then gives dY as one of its results, and the caller multiplies the two when
+and where it likes: straight into the gradient buffer, without a copy, or later.
 
-Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, of slices of parameters)
-is left to autograd.  The weight of a product may be a parameter with its dims permuted.
+The table ``PRODUCTS`` says which ops are products; autograd computes all other gradients (of biases, norms, slices of
+parameters). The weight of a product may be a parameter with its dims permuted.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ aten = torch.ops.aten
 
 
 class Operand(NamedTuple):
-    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, whether this rank's product
-    counts (of those that all ranks compute alike one does), and whether the gradient of X goes straight to a
-    collective."""
+    """What a unit returns for a product: all factors of its weight gradient but dY, which arrives at the edge ``y``. Of
+    ranks that compute the same product one ``counts``. If ``meets``, the gradient of X goes straight to a collective.
+    """
 
     kind: str
     x: Tensor
@@ -46,6 +45,7 @@ class Operand(NamedTuple):
     meets: bool
 
     def factors(self, weight: str, dy: Tensor) -> Factors:
+        """Return the factors of the gradient of the parameter ``weight``, given dY."""
         return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
 
 
@@ -54,10 +54,10 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A node that is a product: where its weight is among the arguments, and which parameter that is.
+    """A node that is a product; its weight is argument ``at`` and is the unit's parameter number ``parameter``.
 
-    ``alike``: the axes over which all ranks compute it alike.  ``meets``: the gradient of X goes straight to a
-    collective.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias and ``rest``.
+    All ranks over the axes ``alike`` compute the same product. ``meets`` says that the gradient of X goes straight to a
+    collective. ``forward``, if given, computes the product in place of the op, from X, weight, bias and ``rest``.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Product:
 
 
 def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
-    """The products of a unit's graph over its parameters, of which those that are ``trainable`` count."""
+    """Return the products of a unit's graph whose weights are ``trainable`` parameters."""
     parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
     learning = {n: i for i, (n, learns) in enumerate(zip(parameters, trainable, strict=True)) if learns}
     found: dict[fx.Node, Product] = {}
@@ -83,7 +83,7 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
         rule, (at_x, at) = PRODUCTS[name], FACTORS[name]
         x, weight = node.args[at_x], node.args[at]
         source, dims, alike = _source(weight)
-        real = source in learning and not weight.meta["val"].is_complex()  # of complex numbers a conjugate would be due
+        real = source in learning and not weight.meta["val"].is_complex()  # complex gradients need a conjugate
         form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
@@ -93,9 +93,7 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
 
 
 def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, Product]) -> tuple[int, ...]:
-    """The trainable parameters that something else reads than the weights of products: autograd has a gradient for
-    them.
-    """
+    """Return the trainable parameters that are read other than as a product's weight: autograd has their gradient."""
 
     def elsewhere(node: fx.Node) -> bool:
         for user in node.users:
@@ -111,7 +109,8 @@ def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, P
 
 
 def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, int]]:
-    """The unit's live tensors that may share memory with the X of a product: ("input", index) and ("output", index)."""
+    """Return the inputs and outputs of a unit that may share memory with the X of a product, as ("input", index) and
+    ("output", index)."""
     wanted = {_base(one.x) for one in found.values()}
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
     outputs = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -120,7 +119,7 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory a node may share."""
+    """Return the node whose memory ``node`` may share, by way of views; it may be ``node`` itself."""
     while node.op == "call_function" and may_share(node):
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
         if not sources:
@@ -130,9 +129,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
-    """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products
-    ``found``.
-    """
+    """Copy a unit's graph with more outputs: the fields of an :class:`Operand` for each of the products ``found``."""
     new = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     operands: list[Any] = []
@@ -165,12 +162,12 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
 
 @own_op(shares=True, blind=True)
 def begun(y: Tensor) -> Tensor:
-    """``y``, or where nothing before it has a gradient, ``y`` as the start of a graph."""
+    """Return ``y``, as the start of an autograd graph if it does not require a gradient."""
     return y if y.requires_grad else start([y])[0]
 
 
 def start(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """``tensors`` as the start of a graph: gradients end there, but it does not hold them as it would hold leaves."""
+    """Return ``tensors`` as the start of an autograd graph, which does not keep them alive as it keeps leaves."""
     begun: tuple[Tensor, ...] = _Start.apply(torch.empty(0, requires_grad=True), tensors)  # type: ignore[no-untyped-call]
     return begun
 
@@ -186,7 +183,7 @@ class _Start(torch.autograd.Function):
 
 
 def edge(y: Tensor) -> GradientEdge:
-    """Where the gradient of ``y`` arrives; ``y`` itself is not kept."""
+    """Return the edge at which the gradient of ``y`` arrives; it does not keep ``y`` alive."""
     return get_gradient_edge(y)
 
 
@@ -195,12 +192,12 @@ def edge(y: Tensor) -> GradientEdge:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The form of a call: its kind and ``rest``, or None if it is no product."""
+    """How an op is a product: ``form`` gives the kind and ``rest`` of a call, given X and the weight, or None if the
+    call is no product."""
 
     form: Callable[[fx.Node, fx.Node, fx.Node], tuple[str, *tuple[Any, ...]] | None]
-    forward: Callable[..., Tensor] | None = (
-        None  # in place of an op whose backward would compute the weight's gradient regardless
-    )
+    # It replaces an op whose backward would compute the weight's gradient in any case.
+    forward: Callable[..., Tensor] | None = None
 
 
 def _rank(node: fx.Node) -> int:
@@ -212,7 +209,7 @@ def _left(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
 
 
 def _right(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
-    """One matrix, or as many as X has; nothing scaled."""
+    """The weight is one matrix, or a batch of as many as X has; a scaled product (``alpha``) is none."""
     if given(node, "alpha", 1) != 1:
         return None
     if _rank(weight) == 3:
@@ -224,14 +221,14 @@ def _right(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
 
 
 def _groups(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, Any] | None:
-    """Rows in groups, each with a matrix of its own."""
+    """X has rows in groups, and the weight has a matrix for each group."""
     offsets, kind = given(node, "offs"), "grouped" if op_name(node) == "_grouped_mm" else "in turn"
     plain = given(node, "out_dtype") is None and isinstance(offsets, fx.Node)
     return (kind, offsets) if plain and _rank(x) == 2 and _rank(weight) == 3 else None
 
 
 def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[Any, ...]] | None:
-    """With the arguments that ``aten.convolution_backward`` has after the weight and the bias's sizes."""
+    """``rest`` has the arguments of ``aten.convolution_backward`` after the weight and the bias's sizes."""
     size = [int(s) for s in weight.meta["val"].shape[2:]]
 
     def each(name: str, default: int) -> list[int]:
@@ -242,7 +239,7 @@ def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[An
     dilation, padding = each("dilation", 1), given(node, "padding", 0)
     if isinstance(padding, str):
         both = [d * (s - 1) if padding == "same" else 0 for d, s in zip(dilation, size, strict=True)]
-        if any(b % 2 for b in both):  # one side gets more
+        if any(b % 2 for b in both):  # padding that differs between the two sides has no form in `rest`
             return None
         pad = [b // 2 for b in both]
     else:
@@ -260,7 +257,7 @@ def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[An
 
 
 def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
-    """Rows of the weight, each as it is; with the index that has no gradient."""
+    """``rest`` is the index of the row without a gradient, or -1; scaled and sparse gradients are left to autograd."""
     if given(node, "scale_grad_by_freq", False) or given(node, "sparse", False):
         return None
     padding = given(node, "padding_idx", -1)
@@ -275,12 +272,12 @@ PRODUCTS: Mapping[str, _Rule] = {
     "transformers::grouped_mm_fallback": _Rule(_groups, grouped),
     **dict.fromkeys(named(Fact.CONVOLUTION), _Rule(_filters, convolved)),
 }
-"""By the name of the op, which is one of ``FACTORS``."""
+"""The rules by the name of the op; each name is a key of ``FACTORS``."""
 
 
 def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
-    """What lies under views that only permute dims, how they do it together, and over which axes all ranks use it
-    alike.
+    """Return the node under views that only permute dims, the permutation of them all, and the axes over which all
+    ranks use the node in the same way.
     """
     dims, alike = None, ()
     while isinstance(node, fx.Node):
@@ -298,8 +295,10 @@ def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
 
 
 class Multiplier(ABC):
-    """Multiplies products as a backward finds them, but one at a time behind the collective that the gradient of its X
-    goes to: that is posted, the product multiplied, the collective waited for.
+    """Computes weight gradients as soon as backward has their factors.
+
+    If the gradient of X goes to a collective, the product is kept until :meth:`flush`, which runs between the posting
+    of the collective and the wait for it, so that the two overlap. At most one product is kept.
     """
 
     def __init__(self) -> None:
@@ -310,12 +309,14 @@ class Multiplier(ABC):
         """Compute a weight gradient."""
 
     def behind(self, factors: Factors) -> None:
-        """Keep these for the next collective; of several products of one X the last is next to it."""
+        """Keep these factors for the next collective, and compute those kept before: of several products with the same
+        X only the last is followed by the collective.
+        """
         self.flush()
         self.held.append(factors)
 
     def flush(self) -> None:
-        """Multiply what is kept."""
+        """Compute the weight gradient whose factors are kept, if any."""
         while self.held:
             self.multiply(self.held.pop())
 
@@ -323,16 +324,16 @@ class Multiplier(ABC):
 def watch(
     names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None], behind: Callable[[Factors], None]
 ) -> list[tuple[str, Operand]]:
-    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` where a
-    collective follows.
+    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` if the
+    gradient of X goes straight to a collective.
 
-    ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has
-    a gradient.
+    ``names`` are the products' weights. Return the products that backward would not pass, for their X has no gradient:
+    the caller has to ask backward for their dY.
     """
     later = []
     for name, one in zip(names, operands, strict=True):
         if not one.x.requires_grad:
-            # Also where it does not count: behind it there may be collectives, which all ranks must meet.
+            # Products that do not count are returned too: their dY may need collectives, which all ranks must join.
             later.append((name, one))
             continue
         if not one.counts:
@@ -340,7 +341,7 @@ def watch(
         held = [one._replace(x=one.x.detach())]
 
         def arrive(grads: Sequence[Tensor | None], name: str = name, held: list[Operand] = held) -> None:
-            operand = held.pop()  # X ends here, unless it is deferred
+            operand = held.pop()  # frees X, unless it is deferred
             dy = grads[operand.y.output_nr]
             if dy is not None:
                 (behind if operand.meets else add)(operand.factors(name, dy))
