@@ -1,4 +1,4 @@
-"""A rank that nobody talks to."""
+"""A rank that runs by itself has this communicator."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from shardwise.runtime.communicator import Call, Communicator, Completed, Handle
 
 
 class AloneCommunicator(Communicator):
-    """The communicator of a rank that is by itself.  On a mesh of one rank there is nothing to communicate.
+    """This communicator is for a rank that runs by itself.  On a mesh of one rank there is nothing to communicate.
 
-    On a mesh of several what it sends is lost, what it receives is zeros, sums are its own, and what others would add
-    to a gather is what it has itself.  A program runs as ever, so that the times of what it computes can be taken
-    without waiting for others; its results mean nothing.
+    On a mesh of several ranks, what it sends is lost, what it receives is zeros, a sum is the rank's own input, and a
+    gather repeats the rank's own part for every other rank.  A program runs as usual, so that its computation can be
+    timed without waiting for other ranks; its results mean nothing.
     """
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:

@@ -1,6 +1,4 @@
-"""A way for ranks to talk while they train: its own process group, for threads that must not disturb the step's
-collectives.
-"""
+"""Ranks exchange messages while they train, through a process group that does not disturb the step's collectives."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import ThreadCommunicator
 
-PATIENCE = 1800.0  # seconds that ranks wait for each other: their disks may differ much in speed
-START_TIMEOUT = 300.0
+PATIENCE = 1800.0  # seconds that ranks wait for each other: the speeds of their disks may differ much
+START_TIMEOUT = 300.0  # seconds for all processes to come up
 LANE = "background"
 
 
 class Background:
-    """Gathers small messages of all ranks, from one thread at a time, in the same order on all of them.
+    """This gathers small messages of all ranks; one thread at a time calls it, in the same order on all ranks.
 
-    Made by all ranks together; CPU tensors over gloo, whatever the training uses.
+    All ranks make it together.  It uses gloo, whatever the training uses; ranks that are threads use their own backend.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -48,8 +46,8 @@ class Background:
         self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, data: bytes, everywhere: bool = True) -> list[bytes]:
-        """The ``data`` of every rank, in rank order; without ``everywhere`` on rank 0 alone, and nothing on the others,
-        which hold no more than their own then."""
+        """Return the ``data`` of every rank, in rank order.  Without ``everywhere`` only rank 0 gets it; the others get
+        an empty list, and hold no more than their own data."""
         if self._size == 1:
             return [data]
         sizes = torch.zeros(self._size, dtype=torch.int64)
@@ -59,7 +57,7 @@ class Background:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         takes = everywhere or self._comm.rank == 0
         found = torch.empty(self._size * longest if takes or self._group is None else 0, dtype=torch.uint8)
-        if everywhere or self._group is None:  # ranks that are threads have their memory in common
+        if everywhere or self._group is None:  # ranks that are threads share their memory anyway
             self._all_gather(found, mine)
         else:
             dist.gather(mine, list(found.chunk(self._size)) if takes else None, group=self._group, group_dst=0)
@@ -79,7 +77,7 @@ class Background:
             raise ShardwiseError("the background process group is closed")
 
     def close(self) -> None:
-        """Leave the others; all ranks together."""
+        """Leave the process group; all ranks call it together."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(None if self._owns_default else self._group)
         self._group = None

@@ -1,4 +1,4 @@
-"""One batch while it is computed: its rows, the weights of its microbatches, loss and norm, and what they decide."""
+"""The state of a batch has its rows, the weights of its microbatches, its loss and norm, and what they decide."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from shardwise.units.trace import Parameter, Trace
 
 @dataclass
 class StepInput:
-    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all.
+    """This is one rank's part of a batch of ``rows`` rows in all: ``fields`` has its rows of each microbatch in turn.
 
-    ``stop``: this rank has been asked to stop after the step, or soon after.
+    ``lr`` is the learning rate.  ``stop``: this rank has been asked to stop after the step, or soon after.
     """
 
     fields: Mapping[str, Tensor]
@@ -39,7 +39,7 @@ class StepInput:
 
 
 class HostResult(NamedTuple):
-    """The numbers of a :class:`StepResult` on the host, and whether training has come to a ``halted`` state."""
+    """This has the numbers of a :class:`StepResult` on the host, where they are plain Python values."""
 
     loss: float
     grad_norm: float
@@ -53,14 +53,14 @@ class HostResult(NamedTuple):
 
 @dataclass
 class StepResult:
-    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was
-    skipped.
+    """This has 0-d device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and
+    whether the step was skipped (not 0).
 
-    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.
-    ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the
-    loss was multiplied by, and ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had
-    updated by their own norms, and that was wrong; None if they had not. ``halted``: no step is taken any more until
-    the host has looked.
+    ``weight`` is the number that the loss is a mean over: the batch's targets for a mean cross-entropy, else its rows.
+    ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is the factor
+    on the loss, and ``overflows`` the number of skipped steps in a row.  ``repeated`` says whether the stages had
+    wrongly updated by their own norms; it is None if they had not updated so.  ``halted`` is not 0 if no step is taken
+    any more until the host has looked.
     """
 
     loss: Tensor
@@ -79,17 +79,17 @@ class StepResult:
         self._numbers = Numbers.of([self.loss, self.grad_norm, self.skipped, self.weight, self.stop, halted, *scaled])
 
     def on_host(self) -> HostResult:
-        """The step's numbers, for which the host waits until this step is done, but not the one issued after it."""
+        """Return the step's numbers; the host waits until this step is done, but not for the one issued after it."""
         loss, norm, skipped, weight, stop, halted, *scaling = self._numbers.read()
         scale, overflows = (scaling[0], int(scaling[1])) if scaling else (None, None)
         return HostResult(loss, norm, bool(skipped), weight, int(stop), bool(halted), scale, overflows)
 
 
 class BatchState:
-    """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first.
+    """This is the state of the batch ``given``, whose microbatches are numbered from 0 and have one trace each.
 
-    ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no
-    scaling.
+    ``scales`` are the loss scales by version of the weights, and ``version`` is the one that the batch uses; without
+    loss scaling they are empty.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BatchState:
         self.fields = {
             k: cast_field(there.to_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()
         }
-        # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
+        # A request to stop travels with the loss: all ranks learn of it in the same step, at no cost.
         self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
         self.loss, stop = self.shared
         if given.stop:
@@ -112,17 +112,16 @@ class BatchState:
         self.counts: Tensor | None = None
         self.weights: Tensor | None = None
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
-        self.norms: Tensor | None = (
-            None  # by rank and bucket; under ``per_parameter`` also whether each parameter was reached
-        )
+        # By rank and bucket; under ``per_parameter`` also whether each parameter was reached.
+        self.norms: Tensor | None = None
         self.coefficient: Tensor | None = None
-        self.clip: Tensor | None = None  # the factor of clipping alone
+        self.clip: Tensor | None = None  # the clipping factor, without the loss scale
         self.skip = self.memory.halted
         self.scales, self.version = scales, 0
         self.halted = self.memory.halted  # before the batch's update
         self.repeated: bool | None = None
-        self.skips = False  # known where an update is validated
-        self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
+        self.skips = False  # set by :meth:`validate`
+        self.unreached: dict[str, Tensor] = {}  # 1 for a parameter, by name, that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -132,7 +131,7 @@ class BatchState:
 
     @property
     def scale(self) -> Tensor | None:
-        """What the loss is multiplied by."""
+        """Return the factor on the loss, or None without loss scaling."""
         return self.scales[self.version] if self.scales else None
 
     @property
@@ -148,14 +147,14 @@ class BatchState:
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:
-        """This rank's rows of a field in a microbatch."""
+        """Return this rank's rows of a field in a microbatch."""
         a, b = env.range()
         return self.fields[name].narrow(0, self.start[m], b - a)
 
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def weight(self, m: int) -> Tensor:
-        """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
+        """Return w_m, the microbatch's share of targets, or of rows, as a 0-d device tensor."""
         if self.counts is None:
             first, last = shard_range(self.given.rows, self.microbatches, m)
             return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
@@ -165,12 +164,12 @@ class BatchState:
         return self.weights[m]
 
     def seed(self, m: int, value: Tensor) -> Tensor:
-        """The gradient of a microbatch's loss."""
+        """Return the gradient of a microbatch's loss, a 0-d tensor."""
         weight = self.weight(m)
         return (weight if self.scale is None else weight * self.scale).to(value.dtype)
 
     def count(self, gathered: Gathered) -> Tensor:
-        """Valid targets in this rank's rows of each microbatch, to be summed over the ranks."""
+        """Return the number of valid targets in this rank's rows of each microbatch, 1-d, to be summed over ranks."""
         self.counts = torch.stack([self._counted(m, gathered) for m in range(self.microbatches)])
         return self.counts
 
@@ -188,8 +187,8 @@ class BatchState:
     # ---- the update --------------------------------------------------------------------------------------------------
 
     def take_norm(self, gradients: Gradients) -> None:
-        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the
-        same bits.
+        """Take the norms of this rank's own shards, whoever else has them: all kinds of data parallelism get the same
+        bits.
         """
         owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
@@ -201,14 +200,14 @@ class BatchState:
         self.norms[mesh.index(owner.comm.rank, axes)] = row
 
     def _total(self) -> Tensor:
-        """The norm over every parameter once, of all whose norms are here, as it came out of backward."""
+        """Return the norm over all parameters whose norms are here, each counted once, as it came out of backward."""
         assert self.norms is not None
-        shards = self.owner.comm.mesh.axis_size((SHARDS, *self.owner.tensor))  # further rows are those of replicas
+        shards = self.owner.comm.mesh.axis_size((SHARDS, *self.owner.tensor))  # further rows belong to replicas
         norm: Tensor = torch.linalg.vector_norm(self.norms[:shards, : len(self.owner.learning)])
         return norm
 
     def decide(self) -> None:
-        """The norm decides clipping and skipping, without the host."""
+        """Decide by the norm whether to clip or to skip, without the host."""
         assert self.norms is not None
         self.norm, scale, clip = self._total(), self.scale, self.owner.clip_norm
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
@@ -224,28 +223,28 @@ class BatchState:
             self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
 
     def decide_alone(self) -> None:
-        """This stage takes its step, unclipped, unless its own gradients show that there is none to take."""
+        """Let this stage take its step, unclipped, unless its own norm is not finite or training has halted."""
         self.halted = self.memory.halted.clone()
         bad = (~torch.isfinite(self._total())).to(torch.float32)
         self.skip = torch.maximum(self.memory.halted, bad)
         self.coefficient = None if self.scale is None else self.scale.reciprocal()
 
     def validate(self) -> bool:
-        """The norm over all stages decides; whether that leaves what :meth:`decide_alone` made them do as it is.  Read
-        on the host, the same on all ranks."""
+        """Decide by the norm over all stages, and return whether the update after :meth:`decide_alone` was right.  The
+        host waits for the answer, which is the same on all ranks."""
         self.decide()
         wrong = self.skip if self.clip is None else torch.maximum(self.skip, (self.clip < 1).to(torch.float32))
-        wrong = torch.minimum(wrong, 1 - self.halted)  # when all was at a halt nobody has taken a step
+        wrong = torch.minimum(wrong, 1 - self.halted)  # when training had halted no stage has taken a step
         self.repeated, self.skips = (bool(one) for one in torch.stack([wrong, self.skip]).tolist())
         return not self.repeated
 
     def _learning(self) -> list[Parameter]:
-        """The parameters that learn of a model whose ranks have them all."""
+        """Return all parameters that learn; each rank must have all buckets."""
         return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
 
     def _skip_if(self, bad: Tensor) -> None:
-        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is
-        halted.
+        """Skip the step if the norm is not finite (``bad``).  Without loss scaling that halts training; under fp16 the
+        scale may be to blame: it goes down, and only ``patience`` skipped steps in a row halt training.
         """
         memory, scaling = self.memory, self.memory.loss_scale
         self.skip = torch.maximum(memory.halted, bad)
@@ -255,7 +254,7 @@ class BatchState:
         torch.maximum(memory.halted, bad, out=memory.halted)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of what was reached, for those who compare."""
+        """Return the whole gradients of the parameters that were reached, by name, for comparisons."""
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
@@ -267,8 +266,8 @@ class BatchState:
         return found
 
     def update(self, one: Instruction, together: tuple[int, ...]) -> None:
-        """The optimizer's step of a bucket, or of those that are updated ``together`` with it; of none, where another
-        has seen to it.
+        """Take the optimizer's step of the buckets ``together``: the instruction's own, several, or none where an
+        earlier STEP has updated it.
         """
         bucket = self.memory.buckets[one.bucket]
         if len(together) > 1:
@@ -280,7 +279,7 @@ class BatchState:
     def _update_alone(self, bucket: BucketMemory) -> None:
         coefficient = self.coefficient
         assert bucket.taken is not None
-        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
+        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the optimizer is offloaded to the host
             bucket.taken.copy_(bucket.final_gradient)
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
@@ -291,14 +290,14 @@ class BatchState:
             )
 
     def result(self, alone: bool) -> StepResult:
-        """What all ranks know of the batch by now; ``alone``: each stage had decided for itself."""
+        """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""
         norm, skip = self.norm, self.skip.clone()
         if alone:
             norm = self._total()
             skip = torch.maximum(skip, (~torch.isfinite(norm)).to(torch.float32))
         scaling = self.memory.loss_scale
         overflows = None if scaling is None else scaling.overflows.clone()
-        # Not torch.tensor: a copy to the GPU that the host waits for.
+        # torch.tensor would copy to the GPU, and the host would wait for that.
         rows = torch.full((), self.given.rows, device=self.owner.comm.device)
         weight = rows if self.counts is None else self.counts.sum()
         halted = self.memory.halted.clone()
@@ -306,7 +305,7 @@ class BatchState:
 
 
 class BatchStates:
-    """Those of a program that are under way, taken from ``given`` when they begin, of one trace for each microbatch."""
+    """These are the batches of a program that are under way; each is taken from ``given`` when it begins."""
 
     def __init__(self, owner: RankContext, traces: Sequence[Trace], given: Iterator[StepInput]) -> None:
         self.owner, self.traces, self.given = owner, traces, given
@@ -323,23 +322,23 @@ class BatchStates:
         return self._under_way[number] if number in self._under_way else self._new(number, next(self.given))
 
     def number(self, microbatch: int) -> int:
-        """The batch of a microbatch; those of all batches are counted on."""
+        """Return the batch of a microbatch; microbatches are numbered on from batch to batch."""
         return microbatch // len(self.traces)
 
     def place(self, microbatch: int) -> tuple[BatchState, int]:
-        """A microbatch's batch, and its number in there."""
+        """Return a microbatch's batch, and its number within that batch."""
         return self[self.number(microbatch)], microbatch % len(self.traces)
 
     def again(self, number: int) -> None:
-        """Nothing has been computed of a batch, if it has begun."""
+        """Start a batch over, if it has begun."""
         if number in self._under_way:
             self._new(number, self._under_way[number].given)
 
     def rescale(self) -> None:
-        """The next version of the weights has the loss scale as it is now."""
+        """Let the next version of the weights use the present loss scale."""
         if self.owner.memory.loss_scale is not None:
             self.scales.append(self.owner.memory.loss_scale.scale.clone())
 
     def end(self, number: int) -> BatchState:
-        """A batch that is over."""
+        """Remove a batch that is over, and return it."""
         return self._under_way.pop(number)

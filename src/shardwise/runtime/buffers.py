@@ -1,5 +1,5 @@
-"""The memory of one rank: flat buffers for parameters, masters, gradients and optimizer state, and pools of slots for
-whole buckets.
+"""A rank's memory has flat buffers for parameters, masters, gradients and optimizer state, and pools of slots for whole
+buckets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.units.trace import Bucket, Parameter
 
 
 class Update(NamedTuple):
-    """An optimizer over some of a bucket's elements; ``name`` if they are of one that is skipped by itself."""
+    """An optimizer updates some elements of a bucket; ``name`` is their parameter if that can be skipped by itself."""
 
     optimizer: FlatOptimizer
     name: str | None = None
@@ -44,17 +44,16 @@ class Update(NamedTuple):
 
 @dataclass
 class BucketMemory:
-    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local
-    pieces.
+    """This has the buffers of a bucket on one rank, for the rank's local pieces of the parameters over the axes that
+    shard them.
 
-    ``share`` says what this rank has of the bucket: the ``held`` range of it is all, or its own of the equal ``shard``s
-    over ``dp``. ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole
-    in memory that all ranks of the group have in common); ``master`` is the held range
-    of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide
-    copy.
+    ``share`` says what this rank has of the bucket: its ``held`` range is the whole bucket, or its own of the equal
+    ``shard``s over ``dp``.  ``param`` rests in the dtype that computes: it is the whole bucket or this rank's shard (or
+    the whole in memory that all ranks of the group have in common).  ``master``, which the optimizer updates, is the
+    held range of that, or a wide copy of it.  Frozen buckets have neither gradient nor updates, and no wide copy.
 
     Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone,
-    and its memory is used again.  ``host``: they and the masters are on the host.
+    and its memory is used again.  ``host``: masters, optimizer state and the gradient's copy for it are on the host.
     """
 
     bucket: Bucket
@@ -71,11 +70,11 @@ class BucketMemory:
     def allocate(
         bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False
     ) -> BucketMemory:
-        """Zeroed buffers for what this rank has of ``bucket``."""
+        """Return zeroed buffers for what this rank has of ``bucket``."""
         layout, held = share.layout, share.held
         shard = layout.shard(comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS))
         rest = shard if share.rule.rest == "S" else FlatShard(0, layout.numel)
-        # What others read in a gather lies where the communicator wants it: best, once for all of them.
+        # The communicator says where what others gather lies: at best in memory that all of them have in common.
         sharded = held.numel < layout.numel
         param = comm.common(layout.numel, bucket.dtype, SHARDS) if sharded else _zeros(layout.numel, bucket.dtype, comm)
         common = sharded and param is not None
@@ -97,31 +96,31 @@ class BucketMemory:
 
     @property
     def layout(self) -> FlatBuffer:
-        """Where the parameters lie in the bucket."""
+        """Return where the parameters lie in the bucket."""
         return self.share.layout
 
     @property
     def held(self) -> FlatShard:
-        """The range of the bucket whose masters and optimizer state this rank has."""
+        """Return the range of the bucket whose masters and optimizer state this rank has."""
         return self.share.held
 
     @cached_property
     def grad(self) -> Tensor | None:
-        """The whole gradient where that is a partial sum between microbatches, else its shard."""
+        """Return the whole gradient where it is a partial sum between microbatches, else its shard; None if frozen."""
         if not self.learns:
             return None
         return self.comm.allocate((self.held if self.rule.grad == "S" else self.layout).numel, self.bucket.wide)
 
     @cached_property
     def taken(self) -> Tensor | None:
-        """What the optimizer takes: the held range of the gradient, on the host if that takes the step."""
+        """Return what the optimizer takes: the held range of the gradient, on the host if the step is taken there."""
         if not self.learns:
             return None
         return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.final_gradient
 
     @cached_property
     def updates(self) -> list[Update]:
-        """The optimizers, with their state."""
+        """Return the optimizers, with their state."""
         each = self.share.updates
         return [
             Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each
@@ -134,17 +133,17 @@ class BucketMemory:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """The bucket's, by name."""
+        """Return the bucket's parameters by name."""
         return {p.name: p for p in self.bucket.parameters}
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
-        """Elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view of
-        ``flat``, which begins with element ``origin``."""
+        """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
+        of ``flat``, which begins with element ``origin``."""
         return boxes(self.bucket, self.layout, self.comm.mesh, self.comm.rank, flat, origin, start, stop)
 
     @property
     def resident(self) -> bool:
-        """Whether the whole bucket is here between steps, if only since ranks have memory in common."""
+        """Return whether the whole bucket is here between steps, if only because ranks have memory in common."""
         return self.param.numel() == self.layout.numel
 
     @property
@@ -153,26 +152,24 @@ class BucketMemory:
 
     @property
     def own_gradient(self) -> Tensor:
-        """This rank's ``shard`` of the gradient, whoever else has it."""
+        """Return this rank's ``shard`` of the gradient, whoever else has it."""
         assert self.grad is not None
         return self.grad if self.grad.numel() == self.shard.numel else self.grad[self.shard.start : self.shard.stop]
 
     @property
     def final_gradient(self) -> Tensor:
-        """The held range of the gradient: what the optimizer is given."""
+        """Return the held range of the gradient, which the optimizer is given."""
         assert self.grad is not None
         return self.grad if self.grad.numel() == self.held.numel else self.grad[self.held.start : self.held.stop]
 
     @property
     def own_parameters(self) -> Tensor:
-        """The held range of the parameters."""
+        """Return the held range of the parameters."""
         return self.param[self.held.start : self.held.stop] if self.resident else self.param
 
     @torch.no_grad()
     def load(self, values: Values) -> None:
-        """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered
-        before its use.
-        """
+        """Set the held range, masters first, so that they lose no precision; others' ranges are gathered before use."""
         held = self.held
         found: dict[str, list[tuple[Box, Tensor]]] = {}
         for parameter, box, goal in self.boxes(self.master, held.start, held.start, held.stop):
@@ -189,29 +186,29 @@ class BucketMemory:
             own.copy_(self.master)
 
     def _changed(self, scaled: bool) -> list[Tensor]:
-        """All that an update changes; gradients of a ``scaled`` loss too."""
+        """Return all that an update changes; with a ``scaled`` loss that includes the gradient."""
         found = [tensor for update in self.updates for tensor in update.optimizer.changed()]
         return [*found, self.final_gradient] if scaled and not self.host else found
 
     @torch.no_grad()
     def backup(self, scaled: bool) -> list[Tensor]:
-        """Copies of what an update changes."""
+        """Return copies of what an update changes."""
         return [tensor.clone() for tensor in self._changed(scaled)]
 
     @torch.no_grad()
     def restore(self, backup: Sequence[Tensor], scaled: bool) -> None:
-        """Go back to what :meth:`backup` gave."""
+        """Copy back what :meth:`backup` gave."""
         for tensor, before in zip(self._changed(scaled), backup, strict=True):
             tensor.copy_(before)
         self.publish()
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' views of a bucket that is whole on this rank: their local pieces."""
+        """Return, by name, views of the parameters' local pieces in ``flat``, which is a whole bucket on this rank."""
         return {e.name: flat[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
 
 
 def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tensor:
-    """What this rank has of a whole parameter."""
+    """Return this rank's local part of a whole parameter."""
     if parameter.layout is None:
         return whole
     out = torch.empty(parameter.local_shape(comm.mesh, comm.rank), dtype=whole.dtype, device=whole.device)
@@ -223,7 +220,7 @@ def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tenso
 def boxes(
     bucket: Bucket, layout: FlatBuffer, mesh: Mesh, rank: int, flat: Tensor, origin: int, start: int, stop: int
 ) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
-    """:meth:`BucketMemory.boxes` of any ``rank``, whose bucket has this ``layout``."""
+    """Yield what :meth:`BucketMemory.boxes` does, for any ``rank``, whose bucket has this ``layout``."""
     parameters = {p.name: p for p in bucket.parameters}
     for entry, first, last in entry_ranges(layout, start, stop):
         parameter = parameters[entry.name]
@@ -232,8 +229,8 @@ def boxes(
 
 
 def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:
-    """The view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, number ``offset``
-    of ``flat``.
+    """Return the view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, element
+    ``offset`` of ``flat``.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = offset + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
@@ -250,21 +247,21 @@ def _host(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
 
 @dataclass
 class Pool:
-    """Slots, each as large as the largest bucket that it has had to hold; a bucket lies at the start of its slot.
+    """A pool has slots, each as large as the largest bucket that it has had to hold; a bucket lies at its slot's start.
 
-    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.
-    ``gathered``: what rests whole needs none.
+    ``dtype`` gives the dtype of a bucket in its slot.  ``shared``: other ranks read the slots, so the communicator
+    allocates them.  ``gathered``: a bucket that rests whole needs no slot.
     """
 
     comm: Communicator
     dtype: Callable[[BucketMemory], torch.dtype]
     shared: bool = False
     gathered: bool = False
-    slots: list[Tensor] = field(default_factory=list)  # of bytes
+    slots: list[Tensor] = field(default_factory=list)  # 1-d, uint8
     _views: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
     def reserve(self, slots: Sequence[Sequence[int]], buckets: Mapping[int, BucketMemory]) -> None:
-        """Have memory for these ``slots``, each with the buckets that it has to hold."""
+        """Make sure that there is memory for these ``slots``, given as the buckets that each has to hold."""
         for slot, held in enumerate(slots):
             needed = (buckets[b] for b in held if not (self.gathered and buckets[b].resident))
             nbytes = max((memory.layout.numel * self.dtype(memory).itemsize for memory in needed), default=0)
@@ -278,7 +275,7 @@ class Pool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
     def views(self, slot: int, memory: BucketMemory) -> tuple[Tensor, dict[str, Tensor]]:
-        """A bucket in a slot: flat, and its parameters in their shapes, outside autograd."""
+        """Return a bucket in a slot: flat, and its parameters by name in their local shapes, outside autograd."""
         key = (slot, memory.bucket.index)
         if key not in self._views:
             dtype = self.dtype(memory)
@@ -289,8 +286,8 @@ class Pool:
 
 
 class RankMemory:
-    """What a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name (leaves),
-    the model's buffers.
+    """This is what a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name
+    (leaves), and the model's buffers.
     """
 
     def __init__(
@@ -303,9 +300,8 @@ class RankMemory:
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.numeric.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
-        self.kernels = Kernels.of(
-            Backend.of(comm.device), COMPUTE_DTYPE.get(plan.numeric.precision)
-        )  # asked once: the host waits
+        # Asked only once, since the host waits for the answer.
+        self.kernels = Kernels.of(Backend.of(comm.device), COMPUTE_DTYPE.get(plan.numeric.precision))
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype, gathered=True)
         self.stashes = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = COMPUTE_DTYPE.get(plan.data.reduce)
@@ -323,18 +319,16 @@ class RankMemory:
         self._joined: dict[tuple[int, ...], FlatOptimizer] = {}
 
     def resident(self, constant: Tensor) -> Tensor:
-        """A constant of a graph, which the host has, on this rank's device: copied there once."""
+        """Return a constant of a graph, which is on the host, on this rank's device; it is copied there once."""
         if constant.device.type == self._device.type:
             return constant
         if id(constant) not in self._constants:
-            self._constants[id(constant)] = (
-                constant,
-                Backend.of(self._device).to_device(constant, self._device),
-            )  # with the original, so that its id stays its own
+            # The original is kept too, so that no other constant gets its id.
+            self._constants[id(constant)] = (constant, Backend.of(self._device).to_device(constant, self._device))
         return self._constants[id(constant)][1]
 
     def joined(self, buckets: tuple[int, ...]) -> FlatOptimizer:
-        """The optimizer of several buckets."""
+        """Return the one optimizer of several buckets."""
         if buckets not in self._joined:
             self._joined[buckets] = FlatOptimizer.joined(
                 [u.optimizer for b in buckets for u in self.buckets[b].updates]
@@ -342,7 +336,7 @@ class RankMemory:
         return self._joined[buckets]
 
     def reserve(self, program: Program) -> None:
-        """Have what a program takes: its pools and, before the first that trains, gradients and optimizer state."""
+        """Allocate what a program needs: its pools and, before the first that trains, gradients and optimizer state."""
         for pool, wanted in (
             (self.slots, program.slots),
             (self.unreduced, program.unreduced),

@@ -1,19 +1,17 @@
-"""One queue of operations between ranks that share memory: no lock, no thread, one writer per word.
+"""A channel is a queue of operations between ranks that share memory: no lock, no thread, one writer per word.
 
-Each rank owns a *control* segment that only it writes.  For every channel it holds two counters, ``posted``
-and ``done``, and a ring of entries.  An operation is cut into pieces, and a piece goes through three steps
-on every rank:
+Each rank owns a *control* segment that only it writes.  For every channel it holds two counters, ``posted`` and
+``done``, and a ring of entries.  An operation is cut into pieces, and a piece goes through three steps on every rank:
 
 1. *post*: write into the ring where the input lies, then raise ``posted``;
-2. *work*: once all members have posted it, do this rank's part straight from their memory, then raise
-``done``; 3. *retire*: once all members are done: nobody looks at this rank's memory any more, and the
-results are here.  Who receives a message is ready when it has read it, whatever the sender does meanwhile.
+2. *work*: once all members have posted it, do this rank's part straight from their memory, then raise ``done``;
+3. *retire*: once all members are done, no other rank reads this rank's memory any more, and the results are complete.
+   The receiver of a message retires it as soon as it has read it, whatever the sender does meanwhile.
 
-Input that others cannot see is copied to a staging buffer of the channel first.
+Input that others cannot see is first copied to a staging buffer of the channel.
 
-The words are aligned, of 8 bytes, and have a single writer.  That is all x86 needs: such stores are never
-torn and become visible in program order, after the data written before them; loads are not reordered with
-loads either.
+A word is 8 aligned bytes with a single writer.  That is all x86 needs: such stores are never torn and become visible in
+program order, after the data written before them; loads are not reordered with loads either.
 """
 
 from __future__ import annotations
@@ -32,49 +30,45 @@ from shardwise.runtime.bell import Rope
 from shardwise.runtime.communicator import Call, CommunicationError
 from shardwise.runtime.segments import Arena, Segment, map_segment
 
-PIECE = 8 << 20  # bytes: bounds the work of one step and the staging memory
+PIECE = 8 << 20  # the most bytes of a piece, which bounds the work of one step and the staging memory
 STAGES = 2  # staging buffers per channel
-WORDS = 8  # words in a cache line; what different ranks write is never in the same line
+WORDS = 8  # words in a cache line; different ranks never write to the same line
 RING = 64  # entries per channel
-CHANNELS = 256  # per rank
+CHANNELS = 256  # the most channels of a rank
 
 # First line of a control segment: channels in use, whether the owner has left, and whether it waits to be woken.
 COUNT, CLOSED, ASLEEP = 0, 1, 2
-KEY, POSTED, DONE = 0, 1, 2  # first line of a channel
-SIGNATURE, FD, OFFSET, STRIDE = (
-    0,
-    1,
-    2,
-    3,
-)  # entry: which operation, and where in the owner's memory its input lies
+KEY, POSTED, DONE = 0, 1, 2  # words of the first line of a channel
+# Words of an entry: which operation it is, and where in the owner's memory its input lies (in bytes, as is STRIDE).
+SIGNATURE, FD, OFFSET, STRIDE = 0, 1, 2, 3
 CHANNEL_WORDS = WORDS * (1 + RING)
 CONTROL_BYTES = 8 * (WORDS + CHANNELS * CHANNEL_WORDS)
 
 Source: TypeAlias = Callable[[int, int], Tensor]
-"""``source(member, part)``: the current piece of a part of a member's input, in that member's memory."""
+"""``source(member, part)`` is the current piece of a part of a member's input, a 1-d view of that member's memory."""
 
 Work: TypeAlias = Callable[[Source, int, int], None]
-"""``work(source, start, stop)``: this rank's share of elements ``start:stop`` of every part."""
+"""``work(source, start, stop)`` does this rank's share of elements ``start:stop`` of every part."""
 
 
 class Board:
-    """What one rank sees of all: everybody's control words and, as they are needed, everybody's segments."""
+    """A board is what one rank sees of all ranks: their control words and, once they are needed, their segments."""
 
     def __init__(self, rank: int, pids: list[int], controls: list[memoryview], ropes: dict[int, Rope]) -> None:
-        """``ropes`` are those to the other ranks' bells."""
+        """``ropes`` has the ropes to the other ranks' bells, by rank."""
         self.rank, self.controls = rank, controls
         self.arena, self.ropes = Arena(), ropes
         self._pids = pids
         self._segments: dict[tuple[int, int], Tensor] = {}
 
     def wake(self, ranks: Iterable[int]) -> None:
-        """Those of ``ranks`` that sleep, after something has been published that they may wait for."""
+        """Wake those of ``ranks`` that sleep, after publishing something that they may wait for."""
         for rank in ranks:
             if self.controls[rank][ASLEEP] and rank in self.ropes:
                 self.ropes[rank].pull()
 
     def segment(self, rank: int, fd: int) -> Tensor:
-        """The bytes of a segment of another rank."""
+        """Return the bytes of a segment of another rank, mapped once."""
         found = self._segments.get((rank, fd))
         if found is None:
             memory = map_segment(self._pids[rank], fd)
@@ -82,7 +76,7 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Let go of what belongs to this rank."""
+        """Close this rank's segments and ropes."""
         self.arena.close()
         for rope in self.ropes.values():
             rope.close()
@@ -91,11 +85,11 @@ class Board:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """``x`` is ``parts`` times ``length`` elements that the others read.
+    """An operation has an input ``x`` of ``parts`` times ``length`` elements, which the others read, or None.
 
-    With a ``result`` they write where they read, and what is there at the end is the result: ``x`` itself, or another
-    tensor, and then it is a copy of ``x`` that they write to.  ``signature`` must be the same on all members; None as
-    ``x`` shares nothing.
+    With a ``result`` the others also write where they read, and at the end the result is there: they write to ``x``
+    where that is ``result``, else to a staged copy of ``x`` that is then copied to ``result``.  ``signature`` must be
+    the same on all members.
     """
 
     call: Call
@@ -106,8 +100,8 @@ class Operation:
     signature: int
     work: Work
     result: Tensor | None = None
-    reads_only: bool = False  # this rank's part is all: the others need nothing of it
-    remaining: int = 0  # pieces
+    reads_only: bool = False  # the operation ends with this rank's work: the others need nothing from it
+    remaining: int = 0  # pieces that have not been retired
 
     def pieces(self) -> list[Chunk]:
         step = max(1, PIECE // max(1, self.parts * self.dtype.itemsize))
@@ -118,8 +112,7 @@ class Operation:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """Elements ``start:stop`` of every part of an operation; ``shared`` is where this rank's input lies, by
-    part."""
+    """A piece has elements ``start:stop`` of every part of an operation; ``shared`` is this rank's input, by part."""
 
     operation: Operation
     start: int
@@ -128,14 +121,13 @@ class Chunk:
     staged: bool = False
 
     def of(self, x: Tensor) -> Tensor:
-        """This piece of what has the shape of the input: by part."""
+        """Return this piece of a tensor that has the shape of the input, as (parts, elements of the piece)."""
         parts = x.view(self.operation.parts, -1)
         return parts if parts.size(1) == self.stop - self.start else parts[:, self.start : self.stop]
 
 
 class Channel:
-    """The operations of one group and lane, or from one rank to another, in the order in which they were
-    posted."""
+    """A channel has the operations of one group and lane, or the messages from rank to rank, in posting order."""
 
     def __init__(self, board: Board, ranks: tuple[int, ...], name: str) -> None:
         self._board, self._ranks, self._me = board, ranks, ranks.index(board.rank)
@@ -144,7 +136,7 @@ class Channel:
         self._bases = [0] * len(ranks)  # where the channel is in each member's control segment; 0: not yet known
         self._bases[self._me] = self._claim()
         self._pieces: deque[Chunk] = deque()  # not yet retired
-        self._posted = self._worked = self._retired = 0  # pieces, of this rank
+        self._posted = self._worked = self._retired = 0  # numbers of this rank's pieces
         self._stages: Segment | None = None
         self._staged = 0  # staging buffers in use
         self._next_stage = 0
@@ -158,7 +150,7 @@ class Channel:
         self._publish()
 
     def advance(self) -> bool:
-        """Take each step once if it can be taken now.  Returns whether any was."""
+        """Take each of the three steps once if it can be taken now, and return whether any was."""
         moved = self._retired
         worked = self._worked < self._posted and self._lowest(POSTED) > self._worked
         if worked:
@@ -168,7 +160,7 @@ class Channel:
         return self._publish() or worked or moved != self._retired
 
     def late(self) -> list[int]:
-        """The members that this rank's next piece waits for."""
+        """Return the ranks that this rank's next piece waits for."""
         wanted = self._retired + 1
         for word in (POSTED, DONE):
             late = [rank for at, rank in enumerate(self._ranks) if self._word(at, word) < wanted]

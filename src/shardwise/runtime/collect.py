@@ -1,5 +1,5 @@
-"""Whole parameters, put together from what the ranks have of a bucket, a chunk at a time: no device holds more of it
-than that.
+"""This puts whole parameters together from the ranks' parts of a bucket, a chunk at a time: no device holds more than a
+chunk beside the result.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.units.trace import Bucket
 
 CHUNK = 32 << 20
-"""Bytes of a bucket that are on a device at a time, of all ranks together."""
+"""The number of bytes of a bucket, from all ranks together, that are on a device at a time."""
 
 LEAST = 64
-"""Elements of one rank in a chunk."""
+"""The least number of elements that one rank has in a chunk."""
 
 LANE = "state"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a bucket lies on the ranks at coordinate ``root`` of the pipeline axis that have it together; ``root`` None:
-    on this rank's.
-
-    Every rank can say it, whether it has the bucket or not.
+    """This says how a bucket is spread over the ranks at coordinate ``root`` of the pipeline axis, by default this
+    rank's own.  Every rank can make it, whether it has the bucket or not.
     """
 
     bucket: Bucket
@@ -43,10 +41,10 @@ class Spread:
     root: int | None = None
 
     def fill(self, held: Tensor | None, dtype: torch.dtype, goals: Mapping[str, Tensor], what: str) -> None:
-        """Put a tensor of all elements, of whose ``held`` range each rank gives its own, into ``goals``: whole
-        parameters by name, on any device, or none at all.
+        """Collect the ranks' ``held`` ranges of a bucket, flat tensors of ``dtype``, into ``goals``: whole parameters
+        by name, on any device.  A rank that wants no result passes none.
 
-        Those at ``root`` call it with what they hold, and the others of the pipeline without.
+        The ranks at ``root`` pass what they hold, and the other ranks of the pipeline None.
         """
         owners = self._owners()
         longest = max(held.numel for row in owners for _, _, held in row)
@@ -59,8 +57,8 @@ class Spread:
             del values  # before the next is made
 
     def _owners(self) -> list[list[tuple[int, FlatBuffer, FlatShard]]]:
-        """The ranks over the bucket's axes, and of each those over ``dp`` that have parts of the same: (rank, layout,
-        range).
+        """Return a row for each rank over the bucket's axes: (rank, layout, held range) of each rank over ``dp`` that
+        has a part of the same, or of one of them where each has all.
         """
         mesh = self.comm.mesh
         first = self.comm.rank if self.root is None else mesh.group(self.comm.rank, PIPELINE)[self.root]
@@ -74,15 +72,15 @@ class Spread:
             found.append(row)
         if split:
             return found
-        at = mesh.index(first, SHARDS)  # all have the same
+        at = mesh.index(first, SHARDS)  # all of a row hold the same
         return [[row[at]] for row in found]
 
     def _gathered(
         self, held: Tensor | None, dtype: torch.dtype, owners: list[list[tuple[int, FlatBuffer, FlatShard]]],
         start: int, count: int, what: str
     ) -> Tensor:  # fmt: skip
-        """``count`` elements, from number ``start`` on, of the range of each owner; what is behind the end of a shorter
-        one is undefined.
+        """Return ``count`` elements, from element ``start`` on, of each owner's range, as (rows, owners of a row,
+        count); behind the end of a shorter range they are undefined.
         """
         comm, shape = self.comm, (len(owners), len(owners[0]), count)
         pipeline = self.root is not None and comm.mesh.axis_size(PIPELINE) > 1
@@ -105,8 +103,8 @@ class Spread:
 
 
 def whole(memory: BucketMemory, held: Tensor, what: str) -> dict[str, Tensor]:
-    """A tensor of the held range of all ranks that have a bucket together, by parameter; all call it, and each may
-    change what it gets.
+    """Return whole tensors, by parameter, from the ``held`` ranges of the ranks that have a bucket together; all of
+    them call it, and each may change what it gets.
     """
     goals = {
         p.name: torch.empty(p.shape, dtype=held.dtype, device=memory.comm.device) for p in memory.bucket.parameters
@@ -121,7 +119,7 @@ def _place(
     comm: Communicator,
     goals: Mapping[str, Tensor],
 ) -> None:  # fmt: skip
-    """Copy what owners have from number ``start`` of their range on to where it belongs in the whole parameters."""
+    """Copy what each owner has from element ``start`` of its range on to its place in the whole parameters."""
     here = values.to(next(iter(goals.values())).device)
     for row, those in zip(owners, here, strict=True):
         for (rank, layout, held), flat in zip(row, those, strict=True):

@@ -1,20 +1,20 @@
-"""The one door to communication: what every backend promises, and what all of them share.
+"""All communication goes through a :class:`Communicator`: this is what every backend promises, and what all share.
 
-A communicator belongs to one rank of a mesh.  Every operation is *posted* and gives a :class:`Handle`; from
-the post until ``handle.wait()`` has returned, the tensors belong to the operation: an output may hold
-anything, and an input must not be written.
+A communicator belongs to one rank of a mesh.  Every operation is *posted* and gives a :class:`Handle`; from the post
+until ``handle.wait()`` has returned, the tensors belong to the operation: an output may hold anything, and an input
+must not be written.
 
-Order: operations of one (axes, lane) run in the order in which they were posted, which must be the same on
-all members; different lanes are independent of each other.  Messages from one rank to another are matched
-in the order of posting, whatever their lane, in each of two CHANNELS.  A send is complete only once its receive has
-been posted: some backends buffer small messages, so a program that relies on it hangs on the others.
+Operations of one (axes, lane) run in the order in which they were posted, which must be the same on all members;
+different lanes are independent of each other.  Messages from one rank to another are matched in the order of posting,
+whatever their lane, in each of two CHANNELS.  A send may complete only once its receive has been posted: some backends
+buffer small messages, but a program that relies on that hangs on the others.
 
 The first use of a communicator (of one group and lane, or of messages one way) may block the host until all its members
-have come to theirs.  So :meth:`Communicator.prepare` starts them beforehand, all ranks together;
-``shardwise/core/communicators.py`` says which.
+have reached theirs.  So :meth:`Communicator.prepare` starts them beforehand, on all ranks together;
+``shardwise/core/communicators.py`` says which a run needs.
 
-Backends derive from :class:`Communicator`, which checks the arguments and resolves the group, so that a
-backend sees only flat, contiguous tensors of the right sizes and groups of at least two ranks.
+Backends derive from :class:`Communicator`, which checks the arguments and resolves the group, so that a backend sees
+only flat, contiguous tensors of the right sizes and groups of at least two ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
 
 OnWait: TypeAlias = Callable[[str | None], None]
+"""It is called with an operation in words when the host begins to wait for it, and with None when the wait ends."""
 
-# What every backend can sum: gloo and NCCL lack int16, bool and fp8.
+# Every backend can sum these: gloo and NCCL lack int16, bool and fp8.
 REDUCIBLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
@@ -65,7 +66,7 @@ class CommunicationTimeout(CommunicationError):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that take part in a collective, in group order, and the position of this rank among them."""
+    """A group has the ranks of a collective, in group order, and the position of this rank among them."""
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -78,17 +79,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One posted operation, for messages and for telling two operations apart."""
+    """A call describes one posted operation, for error messages and to tell two operations apart."""
 
     kind: str
     group: Group
     lane: str
     what: str
-    channel: str = ""  # of a message
+    channel: str = ""  # the channel of a message
 
     @property
     def members(self) -> Members:
-        """The communicator that it belongs to."""
+        """Return the communicator that the operation belongs to."""
         if self.kind in ("send", "receive"):
             return Members(self.group.ranks, self.channel, True)
         return Members(tuple(sorted(self.group.ranks)), self.lane)
@@ -100,30 +101,30 @@ class Call:
 
 
 class Handle(Protocol):
-    """An operation under way."""
+    """A handle stands for an operation under way."""
 
     def wait(self) -> None:
-        """Return when the operation is complete on this rank; may be called more than once.
+        """Return when the operation is complete on this rank; it may be called more than once.
 
-        Raises :class:`CommunicationTimeout` when it takes longer than the communicator's time-out.  On CUDA
-        the current stream waits, not the host.
+        Raises :class:`CommunicationTimeout` when it takes longer than the communicator's time-out.  With a backend
+        between devices, such as NCCL, the current stream waits, not the host.
         """
 
 
 class Completed:
-    """The handle of an operation that had nothing to do."""
+    """This is the handle of an operation that is complete when it is posted."""
 
     def wait(self) -> None:
         return None
 
 
 class Communicator(ABC):
-    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the group over
-    ``axes``.
+    """A communicator is one rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of
+    the group over ``axes``.
 
-    Axes that the mesh lacks count as of size 1; with n = 1 a collective is a local copy or nothing.
-    ``lane`` names the queue, ``what`` the operation in messages.  This class checks arguments, resolves groups and
-    answers the trivial cases; backends implement the underscored methods.
+    Axes that the mesh lacks count as of size 1; with n = 1 a collective is a local copy or nothing.  ``lane`` names the
+    queue, and ``what`` names the operation in error messages; ``timeout`` is in seconds.  This class checks arguments
+    (it raises :class:`ShardwiseError`), resolves groups and answers trivial cases; backends have the private methods.
     """
 
     shares_memory = False  # whether :meth:`common` gives memory to groups of more than one rank
@@ -145,19 +146,18 @@ class Communicator(ABC):
 
     @cached_property
     def host(self) -> Communicator:
-        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices
-        nothing.
+        """Return a communicator of CPU tensors between the same ranks, for numbers on the host; it uses no device.
 
-        Over the whole mesh on lane :data:`CONTROL` it needs no preparing; by the thread that trains alone.
+        Only the thread that trains may use it.  Over the whole mesh on lane :data:`CONTROL` it needs no preparing.
         """
         return self if self.device.type == "cpu" else self._host()
 
     def _host(self) -> Communicator:
-        """One like this for CPU tensors."""
+        """Make a communicator like this one for CPU tensors."""
         return type(self)(self.mesh, self.rank, torch.device("cpu"), self.timeout, self.on_wait)
 
     def group(self, axes: Axes) -> Group:
-        """The group of this rank over ``axes``; axes of size 1 are left out."""
+        """Return the group of this rank over ``axes``; axes of size 1 are left out."""
         known = self._groups.get(axes)
         if known is None:
             names = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -169,8 +169,8 @@ class Communicator(ABC):
     def all_reduce(
         self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None
     ) -> Handle:
-        """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
-        ones; fp16 and bf16 are rounded as the backend does."""
+        """Replace ``x`` by its sum over the group, or put the sum in ``out``, which has as many elements.  Complex
+        numbers are summed as pairs of real ones; fp16 and bf16 are rounded as the backend does."""
         call = Call("all_reduce", self.group(axes), lane, what)
         x, out = _real(x), out if out is None else _real(out)
         self._check(call, x, out, out is None or out.numel() == x.numel(), reducing=True)
@@ -192,10 +192,9 @@ class Communicator(ABC):
         )
 
     def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
-        elements).
+        """Sum ``x`` over the group and put the part of this rank's index in ``out``.
 
-        ``out`` may be that part of ``x``.
+        ``x`` has n times as many elements; ``out`` may be that part of it.
         """
         call = Call("reduce_scatter", self.group(axes), lane, what)
         x, out = _real(x), _real(out)
@@ -207,8 +206,7 @@ class Communicator(ABC):
         )
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Send the i-th of n equal parts of ``x`` to member i and put the part from member i in the i-th
-        part of ``out``."""
+        """Send the i-th of n equal parts of ``x`` to member i, and put member i's part in the i-th part of ``out``."""
         call = Call("all_to_all", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return (
@@ -218,7 +216,7 @@ class Communicator(ABC):
         )
 
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
-        """Replace ``x`` by that of the member with index ``root`` in the group."""
+        """Replace ``x`` by the ``x`` of the member with index ``root`` in the group."""
         call = Call("broadcast", self.group(axes), lane, what)
         self._check(call, x)
         if not 0 <= root < call.group.size:
@@ -249,10 +247,10 @@ class Communicator(ABC):
             self._barrier(call)
 
     def prepare(self, wanted: Iterable[Members]) -> None:
-        """Make and use once those of these communicators that are not there yet.
+        """Make, and use once, those of these communicators that are not there yet.
 
-        All ranks call it together with the same in the same order, also those that they are no members of; nothing may
-        be under way.
+        All ranks call it together with the same communicators in the same order, also those that they do not
+        belong to; no operation may be under way.
         """
         new = [one for one in dict.fromkeys(wanted) if one not in self._prepared]
         if new:
@@ -260,43 +258,41 @@ class Communicator(ABC):
             self._prepared.update(new)
 
     def _prepare(self, new: Sequence[Members]) -> None:
-        """Make them, in this order; a backend whose first use blocks nobody has nothing to do."""
+        """Make these communicators, in this order; a backend whose first use never blocks has nothing to do."""
         return
 
     def _unprepared(self, call: Call) -> CommunicationError:
-        """What is wrong with the use of a communicator that is not there."""
+        """Return the error for the use of a communicator that was not prepared."""
         reason = f"its communicator ({call.members}) was not prepared, and to start it now could block ranks for ever"
         return CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what)
 
     def progress(self) -> None:
-        """Do a bounded bit of pending work without blocking; cheap when there is none.  For backends that
-        have no thread."""
+        """Do a bounded bit of pending work, if any, without blocking; backends without a thread need this."""
         return
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat buffer of ``numel`` elements, 64-byte aligned, on which collectives need no copies.
+        """Return a zeroed flat buffer of ``numel`` elements, 64-byte aligned, on which collectives need no copies.
 
         All ranks must call it with the same arguments in the same order.
         """
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in
-        common.
+        """Return a zeroed flat buffer of ``numel`` elements that is one piece of memory for the whole group, or None
+        where ranks have no memory in common.
 
-        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing
+        The members see each other's writes; an :meth:`all_gather` into it, of each member's own part, copies nothing
         and only waits until all have posted it.  All members must call it with the same arguments in the same order.
         """
         return None
 
     def close(self) -> None:
-        """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
-        stay readable."""
+        """Release what the communicator holds; it may be called more than once, and buffers stay readable."""
         return
 
     def abort(self) -> None:
-        """Leave after an error, which has to be told before anything waits: what is pending on a device may never end,
-        and to leave its groups would wait for that.  The process is about to end."""
+        """Leave after an error, just before the process ends, without waiting, so that the error can be reported: what
+        is pending on a device may never end, and leaving its groups would wait for that."""
         if not Backend.of(self.device).asynchronous:
             self.close()
 
@@ -313,7 +309,7 @@ class Communicator(ABC):
     def _check(
         self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False
     ) -> None:
-        """Refuse before anything is posted: some backends poison the whole group on a bad argument."""
+        """Raise before anything is posted: some backends poison the whole group on a bad argument."""
         for tensor in (x,) if out is None else (x, out):
             if not tensor.is_contiguous():
                 raise ShardwiseError(f"{call}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
@@ -361,28 +357,28 @@ class Communicator(ABC):
 
 
 def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
-    """The sum over all ranks of ``numbers``, a tensor of the host's; no device takes part.  All ranks call it."""
+    """Sum ``numbers``, a CPU tensor, over all ranks in place, and return it; all ranks call it.  It uses no device."""
     comm.host.all_reduce(numbers, comm.mesh.names, lane=CONTROL, what=what).wait()
     return numbers
 
 
 def _real(x: Tensor) -> Tensor:
-    """An alias without complex numbers, as pairs of real ones: their sum is that of the pairs."""
+    """Return an alias that has complex numbers as pairs of real ones, which can be summed instead."""
     return torch.view_as_real(x.detach()) if x.is_complex() else x
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A one-dimensional alias outside autograd."""
+    """Return a one-dimensional alias outside autograd."""
     return x.detach().as_strided((x.numel(),), (1,))  # a single element may be contiguous in steps of several
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A flat tensor as uint8: what only moves can then have any dtype on any backend."""
+    """Return a flat tensor as uint8: data that is only moved can then have any dtype on any backend."""
     return x.view(torch.uint8)
 
 
 def ordered_sum(inputs: Sequence[Tensor]) -> Tensor:
-    """The sum in the order given, as a new tensor; fp16 and bf16 are added in fp32 and rounded once."""
+    """Return the sum in the order given, as a new tensor; fp16 and bf16 are added in fp32 and rounded once."""
     narrow = inputs[0].dtype in (torch.float16, torch.bfloat16)
     total = inputs[0].float() if narrow else inputs[0].clone()
     for x in inputs[1:]:

@@ -1,4 +1,4 @@
-"""Forward and backward of a rank's units, and what lives between the two."""
+"""This runs the forward and backward of a rank's units, and holds what lives between the two."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from shardwise.units.weight_products import Operand
 
 @dataclass
 class Computing(UnitBackward):
-    """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending
-    gradients and put-off products by unit and microbatch, and the ``updates`` of buffers, which are not written before
-    the end.
+    """This runs the units of ``traces``, one trace for each microbatch.  It holds live tensors, saved graphs, pending
+    gradients and deferred products by microbatch, and the ``updates`` of buffers, which are written only at the end.
 
-    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
+    ``received`` are gradients from other ranks; ``position`` is the running instruction's position in its program.
     """
 
     owner: RankContext
@@ -51,12 +50,12 @@ class Computing(UnitBackward):
         super().__init__()
 
     def drop(self) -> None:
-        """All that forwards have left."""
+        """Drop all that forwards have left."""
         for values in (self.live, self.saved, self.tapes):
             values.clear()
 
     def free(self, buffer: Buffer) -> None:
-        """The live tensors of a unit and microbatch."""
+        """Drop the live tensors of a unit and microbatch."""
         for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
             self.live.pop((name, buffer.microbatch), None)
 
@@ -106,12 +105,12 @@ class Computing(UnitBackward):
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:
-        """Whether autograd follows, and how it keeps parameters if it does."""
+        """Let autograd record if ``keep``, and then keep references to gathered parameters."""
         with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
             yield
 
     def backward(self, one: Instruction) -> None:
-        """BACKWARD, or all of it but the weight gradients of products."""
+        """Run BACKWARD, or, as BACKWARD_INPUT, all of it but the weight gradients of products."""
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         self.gathered.version, self.microbatch = one.version, m
         self.gradients.begin(one)
@@ -128,8 +127,8 @@ class Computing(UnitBackward):
     def solve(
         self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        # Else autograd would run what is on a device in a thread of its own, which Python's hooks would hand the
-        # interpreter's lock to.
+        # Otherwise autograd would run a device's work in a thread of its own, to which each Python hook would have to
+        # hand the interpreter's lock.
         with torch.autograd.set_multithreading_enabled(False):
             grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if self.owner.inspect is not None:
@@ -137,7 +136,7 @@ class Computing(UnitBackward):
         return grads
 
     def take(self, unit: int, microbatch: int) -> Saved:
-        """What a forward has saved, with gathered parameters in place of the references to them."""
+        """Return what a forward has saved, with gathered parameters in place of the references to them."""
         outputs, operands, leaves = self.saved.pop((unit, microbatch))
         return Saved(outputs, [one._replace(x=self.gathered.resolve(one.x)) for one in operands], leaves)
 
@@ -151,7 +150,7 @@ class Computing(UnitBackward):
         return self.pending.pop((name, self.microbatch), None)
 
     def backward_weight(self, one: Instruction) -> None:
-        """The weight gradients that BACKWARD_INPUT has deferred."""
+        """Compute the weight gradients that BACKWARD_INPUT has deferred."""
         self.gradients.begin(one)
         factors = self.deferred.pop((one.unit, one.microbatch))
         while factors:
@@ -163,7 +162,7 @@ class Computing(UnitBackward):
         self.gradients.add_product(factors)
 
     def defer(self, held: deque[Factors]) -> Callable[[Factors], None]:
-        """Keeps factors for later; copies what lies in a slot, which may hold another bucket by then."""
+        """Return a function that keeps factors for later; it copies those in a slot, as the slot may be reused."""
         own = self.gathered.own
 
         def add(factors: Factors) -> None:

@@ -1,4 +1,4 @@
-"""Which communicator a process gets: by the devices that train, and by what torchrun's variables say of its peers."""
+"""The devices that train, and what torchrun's variables say of its peers, decide which communicator a process gets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardwise.runtime.shared import SharedMemoryCommunicator, available
 from shardwise.runtime.staged import StagedCommunicator
 
 AUTO, SHARED = "auto", "shared"
-TEXT = 1024  # bytes of what a rank tells the others
+TEXT = 1024  # the most bytes that a rank tells the others
 
 
 def ranks_of_a_host(comm: Communicator) -> int:
-    """The least number of ranks that torchrun started on one host, the same for all ranks, which call this together;
-    without it all are on one.
+    """Return the least number of ranks that torchrun started on a host; all ranks call this together and get the same.
+    Without torchrun, all ranks are on one host.
     """
     told = torch.zeros(comm.mesh.size, dtype=torch.float64)
     told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
@@ -30,7 +30,7 @@ def ranks_of_a_host(comm: Communicator) -> int:
 
 
 def tell(comm: Communicator, text: str, what: str) -> list[str]:
-    """The texts of all ranks, on all ranks, which call this together; at most :data:`TEXT` bytes of each."""
+    """Return at most :data:`TEXT` bytes of each rank's text, in rank order; all ranks call this together."""
     told = torch.zeros(comm.mesh.size, TEXT)
     mine = text.encode()[:TEXT]
     told[comm.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.float32)
@@ -39,10 +39,10 @@ def tell(comm: Communicator, text: str, what: str) -> list[str]:
 
 
 def check_apart(comm: Communicator) -> None:
-    """:class:`ConfigError`, on all ranks, where some have one card in common, as when a launcher lets all of them see
-    the same.
+    """Raise :class:`ConfigError`, on all ranks, where several use the same card, as when a launcher lets all ranks see
+    only that card.
 
-    Only NVIDIA's cards are told apart; of others the backend's library says so at their first communicator.
+    Only NVIDIA's cards can be told apart; for others the backend's library reports it at their first communicator.
     """
     backend = Backend.of(comm.device)
     cards = tell(comm, backend.uuid(comm.device), "the devices of all ranks")
@@ -68,13 +68,13 @@ def connect(
 ) -> Communicator:
     """Join the ranks of ``mesh``; under torchrun (or with its variables set) one process is one rank.
 
-    ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or what torch has between devices
-    of that type, such as "nccl".  ``auto`` is the latter between GPUs, shared memory between CPU ranks of one host, and
-    gloo otherwise.  Between GPUs "gloo" and "shared" copy through the host's memory; then several ranks may have one
-    device.  A default process group of ``torch.distributed`` that exists already is used, and stays.
+    ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or torch's backend for devices of
+    that type, such as "nccl".  "auto" is the last between GPUs, shared memory between CPU ranks of one host, and gloo
+    otherwise.  Between GPUs "gloo" and "shared" copy through the host's memory; then several ranks may have one device.
+    A default process group of ``torch.distributed`` that exists already is used, and stays.  ``timeout`` is in seconds.
 
-    :class:`ConfigError`, before any rank is waited for, where the number of processes is not that of the mesh, or this
-    torch, or this host, cannot communicate so.
+    Raises :class:`ConfigError` where the number of processes is not that of the mesh, or where this torch or this host
+    cannot communicate in this way (before any rank is waited for), or where several ranks have one card.
     """
     device = device or Backend.here().device()
     met = dist.is_available() and dist.is_initialized()
@@ -107,7 +107,7 @@ def connect(
 
 
 def _chosen(mesh: Mesh, device: torch.device, backend: str, met: bool) -> str:
-    """What to communicate through, if that is possible; ``met``: there is a process group already."""
+    """Return what to communicate through, if that is possible; ``met`` says that a process group exists already."""
     own = Backend.of(device)
     if backend == AUTO:
         local = os.environ.get("LOCAL_WORLD_SIZE")
@@ -123,7 +123,7 @@ def _chosen(mesh: Mesh, device: torch.device, backend: str, met: bool) -> str:
 
 
 def check_possible(own: Backend, backend: str, ranks: int, local: int) -> None:
-    """:class:`ConfigError` where this torch, or this host, cannot let ``ranks`` ranks, ``local`` of them here,
+    """Raise :class:`ConfigError` where this torch, or this host, cannot let ``ranks`` ranks, ``local`` of them here,
     communicate by ``backend``.
     """
     through = f'; connect(backend="{HOSTS}") would copy through the host\'s memory' if backend != HOSTS else ""
@@ -134,7 +134,7 @@ def check_possible(own: Backend, backend: str, ranks: int, local: int) -> None:
             f"communicate; install a build of torch that has it (those for Linux have), or use one rank{through}"
         )
     devices = own.count
-    if backend != HOSTS and local > devices > 1:  # one device may be what a launcher lets each rank see
+    if backend != HOSTS and local > devices > 1:  # if only one is seen, it may be this rank's own
         wrong = f"{local} ranks on this host and {devices} devices of type {own.type}"
         legal = f"one rank a device, so at most {devices} here, and more on other hosts{through}"
         raise ConfigError.on("backend", wrong, legal)

@@ -1,6 +1,4 @@
-"""Communication through ``torch.distributed``: gloo between CPU ranks, NCCL (or what torch has for them) between
-others.
-"""
+"""Ranks communicate through ``torch.distributed``: CPU ranks by gloo, others by NCCL or torch's backend for them."""
 
 from __future__ import annotations
 
@@ -38,9 +36,9 @@ from shardwise.runtime.rendezvous import rendezvous
 Start: TypeAlias = Callable[..., dist.Work | None]
 
 START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
-HOSTS = "gloo"  # between CPU tensors
-WARM = (64, 1 << 18, 1 << 23)  # elements of fp32: by size a backend chooses how ranks talk, and connects for that
-REPORT_TIME = 2.0  # seconds that a rank whose wait has failed gives the others to say that they are there too
+HOSTS = "gloo"  # torch's backend for CPU tensors
+WARM = (64, 1 << 18, 1 << 23)  # fp32 elements: by size a backend chooses how ranks communicate, and connects for that
+REPORT_TIME = 2.0  # seconds that a rank whose wait has failed gives the others to report that they are stuck too
 
 # torch 2.13 renamed the first two and warns at the old names.
 _all_gather_into: Start = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -49,15 +47,15 @@ _all_to_all_into: Start = dist.all_to_all_single
 
 
 class DistributedCommunicator(Communicator):
-    """One process per rank.  Each communicator (a group and lane, or the messages from one rank to another in one
+    """Each rank is a process.  Each communicator (a group and lane, or the messages from one rank to another in one
     channel) is a process group of its own, so that they cannot block each other: NCCL does in order whatever is posted
     in one.
 
-    All of them are made by :meth:`prepare`; what was not prepared cannot be used.  Torch names a group by how many a
-    process has asked for, so each rank asks for all, as torch wants it, also for those that it is no member of.
+    All of them are made by :meth:`prepare`; what was not prepared cannot be used.  Torch names a group by how many the
+    process has asked for, so each rank asks for all groups, also for those that it does not belong to.
 
-    With gloo the time-out of a collective also counts from its post; with NCCL waits happen on the device, and
-    the time-out is that of torch's watchdog, which ends the process.
+    With gloo the time-out of a collective also counts from its post; with NCCL waits happen on the device, and the
+    time-out is that of torch's watchdog, which ends the process.
     """
 
     first_use_blocks = True
@@ -71,10 +69,10 @@ class DistributedCommunicator(Communicator):
         store: Store | None = None,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
-        """Beside the default process group, which must exist and is left alone; all ranks together.
+        """Communicate beside the default process group, which must exist and is left alone; all ranks call it together.
 
-        ``store`` serves to tell which ranks are missing when a wait fails; ``everyone`` is a process group of all ranks
-        for CPU tensors, by default a new one.
+        By ``store`` ranks find out who is missing when a wait fails; ``everyone`` is a process group of all ranks for
+        CPU tensors, by default a new one.
         """
         if dist.get_world_size() != mesh.size:
             raise ConfigError(f"mesh: {mesh.size} ranks on {mesh.shape}, but {dist.get_world_size()} processes.")
@@ -97,7 +95,7 @@ class DistributedCommunicator(Communicator):
     ) -> DistributedCommunicator:
         """Join the processes that torchrun's environment variables name; :meth:`close` leaves them again.
 
-        Where there is a default process group already it is used, and stays.
+        A default process group that exists already is used, and stays.
         """
         backend = Backend.of(device)
         backend.select(device)
@@ -138,9 +136,8 @@ class DistributedCommunicator(Communicator):
     # ---- starting communicators --------------------------------------------------------------------------------------
 
     def _prepare(self, new: Sequence[Members]) -> None:
-        self.host.barrier(
-            what="the start of communicators"
-        )  # patient: the time-outs of what follows are those of a step
+        # This wait is patient: the time-outs of what follows are those of a step.
+        self.host.barrier(what="the start of communicators")
         for one in new:
             self._make(one)
         for one in new:
@@ -151,9 +148,8 @@ class DistributedCommunicator(Communicator):
 
     def _make(self, one: Members) -> None:
         backend = Backend.of(self.device)
-        if (
-            one.pair and not backend.asynchronous
-        ):  # tags tell gloo's messages apart, and they do not wait for each other
+        # Tags tell gloo's messages apart, which do not wait for each other: they need no group of their own.
+        if one.pair and not backend.asynchronous:
             self._process_groups[one] = self._everyone
             return
         with warnings.catch_warnings():
@@ -166,7 +162,7 @@ class DistributedCommunicator(Communicator):
             self._process_groups[one] = made
 
     def _use(self, one: Members) -> None:
-        """A backend connects when something is first sent, and connects more for other sizes and kinds."""
+        """Use a communicator once: a backend connects at the first use, and again for other sizes and operations."""
         backend, number = Backend.of(self.device), len(one.ranks)
         for numel in WARM if backend.asynchronous else WARM[:1]:
             if one.pair:
@@ -245,7 +241,7 @@ class DistributedCommunicator(Communicator):
             self._all_reduce(call, torch.zeros(1, dtype=torch.int32)).wait()
 
     def _order(self, group: Group) -> _Order | None:
-        """None where it is the same; on the device, where no collective may wait for a copy from the host."""
+        """Return a group's order, None if it is by rank; it is on the device, as no collective may wait for a copy."""
         if list(group.ranks) == sorted(group.ranks):
             return None
         if group.ranks not in self._orders:
@@ -267,8 +263,8 @@ class DistributedCommunicator(Communicator):
         return _WorkHandle(self, work, call, position, finish)
 
     def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup, int], dist.Work | None]) -> Handle:
-        """Messages between two ranks are matched by their number, which is the tag with gloo; NCCL knows no
-        tags, but has a group for each channel and direction."""
+        """Post a message: gloo matches messages by a tag, their number; NCCL has no tags, but a process group for each
+        channel and direction."""
         position = self._count(call.group.ranks, f"message {call.channel}")
         tag = (position * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
         try:
@@ -288,7 +284,7 @@ class DistributedCommunicator(Communicator):
         return found
 
     def _limit(self, call: Call) -> timedelta:
-        """Hosts may be apart by whatever one of them does outside of a step."""
+        """Return the time-out: on the control lane a rank may be late by what it does outside of a step."""
         return self._long if call.lane == CONTROL else self._patience
 
     def _wait(self, work: dist.Work, call: Call, position: int) -> None:
@@ -313,7 +309,7 @@ class DistributedCommunicator(Communicator):
         return kind(reason, rank=self.rank, operation=str(call), what=call.what, missing=missing)
 
     def _missing(self, call: Call, position: int) -> list[int]:
-        """The members that do not say within REPORT_TIME that they are stuck at the same operation."""
+        """Return the members that do not report within REPORT_TIME that they are stuck at the same operation."""
         if self._store is None:
             return []
         lane = f"message {call.channel}" if call.kind in ("send", "receive") else call.lane
@@ -351,8 +347,8 @@ class _WorkHandle:
 
 
 class _Order(NamedTuple):
-    """How a group's members stand in the process group, which torch orders by rank: the place of each member, and the
-    member in each place.
+    """This is the order of a group's members in their process group, which torch sorts by rank: the place of each
+    member, and the member in each place.
     """
 
     places: Tensor

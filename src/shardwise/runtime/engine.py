@@ -1,4 +1,4 @@
-"""The engine of one rank: memory, compiled programs and the interpreter, behind ``step(fields, rows)``."""
+"""The engine of one rank puts memory, compiled programs and the interpreter behind ``step(fields, rows)``."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from shardwise.units.trace import Bucket, Trace
 
 
 class Engine:
-    """Trains ``compiled.module`` from ``compiled.values``, read one tensor at a time; the module itself is not touched.
+    """Train ``compiled.module`` from ``compiled.values``, read one tensor at a time; the module itself is not touched.
 
     Args:
         compiled: the model and plan; shared by thread ranks.
         comm: this rank's communicator, over the plan's mesh.
         optimizer: the choice of optimizer and learning rate.
-        clip_norm: the gradient norm to clip to, or None.
-        seed: key of the random ops.
-        progress: called with (position, instruction) before each instruction.
-        loss_scale: of fp16; by default dynamic.
-        strict: fill memory with NaN as soon as its content has ended, so that a use after that shows.
+        clip_norm: the gradient norm to clip to, or None for no clipping.
+        seed: the key of the random ops.
+        progress: a function that is called with (position, instruction) before each instruction.
+        loss_scale: the loss scaling under fp16, by default ``ScaleChoice()``, which is dynamic.
+        strict: fill memory with NaN as soon as its content has ended, so that a later use shows.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Engine:
         )  # fmt: skip
 
     def leads(self, bucket: int) -> bool:
-        """Whether this rank is the first of those over the pipeline that have a bucket: one of those that save it."""
+        """Return whether this rank's pipeline coordinate is the first that has a bucket; the ranks there save it."""
         return self.holders[bucket][0] == self.pipe
 
     def counts(self, bucket: Bucket) -> bool:
-        """Whether this rank counts a bucket in the norm: of all that have the same of it, but for those over the batch
-        axes, the first.
+        """Return whether this rank counts a bucket in the norm: at each place on the batch axes the first of the ranks
+        that have the same part of it does.
         """
         mesh = self.comm.mesh
         return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
@@ -126,22 +126,22 @@ class Engine:
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
     ) -> StepResult:
-        """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each
+        """Take one optimizer step on a batch of ``rows`` rows; ``fields`` has this rank's rows (its part of each
         microbatch in turn).
 
-        All ranks call it together; those that shall stop say so.  ``ones`` are the masks that are all ones in
-        ``fields``, where the caller knows.  Returns device tensors; nothing is read on the host.
+        All ranks call it together; ``stop`` tells all that this rank has been asked to stop.  ``ones`` are the masks
+        that are all ones in ``fields``, where the caller knows.  Returns 0-d device tensors; the host reads nothing.
         """
         traces = self.choose(fields, rows, ones=ones)
         program = self.program(self.compiled, traces)
         return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
-        """So many steps in one program: under an asynchronous schedule the pipeline is empty before the first and after
-        the last.
+        """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is
+        empty only before the first step and after the last.
 
-        ``batches`` gives what :meth:`step` takes, always with as many rows; each is asked for when its step begins, and
-        results come as soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
+        ``batches`` gives what :meth:`step` takes, always with the same number of rows; each is asked for when its step
+        begins.  Results come in order, each once all stages know it.  The caller must take all: other ranks wait.
         """
         fields, rows, stop = next(batches)
         traces = self.choose(fields, rows, general=True)
@@ -150,7 +150,7 @@ class Engine:
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
 
     def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
-        """The next step's batch, for a program that was made for ``expected`` rows."""
+        """Return the next step's batch, for a program that was made for ``expected`` rows."""
         self.check(fields, rows)
         if rows != expected:
             raise ConfigError(
@@ -161,7 +161,7 @@ class Engine:
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
     def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
-        """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
+        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
         for parameter in {
@@ -173,8 +173,8 @@ class Engine:
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
     def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
-        """What this rank runs; all ranks call it together, before the program's first run to start the communicators
-        that are not there.
+        """Return the program that this rank runs; all ranks call it together, which before the program's first run
+        starts the communicators that it lacks.
         """
         key = (id(compiled), batches, *map(id, traces))
         if key not in self._prepared:
@@ -191,8 +191,8 @@ class Engine:
         ones: tuple[str, ...] | None = None,
         general: bool = False,
     ) -> list[Trace]:
-        """The trace of each microbatch of this batch; ``ones``: the masks that are all ones in ``fields``; ``general``:
-        whatever they are.
+        """Return the trace of each microbatch of this batch; ``ones`` are the masks that are all ones in ``fields``;
+        ``general`` chooses traces that hold for any masks.
         """
         self.check(fields, rows)
         compiled = compiled or self.compiled
@@ -216,12 +216,12 @@ class Engine:
     def agreed_ones(
         self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled
     ) -> tuple[str, ...]:
-        """The masks of this batch if they are all ones, else nothing; ``ones`` are those that are in ``fields``, if the
-        caller knows.
+        """Return the names of all masks if they are all ones in this batch, else none; ``ones`` are those that are all
+        ones in ``fields``, if the caller knows.
 
-        On a CPU the ranks agree in one small all-reduce.  On a device nobody may wait for that: ranks decide for their
-        own rows, which are the same on all ranks but those over the batch axes, and where other traces would exchange
-        something else over these, masks are never taken to be ones.
+        On a CPU the ranks agree in one small all-reduce.  On a device no rank may wait for that: each decides for its
+        own rows.  Only ranks over the batch axes have other rows, so where the traces would communicate differently
+        over these axes, masks are never taken to be ones.
         """
         readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
         here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
@@ -233,10 +233,10 @@ class Engine:
         return () if padded or not compiled.alike_over_batch else compiled.masks
 
     def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
-        """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it
-        together.
+        """Return the unit that first produced a non-finite value in a skipped step, and what that value was; all ranks
+        call it together.
 
-        Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is
+        It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
         traces = self.choose(fields, rows)
@@ -246,8 +246,8 @@ class Engine:
         first = [never]
 
         def place(one: Instruction) -> int:
-            """Among all of the step's, on whatever rank: forwards come first, backwards go through the units the other
-            way.
+            """Return an instruction's place among those of all ranks: forwards come first, and backwards go through the
+            units in reverse.
             """
             at, again = (one.unit, 0) if one.op is Op.FORWARD else (units - 1 - one.unit, len(traces))
             return (again + one.microbatch) * units + at
@@ -278,16 +278,16 @@ class Engine:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names, on the host: parameters in their master precision,
-        and buffers.
+        """Return the full single-device state under the module's own names, on the host: parameters in their master
+        precision, and buffers.
 
-        All ranks call it together; ``rank`` is the only one that gets it, by default every one does.
+        All ranks call it together; with ``rank``, only that rank gets it, and the others get an empty dict.
         """
         return self.whole.on_host(rank)
 
     def everywhere(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the ranks of the pipeline have of a whole tensor for each parameter that learns; all ranks call it
-        together.
+        """Return a whole tensor for each parameter that learns, by name: ``mine`` has those of this rank's stage, and
+        the other stages send theirs.  All ranks call it together.
         """
         if self.cut.ranks == 1:
             return dict(mine)
@@ -302,7 +302,7 @@ class Engine:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a single-device state; optimizer state stays."""
+        """Set parameters and buffers from a single-device state, which must be complete; optimizer state stays."""
         missing = set(self.compiled.module.state_dict()) - set(state)
         if missing:
             raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")

@@ -1,7 +1,7 @@
-"""Parameters while a step runs: those that rest whole, and those that are gathered into slots and freed again.
+"""While a step runs, some parameters rest whole, and others are gathered into slots and freed again.
 
-Autograd keeps the weights that its derivative formulas need.  Of a gathered one it must not keep the memory, which soon
-holds another bucket: it keeps a reference, looked up when backward runs, after the second gather.
+Autograd keeps the weights that its derivative formulas need.  It must not keep the memory of a gathered weight, which
+soon holds another bucket: it keeps a reference, which is looked up when backward runs, after the second gather.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
 
-LEAST_OFFLOAD = 1 << 16  # bytes: what is smaller is not worth a transfer
+LEAST_OFFLOAD = 1 << 16  # bytes: a smaller tensor is not worth a transfer
 
 
 class Reference(NamedTuple):
-    """A view of a gathered bucket; stride and offset are in elements of ``dtype``, which need not be the bucket's
-    (complex numbers).
+    """A reference is to a view of a gathered bucket; stride and offset are in elements of ``dtype``, which need not be
+    the bucket's (complex numbers).
     """
 
     bucket: int
@@ -39,23 +39,23 @@ class Reference(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """A copy on the host of what is kept for backward."""
+    """This is a copy on the host of a tensor that is kept for backward."""
 
     host: Tensor
     learns: bool
 
 
 def _address(x: Tensor) -> int:
-    """Where the memory of a tensor begins: the same for storages of one memory, as ranks of a host have in common."""
+    """Return the address of a tensor's memory, which is the same for all storages that lie over one memory."""
     return x.untyped_storage().data_ptr()
 
 
 class Gathered:
-    """The parameters of one rank while it runs ``instructions``.
+    """This has the parameters of one rank while it runs ``instructions``.
 
-    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what
-    autograd keeps goes to the host and comes back for backward.  Where buckets are updated while some unit needs them
-    as they were (STASH), units that compute see the ``version`` that is set.
+    ``strict`` fills what is freed with NaN, so that a later use shows.  ``offload`` moves what autograd keeps to the
+    host, and back for backward.  Where buckets are updated while some unit still needs them as they were (STASH), units
+    compute with the ``version`` that is set.
     """
 
     def __init__(
@@ -72,14 +72,13 @@ class Gathered:
         self._resident = {_address(leaf) for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
         self._flat: dict[int, Tensor] = {}  # gathered buckets
-        self._bucket: dict[int, int] = {}  # what lies in a storage
-        self._slot: dict[int, int] = {}
-        self._current: set[int] = set()  # whole buckets with this step's parameters
+        self._bucket: dict[int, int] = {}  # the bucket that lies at each address
+        self._slot: dict[int, int] = {}  # the bucket in each slot
+        self._current: set[int] = set()  # buckets that rest whole and have this step's parameters
         self.version = 0
-        self._old: dict[
-            tuple[int, int], tuple[Tensor, dict[str, Tensor]]
-        ] = {}  # buckets by version, flat and by parameter
-        self._stash: dict[int, tuple[int, int]] = {}  # what lies in a slot of the stash
+        # Stashed buckets by (bucket, version), flat and by parameter.
+        self._old: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = {}
+        self._stash: dict[int, tuple[int, int]] = {}  # (bucket, version) in each slot of the stash
         self._home: dict[str, int] = {}  # the bucket of each parameter that is stashed
         for bucket in stashed:
             self._home |= dict.fromkeys((p.name for p in memory.buckets[bucket].bucket.parameters), bucket)
@@ -91,11 +90,11 @@ class Gathered:
         return self._leaves[name] if old is None else old[1][name]
 
     def updated(self, bucket: int) -> None:
-        """The other ranks' shards of a bucket are no longer those that are here."""
+        """Note that the other ranks' shards of a bucket have changed and must be gathered again."""
         self._current.discard(bucket)
 
     def stash(self, one: Instruction) -> None:
-        """Keep a bucket as it is, under the version that the instruction says."""
+        """Keep a copy of a bucket as it is, under the instruction's version."""
         memory, key = self._memory.buckets[one.bucket], (one.bucket, one.version)
         flat, views = self._memory.stashes.views(one.slot, memory)
         flat.copy_(memory.param)
@@ -104,7 +103,7 @@ class Gathered:
         self._bucket[_address(flat)] = one.bucket
 
     def gather(self, one: Instruction) -> Handle:
-        """Post the gather of a bucket: into a slot, or, once a step, into its own buffer where that is whole."""
+        """Post the gather of a bucket into a slot, or, once after an update, into its own buffer if it rests whole."""
         memory, what = self._memory.buckets[one.bucket], f"parameters of bucket {one.bucket}"
         out = memory.param
         if memory.resident:
@@ -119,14 +118,14 @@ class Gathered:
         return self._comm.all_gather(out, memory.own_parameters, SHARDS, lane=str(one.lane), what=what)
 
     def free(self, buffer: Buffer) -> None:
-        """The bucket in a slot is no longer needed."""
+        """Free a slot whose bucket is no longer needed."""
         if buffer.kind == BufferKind.STASH:
             flat, _ = self._old.pop(self._stash.pop(buffer.index))
             if self._strict:
                 flat.fill_(float("nan"))
             return
         bucket = self._slot.pop(buffer.index, None)
-        if bucket is None:  # it rests whole
+        if bucket is None:  # the bucket rests whole
             return
         flat = self._flat.pop(bucket)
         if self._strict and flat.is_floating_point():
@@ -134,26 +133,25 @@ class Gathered:
                 flat.fill_(float("nan"))
 
     def references(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is
+        """Return a context in which autograd keeps references to gathered parameters, and host copies of what is
         offloaded.
 
-        It does not ask what has been written since: a gather for backward writes the same once more.
+        Autograd then does not check for later writes: a gather for backward writes the same values once more.
         """
         if not self._refers:  # the hooks take time: 0.7 % of a forward
             return nullcontext()
-        # Detached: an output that its own node saves would hold that node, and a forward without a backward would never
-        # end.
+        # Detached: an output that its own node saves would hold that node, and without a backward would never be freed.
         return saved_tensors_hooks(lambda value: self.keep(value.detach()), self._unpack)
 
     def keep(self, value: Any) -> Any:
-        """What is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or what is
-        offloaded.
+        """Return what is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or a
+        copy on the host, if it is offloaded, or ``value`` itself.
         """
         kept = self._refer(value)
         return self._offloaded(kept) if self._offload and isinstance(kept, Tensor) else kept
 
     def resolve(self, kept: Any) -> Any:
-        """What :meth:`keep` was given, once the bucket is gathered again."""
+        """Return what :meth:`keep` was given; a gathered bucket must have been gathered again."""
         found = self._unpack(kept)
         return found.requires_grad_(kept.learns) if isinstance(kept, Reference | Offloaded) else found
 
@@ -168,7 +166,7 @@ class Gathered:
         )
 
     def own(self, value: Tensor, update: bool = False) -> Tensor:
-        """``value``, or a copy if it is (a view of) a gathered parameter: others may read it after the slot has been
+        """Return ``value``, or a copy if it is (a view of) a gathered parameter: it may be read after the slot has been
         freed.
 
         An ``update`` of a buffer is read at the end of the step, when parameters and other buffers have changed too.
@@ -178,14 +176,14 @@ class Gathered:
 
     @cached_property
     def _changing(self) -> set[int]:
-        """The storages of what a step changes where it rests."""
+        """Return the addresses of what rests on this rank and is changed by a step."""
         resting = (*self._memory.leaves.values(), *self._memory.buffers.values())
         return {_address(tensor) for tensor in resting}
 
     def _offloaded(self, value: Tensor) -> Any:
         if value.nbytes < LEAST_OFFLOAD or _address(value) in self._resident:
             return value
-        # On the stream that computes: the copy ends before the memory can be used again.
+        # The copy runs on the stream that computes, so it ends before the memory can be used again.
         host = torch.empty_like(value, device="cpu", pin_memory=Backend.of(value.device).pins, requires_grad=False)
         return Offloaded(host.copy_(value.detach(), non_blocking=True), value.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Gradients while a step runs: where each goes, and whether it overwrites or adds."""
+"""While a step runs, this decides where each gradient goes, and whether it overwrites or adds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwise.runtime.communicator import Communicator, Handle
 
 
 class Gradients:
-    """The gradient buffers of one rank during a step.
+    """This has the gradient buffers of one rank during a step.
 
-    ``reached`` are the parameters that a backward of this step gave a gradient.  ``strict``: slots are filled with NaN
-    when freed. The parts of a backward may write different parameters of a bucket, with others between them, so what
-    has been written is known by parameter and slot, and only a reader of the whole makes the rest zero.
+    ``reached`` are the parameters to which a backward of this step gave a gradient.  ``strict`` fills slots with NaN
+    when they are freed.  The parts of a backward may write different parameters of a bucket, with other parts between
+    them, so it is known by parameter and slot what has been written, and the rest becomes zero only when all is read.
     """
 
     def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:
@@ -26,12 +26,12 @@ class Gradients:
         for bucket in memory.buckets.values():
             if bucket.grad is not None and bucket.rule.grad == "P":
                 self._goals |= bucket.views(bucket.grad)
-        self._slot: dict[str, int] = {}  # where a parameter's gradient is written; -1, its own buffer, if not here
+        self._slot: dict[str, int] = {}  # the slot for a parameter's gradient; -1, its bucket's buffer, by default
         self._written: set[tuple[str, int]] = set()  # (parameter, slot)
         self.reached: set[str] = set()
 
     def begin(self, one: Instruction) -> None:
-        """Before a backward: the buckets of ``one.first`` are written anew, those of ``one.slots`` in their slots."""
+        """Prepare for a backward, which writes the gradients of ``one.slots`` to slots, anew if in ``one.first``."""
         buckets = self._memory.buckets
         for buffer in one.writes:
             if buffer.kind == BufferKind.GRAD:
@@ -46,7 +46,7 @@ class Gradients:
                     flat[start:stop].zero_()
 
     def _direct(self, bucket: int) -> None:
-        """A bucket's gradients are written to its own buffer, if the last were to a slot."""
+        """Let a bucket's gradients be written to its own buffer, if the last ones went to a slot."""
         memory = self._memory.buckets[bucket]
         if memory.grad is not None and self._slot.get(memory.bucket.parameters[0].name, -1) >= 0:
             goals = memory.views(memory.grad)
@@ -54,20 +54,20 @@ class Gradients:
             self._slot |= dict.fromkeys(goals, -1)
 
     def spent(self, bucket: int) -> None:
-        """A bucket has been updated: its next gradient is written anew."""
+        """Note that a bucket has been updated: its next gradient overwrites."""
         self._written.difference_update((p.name, -1) for p in self._memory.buckets[bucket].bucket.parameters)
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add to a gradient; the first overwrites what was there."""
+        """Add to a gradient, of the parameter's local shape; the first overwrites what was there."""
         goal = self._goals[name]
         goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
     def add_product(self, factors: Factors) -> None:
-        """The same with the product of ``factors``, which is multiplied straight into the buffer."""
+        """Add the product of ``factors`` in the same way; it is computed straight into the buffer."""
         accumulate(self._goals[factors.weight], factors, self._reach(factors.weight), self._memory.kernels)
 
     def _reach(self, name: str) -> bool:
-        """Whether a parameter's gradient has been written before; now it is."""
+        """Return whether a parameter's gradient has been written before, and note that now it is."""
         place = (name, self._slot.get(name, -1))
         before = place in self._written
         self._written.add(place)
@@ -75,9 +75,9 @@ class Gradients:
         return before
 
     def _complete(self, bucket: int, slot: int) -> None:
-        """Before a bucket's gradient is read: what no backward has reached is zero."""
+        """Set to zero what no backward has written of a bucket's gradient, before it is read."""
         memory = self._memory.buckets[bucket]
-        if slot < 0 and memory.rule.grad != "P":  # no backward writes here
+        if slot < 0 and memory.rule.grad != "P":  # no backward writes to this buffer
             return
         places = {(p.name, slot) for p in memory.bucket.parameters} - self._written
         if places:
@@ -88,7 +88,7 @@ class Gradients:
             self._written |= places
 
     def round(self, one: Instruction) -> None:
-        """A whole gradient into its slot, in the slot's dtype."""
+        """Copy a whole gradient into its slot, in the slot's dtype."""
         memory = self._memory.buckets[one.bucket]
         assert memory.grad is not None
         self._complete(one.bucket, -1)
@@ -109,7 +109,7 @@ class Gradients:
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
     def take(self, one: Instruction) -> None:
-        """What a slot has of a gradient, summed over the ranks if that is to be, to the bucket's own."""
+        """Add to a bucket's own gradient what a slot has of it; the first overwrites."""
         memory = self._memory.buckets[one.bucket]
         self._complete(one.bucket, one.slot)
         self._written |= {(p.name, -1) for p in memory.bucket.parameters}
@@ -118,17 +118,17 @@ class Gradients:
         goal.copy_(summed) if one.first else goal.add_(summed)
 
     def free(self, buffer: Buffer) -> None:
-        """A slot's content is no longer needed."""
+        """Note that a slot's content is no longer needed."""
         if self._strict:
             self._memory.unreduced.slots[buffer.index].fill_(0xFF)  # NaN in every floating dtype
 
     def norm(self, bucket: int) -> Tensor:
-        """The norm of this rank's shard of a bucket's gradient, in at least fp32."""
+        """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
         self._complete(bucket, -1)
         found: Tensor = torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)
         return found
 
     def final(self, bucket: int) -> Tensor:
-        """What this rank has of a bucket's gradient once all ranks of the batch axes have added theirs."""
+        """Return this rank's held range of a bucket's gradient, after all ranks on the batch axes have added theirs."""
         self._complete(bucket, -1)
         return self._memory.buckets[bucket].final_gradient

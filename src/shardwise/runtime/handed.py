@@ -1,4 +1,4 @@
-"""Tensors that threads hand to each other, where each has a stream of its own on one device."""
+"""Threads hand tensors to each other, where each has a stream of its own on one device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardwise.backend import Backend
 
 
 class Handed:
-    """``tensors`` of ``device`` that the current stream has been told to write, for threads that issue their work to
-    other streams.
+    """This has ``tensors`` of ``device`` that the current stream will have written, for threads that issue their work
+    to other streams.
 
-    On a CPU, where what has been called is done, they are no more than tensors.
+    On a CPU, where a call returns when its work is done, it only keeps the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -23,11 +23,11 @@ class Handed:
         self._written = self._backend.event(device) if self._backend.asynchronous else None
 
     def read(self, index: int = 0) -> Tensor:
-        """One of them, for the current stream: what is issued there from now on comes after the writing, while the host
-        goes on.
+        """Return the tensor at ``index`` for the current stream: work issued there from now on runs after the writing;
+        the host does not wait.
 
-        Its memory belongs to the stream in which it was made.  Were it let go of while the current stream has yet to
-        read it, that stream would get it for something else; so the allocator is told.
+        The tensor's memory belongs to the stream in which it was made.  If it were freed before the current stream has
+        read it, the allocator could give it to that stream again; so the allocator is told of the reader.
         """
         tensor = self._tensors[index]
         if self._written is not None:

@@ -1,4 +1,4 @@
-"""The interpreter: a program of one rank, instruction by instruction.  There is no other control flow."""
+"""The interpreter runs the program of one rank, instruction by instruction.  There is no other control flow."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ from shardwise.runtime.together import kind, steps
 from shardwise.units.trace import Trace
 
 Operation = Callable[[Instruction], None]
-"""What executes an instruction."""
+"""A function that executes an instruction."""
 
 
 class Recording(Protocol):
-    """Who is told when each instruction of a step runs."""
+    """A recorder is told when each instruction of a step runs."""
 
     def run(self, position: int, one: Instruction, operate: Operation) -> None:
-        """Run an instruction, and take note of its begin and end."""
+        """Run an instruction by ``operate``, and note when it began and ended."""
 
     def arrived(self, position: int) -> None:
-        """What the instruction at ``position`` had posted has been waited for."""
+        """Note that the operation posted by the instruction at ``position`` has been waited for."""
 
 
 @dataclass
 class Interpreter(RankContext):
-    """Runs programs of a rank."""
+    """This runs the programs of a rank; ``recorder`` is told when each instruction runs."""
 
     recorder: Recording | None = None
-    _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(
-        default_factory=dict
-    )  # with the program, whose id it is by
+    # By the id of the program, which is kept so that no other program gets that id.
+    _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
 
     def updated(self, program: Program) -> Mapping[int, tuple[int, ...]]:
-        """The buckets that are updated at each STEP of a program, by its position."""
+        """Return the buckets that are updated at each STEP of a program, by the position of the STEP."""
         if id(program) not in self._updated:
             self._updated[id(program)] = program, steps(program, lambda bucket: kind(self.memory.buckets[bucket]))
         return self._updated[id(program)][1]
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
-        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch; they differ in static
-        numbers of rows only.
+        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, and these differ only in
+        static numbers of rows.
         """
         (result,) = self.results(traces, program, iter([given]))
         return result
 
     def results(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Iterator[StepResult]:
-        """Execute a program of several batches, taken from ``given`` when they begin; the results as they become known.
+        """Execute a program of several batches, and yield each batch's result once it is known.
 
-        The program has to be run to its end: other ranks wait.  ``traces`` are those of a batch.
+        A batch is taken from ``given`` when it begins, and ``traces`` has one trace for each of its microbatches.  The
+        caller must take all results: other ranks wait for this one.
         """
         self.memory.reserve(program)
         return self.begin(traces, program, given).run()
 
     def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
-        """A run of the program, of which nothing has been executed."""
+        """Return a run of the program that has not executed anything yet."""
         return Run(self, traces, program, given)
 
 
 @dataclass
 class Run:
-    """A program while it runs: its batches, what is computed of them, and what is under way."""
+    """A run of a program has its batches, what has been computed of them, and the operations under way."""
 
     owner: Interpreter
-    traces: Sequence[Trace]  # of the microbatches of a batch
+    traces: Sequence[Trace]  # one for each microbatch of a batch
     program: Program
     given: Iterator[StepInput]
     handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
@@ -87,17 +87,17 @@ class Run:
         self.batches = BatchStates(owner, self.traces, self.given)
         self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload)
         self.gradients = Gradients(memory, comm, owner.strict)
-        each = [*self.traces] * self.program.batches  # of all microbatches
+        each = [*self.traces] * self.program.batches  # one for each microbatch of all batches
         self.computing = values = Computing(owner, each, self.batches, self.gathered, self.gradients)
         self.messages = Messages(comm, self.gradients, each, values.live, values.pending, values.received, owner.strict)
-        # Where a stage decides for itself the norms of all are summed after that.
+        # A stage that decides by its own norm sums the norms of all stages only after that.
         norms = [one for one in instructions if one.op is Op.DECIDE or of_norm(one)]
         self.alone = bool(norms) and norms[-1].op is Op.REDUCE
         self.updated = owner.updated(self.program)
-        self.skip = memory.halted  # whether what forwards have written into buffers is not kept
+        self.skip = memory.halted  # not 0 if what forwards have written into buffers is dropped
 
     def operations(self) -> Mapping[Op, Operation]:
-        """What executes each kind of instruction."""
+        """Map each kind of instruction to the function that executes it."""
         computing = self.computing
         return {
             Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward,
@@ -111,7 +111,7 @@ class Run:
 
     def run(self) -> Iterator[StepResult]:
         owner = self.owner
-        # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
+        # Not an attribute: a reference cycle would hold the batch and the buffers' new values until it is collected.
         run_op = self.operations()
         for position in self.positions():
             one = self.program.instructions[position]
@@ -129,16 +129,16 @@ class Run:
             if self.handles:
                 owner.comm.progress()
             if one.op is Op.REPORT:
-                yield self.batches.end(one.version).result(self.alone)  # no name keeps its rows
+                yield self.batches.end(one.version).result(self.alone)  # a name for it would keep its rows
         self.wait_for_all()
         self.commit_buffers()
 
     def positions(self) -> Iterator[int]:
-        """The positions of the instructions, in the order in which they are executed."""
+        """Return the positions of the instructions, in the order in which they are executed."""
         return iter(range(len(self.program.instructions)))
 
     def wait(self, at: int) -> None:
-        """Wait for an instruction and all before it in its queue: a queue's latest stands for them in ``waits``."""
+        """Wait for an instruction and all before it in its queue: of each queue, ``waits`` names only the latest."""
         queue = self.program.instructions[at].queue
         for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.queue == queue]:
             one, handle = self.handles.pop(earlier)
@@ -153,7 +153,7 @@ class Run:
             self.wait(at)
 
     def free(self, one: Instruction) -> None:
-        """What ends with a completed instruction."""
+        """Free the buffers whose content ends with a completed instruction."""
         for buffer in one.frees:
             if buffer.kind in (BufferKind.SLOT, BufferKind.STASH):
                 self.gathered.free(buffer)
@@ -167,16 +167,16 @@ class Run:
     # ---- messages, reductions, the update ----------------------------------------------------------------------------
 
     def post(self, one: Instruction) -> None:
-        """A message between stages."""
+        """Post a message between stages."""
         env = None
-        if one.microbatch >= 0:  # gradients of buckets are of none
+        if one.microbatch >= 0:  # a bucket's gradient belongs to no microbatch
             batch, m = self.batches.place(one.microbatch)
             env = batch.env(m)
         handle = self.messages.send(one, env) if one.op is Op.SEND else self.messages.receive(one, env)
         self.handles[self.computing.position] = (one, handle)
 
     def add(self, one: Instruction) -> None:
-        """To a bucket's gradient, from a slot or from another rank."""
+        """Add to a bucket's gradient what is in a slot or has come from another rank."""
         if one.slot >= 0:
             self.gradients.take(one)
         else:
@@ -203,9 +203,9 @@ class Run:
             )
 
     def report(self, one: Instruction) -> None:
-        """A batch is over, and :meth:`run` hands over its result.
+        """Take the verdict on a finished batch for the model's buffers too, if the program has no other batch.
 
-        Where batches overlap the verdict on one says nothing about buffers, which others have written too.
+        Where batches overlap, the verdict on one says nothing about buffers, which others have written too.
         """
         if self.program.batches == 1:
             self.skip = self.batches[one.version].skip
@@ -222,12 +222,12 @@ class Run:
             self.owner.keep_gradients.append(self.batches[one.version].gradients())
 
     def reach_verdict(self, one: Instruction) -> None:
-        """Whether a batch is clipped or skipped."""
+        """Decide whether a batch is clipped or skipped."""
         self.batches[one.version].decide()
         self.rescale(one)
 
     def rescale(self, one: Instruction) -> None:
-        """The loss scale that follows from a batch is that of another."""
+        """Let the next version of the weights use the loss scale that follows from a batch."""
         if one.version + 1 < self.program.batches:
             self.batches.rescale()
 
@@ -238,13 +238,11 @@ class Run:
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
-        """Buffers written by forward change only if the step was not skipped; those of several batches, unless all has
-        come to a halt.
-        """
+        """Write the buffers' new values unless the step was skipped or, after several batches, training has halted."""
         for name, value in self.computing.updates.items():
             buffer = self.memory.buffers[name]
             buffer.copy_(torch.where(self.skip != 0, self.old_buffer(name), value))
 
     def old_buffer(self, name: str) -> Tensor:
-        """What a buffer of the model is if the step was skipped."""
+        """Return the value that a buffer of the model has if the step was skipped."""
         return self.memory.buffers[name]

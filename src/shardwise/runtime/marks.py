@@ -1,6 +1,4 @@
-"""How far a device has come while the host runs ahead of it: events in its compute stream that are looked at without
-waiting for them.
-"""
+"""Events in a device's compute stream show how far it has come while the host runs ahead, and make nothing wait."""
 
 from __future__ import annotations
 
@@ -11,27 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-POLL = 0.1  # seconds between two looks: each takes the interpreter's lock for some microseconds
-MOST = 20_000  # marks under way: several steps.  More are not put, and the device's place is less exact
+POLL = 0.1  # seconds between two looks: each takes Python's global lock for some microseconds
+MOST = 20_000  # the most marks under way, of several steps: beyond them the device's place is less exact
 
 
 class DeviceEvent(Protocol):
-    """What is used of ``torch.Event``."""
+    """This is the part of ``torch.Event`` that is used here."""
 
     def record(self) -> None:
-        """Put it behind all that has been issued to the current stream of the thread's current device, which is the
-        rank's.
-        """
+        """Put the event behind all work issued to the current stream of the thread's current device, the rank's."""
 
     def query(self) -> bool:
-        """Whether the device has passed it; does not wait."""
+        """Return, without waiting, whether the device has passed the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the device's work: once it has passed ``event`` it has begun what ``doing`` says.
+    """A mark is a place in the device's work: once the device has passed ``event``, it has begun ``doing``.
 
-    ``number`` counts marks from 1, in the order of issue.
+    ``number`` counts the marks from 1, in the order of issue.
     """
 
     number: int
@@ -42,11 +38,10 @@ class Mark:
 
 
 class Marks:
-    """Puts marks into a device's work, and calls ``passed`` with the latest that the device has passed, from a thread
-    of its own.
+    """This puts marks into a device's work, and calls ``passed`` with the latest that the device has passed, from a
+    thread of its own.
 
-    ``make`` gives a new event that has just been recorded.  Events are used again, so that after some steps no more are
-    made.
+    ``make`` gives a new event that has just been recorded.  Events are reused, so that after some steps none are made.
 
     A CUDA graph can be captured meanwhile only in a mode that lets other threads query events ("thread_local"), and
     without marks in it.
@@ -54,9 +49,8 @@ class Marks:
 
     def __init__(self, make: Callable[[], DeviceEvent], passed: Callable[[Mark], None], poll: float = POLL) -> None:
         self._make, self._passed, self._poll = make, passed, poll
-        self._under_way: deque[Mark] = (
-            deque()
-        )  # the host appends, the thread takes: each operation of a deque is atomic
+        # The host appends, the thread takes: each operation of a deque is atomic.
+        self._under_way: deque[Mark] = deque()
         self._free: deque[DeviceEvent] = deque()
         self._number = 0
         self._ended = threading.Event()
@@ -64,7 +58,7 @@ class Marks:
         self._thread.start()
 
     def put(self, step: int, position: int, doing: bytes) -> int:
-        """Mark that the host issues ``doing`` now; the number of the latest mark."""
+        """Mark that the host issues ``doing`` now, and return the number of the latest mark."""
         if len(self._under_way) >= MOST:
             return self._number
         if self._free:
@@ -77,7 +71,7 @@ class Marks:
         return self._number
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop following the device."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -86,11 +80,11 @@ class Marks:
         try:
             while not self._ended.wait(self._poll):
                 self._look()
-        except RuntimeError:  # of the device itself, whose work the host will find to have failed
+        except RuntimeError:  # the device itself has failed, as the host will find
             return
 
     def _look(self) -> None:
-        """The device passes marks in their order."""
+        """Report the latest mark that the device has passed: it passes marks in their order."""
         marks = list(self._under_way)
         count = bisect_left(marks, True, key=lambda one: not one.event.query())
         for one in marks[:count]:

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline sends to others and receives of them while a step runs."""
+"""The ranks of a pipeline send and receive these messages while a step runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.units.trace import Trace
 
 Live = MutableMapping[tuple[str, int], Tensor]
-"""By name and microbatch."""
+"""Tensors by (name, microbatch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """Operations that are waited for together.  They keep what they send."""
+    """This handle waits for several operations, and keeps the tensors that they send alive."""
 
     handles: Sequence[Handle]
     values: Sequence[Tensor]
@@ -32,11 +32,10 @@ class _Several:
 
 @dataclass
 class Messages:
-    """Live tensors go from rank to rank as they are, and are live there; their gradients wait in ``received`` for the
-    backward that reads them; the gradient of a bucket that another rank has too goes there as a whole, or this rank's
-    shard of it.
+    """A live tensor is sent as it is, and is live on the receiver; its gradient waits in ``received`` for the backward
+    that reads it.  For a bucket that another rank has too, the whole gradient or this rank's shard of it is sent.
 
-    ``strict``: what is to be received is NaN until then.
+    ``strict`` fills the tensors of units with NaN until they are received.
     """
 
     comm: Communicator
@@ -48,7 +47,7 @@ class Messages:
     strict: bool = False
 
     def send(self, one: Instruction, env: Env | None) -> Handle:
-        """Post all that the instruction carries; a live tensor that nothing has given a gradient has one of zeros."""
+        """Post the sends of all that the instruction carries; a gradient that no backward has produced is zero."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
             values = {"gradient": self.gradients.final(one.bucket)}
@@ -80,7 +79,7 @@ class Messages:
         return self._post(one, values, self.comm.receive)
 
     def free(self, place: Buffer) -> None:
-        """What was received has been read."""
+        """Drop what was received: it has been read."""
         self.received.pop(place, None)
 
     def _post(self, one: Instruction, values: Mapping[str, Tensor], post: Callable[..., Handle]) -> Handle:
@@ -95,7 +94,7 @@ class Messages:
         return _Several(handles, tuple(values.values()))
 
     def _empty(self, one: Instruction, name: str, env: Env | None) -> Tensor:
-        """For a live tensor of this rank's rows."""
+        """Return memory for this rank's rows of a live tensor, or for their gradient."""
         assert env is not None
         shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, env)
         found = torch.empty(shape, dtype=dtype, device=self.comm.device)

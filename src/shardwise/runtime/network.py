@@ -1,7 +1,7 @@
-"""Which network interface reaches the ranks on other hosts.
+"""This chooses the network interface that reaches the ranks on other hosts.
 
-gloo takes the one that this host's own name resolves to, which is the loopback on many hosts, and then connects to
-itself.  The route to where the ranks meet says better.
+gloo takes the interface that this host's own name resolves to, which is the loopback on many hosts, and then connects
+to itself.  The route to the address where the ranks meet is a better guide.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import psutil
 from shardwise.core.errors import ShardwiseError
 from shardwise.runtime.rendezvous import Rendezvous
 
-INTERFACE_FORMS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL takes a bare name for a prefix
-DISCARD = 9  # a port; nothing is sent there
+INTERFACE_FORMS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL takes a bare name as a prefix
+DISCARD = 9  # the number of a port, to which nothing is sent
 
 
 def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) -> None:
-    """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it, before they make a
+    """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it before they make a
     group.
 
     What the user has set stays, and where all ranks are on one host nothing is done.  On the host whose address is
-    ``MASTER_ADDR`` that name may be the loopback: its ranks look for a way to a rank elsewhere instead.
+    ``MASTER_ADDR``, that name may be the loopback: its ranks look for a route to a rank on another host instead.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return
@@ -39,7 +39,7 @@ def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) ->
     )
     source = source or next(filter(None, (source_towards(peer) for peer in peers if peer)), None)
     if source is None:
-        return  # by all that can be seen, the ranks share one host
+        return  # as far as can be seen, the ranks share one host
     interface = _owner(source)
     if interface is None:
         raise ShardwiseError(
@@ -52,7 +52,7 @@ def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) ->
 
 
 def source_towards(address: str) -> str | None:
-    """The IP address from which this host sends to ``address``; None where that is the loopback, or there is no way."""
+    """Return the IP address from which this host sends to ``address``; None for the loopback, or without a route."""
     with suppress(OSError, UnicodeError):  # a name that does not resolve, or cannot; an address without a route
         for family, kind, protocol, _, target in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -64,7 +64,7 @@ def source_towards(address: str) -> str | None:
 
 
 def _owner(source: str) -> str | None:
-    """The interface that has an address."""
+    """Return the interface that has the address ``source``."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == source for entry in addresses):
             return str(name)

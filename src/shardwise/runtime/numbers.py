@@ -1,4 +1,4 @@
-"""A step's numbers as the host reads them, without making it wait for more than the step that they are of."""
+"""The host reads a step's numbers without waiting for more than that step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwise.backend import Backend
 
 @dataclass
 class Numbers:
-    """0-d tensors on their way to the host.
+    """These are 0-d tensors on their way to the host.
 
-    Reading a device's tensor makes the host wait for everything that has been issued by then, which is the step after
-    this one.  So the tensors are packed into one, copied to page-locked memory as soon as the step has been issued, and
-    read when the event after that copy has come.  On a CPU there is nothing to copy.
+    Reading a device's tensor makes the host wait for all that has been issued by then, which includes the step after
+    this one.  So the tensors are packed into one, which is copied to page-locked memory as soon as the step has been
+    issued, and read once the event behind that copy has occurred.  On a CPU there is nothing to copy.
     """
 
     tensors: Sequence[Tensor]
@@ -38,7 +38,7 @@ class Numbers:
         return Numbers(tensors, copy, backend.event(device))
 
     def read(self) -> list[float]:
-        """The numbers; the host waits until the step that they are of has been done, and no longer."""
+        """Return the numbers; the host waits until their step is done, and no longer."""
         if self._read is None:
             if self._copied is not None:
                 self._copied.synchronize()

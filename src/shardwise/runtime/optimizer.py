@@ -1,7 +1,7 @@
-"""The optimizer over flat buffers: torch's own update kernels, each run once over a whole segment.
+"""The optimizer over flat buffers runs torch's own update kernels, each once over a whole segment.
 
 A skipped step (``skip`` = 1) leaves parameters, state and step counters as they were, bit for bit, and the
-host never reads the flag.  The fused kernels take it as ``found_inf``, and the factor of clipping as the
+host never reads the flag.  The fused kernels take it as ``found_inf``, and the clipping factor as the
 inverse of ``grad_scale``: the two attributes by which :class:`torch.amp.GradScaler` talks to an optimizer.
 """
 
@@ -19,7 +19,7 @@ from shardwise.core.optim import FUSED, OptimizerChoice
 
 
 class Segment(NamedTuple):
-    """A contiguous range of a flat buffer whose elements share one weight decay.
+    """A segment is a contiguous range of a flat buffer whose elements all have weight decay, or none of them has.
 
     ``param`` and ``grad`` are 1-d views of the buffers; ``start`` is the position of ``param[0]`` in the flat
     buffer of the parameters, in elements.
@@ -37,7 +37,7 @@ def torch_optimizer(
     undecayed: Sequence[Tensor],
     **options: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer of :mod:`torch.optim` that ``choice`` names, over two groups of parameters.
+    """Return the optimizer of :mod:`torch.optim` that ``choice`` names, over two groups of parameters.
 
     Weight decay applies to ``decayed`` only.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
     """
@@ -71,9 +71,9 @@ def torch_optimizer(
 
 
 def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
-    """:class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
+    """Raise :class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
     backend = Backend.of(device)
-    legal = (*FUSED[backend.kind], "adagrad")  # which does not use its counter
+    legal = (*FUSED[backend.kind], "adagrad")  # Adagrad does not use its counter of steps
     if backend.asynchronous and not backend.counts_steps and choice.name not in legal:
         where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
         wrong = f'"{choice.name}" is not legal on {where}'
@@ -81,11 +81,11 @@ def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
 
 
 class FlatOptimizer:
-    """One optimizer over segments of flat buffers, all on one device and of one dtype.
+    """This is one optimizer over segments of flat buffers, all on one device and of one dtype.
 
-    The update of a segment equals that of :mod:`torch.optim` on its parameters one by one, as every optimizer
-    here works element by element.  State is made at once, in zeros, so that the very first step can be
-    skipped; a zero element with a zero gradient (padding) stays zero, and so does its state.
+    The update of a segment equals that of :mod:`torch.optim` on its parameters one by one, as every optimizer here
+    works element by element.  State is made at once, so that the very first step can be skipped; a zero element with a
+    zero gradient (padding) stays zero, and so does its state.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class FlatOptimizer:
 
     @staticmethod
     def joined(parts: Sequence[FlatOptimizer]) -> FlatOptimizer:
-        """One that takes the steps of all ``parts``, with the state that they have: the same numbers in fewer kernels,
-        where these are fused.
+        """Return one optimizer that takes the steps of all ``parts`` with their state: the same numbers in fewer
+        kernels, where these are fused.
         """
         each = [one for part in parts for one in part.states()]
         return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
@@ -140,7 +140,7 @@ class FlatOptimizer:
                 torch.where(skipped, before, tensor, out=tensor)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """The state by its names in torch (``exp_avg``, ``step``, …), one live tensor for each segment."""
+        """Return the state by its names in torch (``exp_avg``, ``step``, …), one live tensor for each segment."""
         states = [self._state(index) for index in range(len(self.segments))]
         return {key: [state[key] for state in states] for key in (states[0] if states else ())}
 
@@ -148,7 +148,7 @@ class FlatOptimizer:
     def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy in what :meth:`state_dict` gave for segments of the same sizes.
 
-        :class:`ShardwiseError` says which names or shapes differ.
+        Raises :class:`ShardwiseError` where names or shapes differ.
         """
         own = self.state_dict()
         if set(own) != set(state):
@@ -164,7 +164,7 @@ class FlatOptimizer:
                 tensor.copy_(source)
 
     def states(self) -> list[tuple[Segment, dict[str, Tensor]]]:
-        """Each segment with its live state by torch's names: 1-d tensors like its parameters, and 0-d counters."""
+        """Return each segment and its live state by torch's names: 1-d tensors like ``param``, and 0-d counters."""
         return [(segment, self._state(index)) for index, segment in enumerate(self.segments)]
 
     def _make(self, states: Iterable[Mapping[str, Tensor]] | None) -> torch.optim.Optimizer:
@@ -186,7 +186,7 @@ class FlatOptimizer:
         return optimizer
 
     def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
-        """What torch.optim makes in its first step, with the scalars where its kernels want them."""
+        """Return what torch.optim makes in its first step, with the scalars where its kernels want them."""
         on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self.fused)
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
@@ -214,33 +214,32 @@ class FlatOptimizer:
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def changed(self) -> list[Tensor]:
-        """All that a step changes: parameters and state."""
+        """Return all that a step changes: parameters and state."""
         return [
             *self._params,
             *(tensor for index in range(len(self._params)) for tensor in self._state(index).values()),
         ]
 
     def _mutable(self) -> list[Tensor]:
-        """What a step changes on the device: all but Adagrad's ``step``, which can be on the CPU.
+        """Return what a step changes on the device: all but Adagrad's ``step``, which can be on the CPU.
 
-        It also counts skipped steps there; with no decay of its learning rate, Adagrad never uses it.
+        There it also counts skipped steps; without a decay of its learning rate, Adagrad never uses it.
         """
         return [t for t in self.changed() if t.device == self._params[0].device]
 
     def _divisor(self, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor | None:
-        """What the fused kernels shall divide gradients by, after scaling here what they cannot."""
+        """Return what the fused kernels must divide gradients by; scale the gradients here where they cannot."""
         if grad_scale is None:
             return None
         if self._params[0].dtype == torch.float64:
-            # They take the divisor in float32: too coarse for these gradients.
+            # The kernels take the divisor in float32, which is too coarse for these gradients.
             self._scale_gradients(grad_scale, skip)
             return None
         return grad_scale.float().reciprocal()
 
     def _scale_gradients(self, factor: Tensor, skip: Tensor | None) -> None:
         if skip is not None:
-            # What a skipped step makes of the factor may be NaN, and no later step writes the padding of these
-            # gradients.
+            # In a skipped step the factor may be NaN, and no later step writes the padding of these gradients.
             factor = torch.where(skip != 0, 0.0, factor)
         for segment in self.segments:
             segment.grad.mul_(factor)

@@ -1,4 +1,4 @@
-"""Programs whose stages update by their own norm and go back if that was wrong (``norm = "post-validate"``).
+"""This runs programs whose stages update by their own norm and go back if that was wrong (``norm = "post-validate"``).
 
 A stage copies what an update will change (BACKUP), updates, and goes on with the next batch.  When the norm over all
 stages is known (VALIDATE) and asks for another update, each rank puts the copies back, updates again, and repeats what
@@ -22,7 +22,7 @@ from shardwise.units.trace import Trace
 
 
 class PostValidatingInterpreter(Interpreter):
-    """Runs the programs of a plan under which updates are validated later."""
+    """This runs the programs of a plan under which updates are validated later."""
 
     def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
         return PostValidatedRun(self, traces, program, given)
@@ -30,9 +30,9 @@ class PostValidatingInterpreter(Interpreter):
 
 @dataclass
 class PostValidatedRun(Run):
-    """A run that can go back to before the latest update.
+    """This run can go back to before the latest update.
 
-    ``backups`` are the values that this update has changed, by bucket.  ``before`` and ``after`` are the values that
+    ``backups`` has copies of what this update has changed, by bucket.  ``before`` and ``after`` are the values that
     forwards have given to the model's buffers before and with the batch of this update.
     """
 
@@ -49,7 +49,7 @@ class PostValidatedRun(Run):
         return {**super().operations(), Op.BACKUP: self.backup, Op.VALIDATE: self.validate}
 
     def positions(self) -> Iterator[int]:
-        """All in their order, and after a VALIDATE that goes back those from the first STEP of its batch once more."""
+        """Yield all positions in order, and after a VALIDATE that goes back those of :func:`repeated` once more."""
         for position in super().positions():
             yield position
             if self.going_back:
@@ -57,7 +57,7 @@ class PostValidatedRun(Run):
                 yield from self.repeated[self.program.instructions[position].version]
 
     def reach_verdict(self, one: Instruction) -> None:
-        """Where an update is validated later this stage decides alone; on the last batch all decide together."""
+        """Let this stage decide alone where its update is validated later; on the last batch all decide together."""
         if one.version not in self.repeated:
             super().reach_verdict(one)
             return
@@ -83,7 +83,7 @@ class PostValidatedRun(Run):
         self.backups.clear()
 
     def drop(self, number: int) -> None:
-        """All that has been computed and sent of a batch, of which only forwards have been run."""
+        """Drop all that has been computed and sent for a batch; only forwards of it have been run."""
         later = self.program.instructions[self.computing.position :]
         places = [
             (one, *self.batches.place(one.microbatch))
@@ -98,9 +98,9 @@ class PostValidatedRun(Run):
         self.batches.again(number)
 
     def report(self, one: Instruction) -> None:
-        """Batches follow each other, so the verdict on the last one decides on the buffers."""
+        """Take the verdict on this batch for the buffers: batches follow each other, so that on the last one counts."""
         self.skip = self.batches[one.version].skip
 
     def old_buffer(self, name: str) -> Tensor:
-        """What the latest batch that was not skipped has left."""
+        """Return the value that the latest batch that was not skipped has left."""
         return self.before.get(name, super().old_buffer(name))

@@ -1,9 +1,8 @@
-"""What a rank is doing, told to whoever watches: a small record in a file that both map into memory.
+"""Each rank tells its watcher what it is doing in a small record: a file that the rank maps into memory.
 
-Each rank owns one record and writes it before every instruction and around every blocking wait; a write is one
-``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.  Behind it is a
-second record, of how far the rank's device has come, written by a thread of its own: on a GPU the host's place is not
-the device's.
+The rank writes its record before every instruction and around every blocking wait; a write is one
+``struct.pack_into``.  The byte after the record is the watcher's: a nonzero value asks the rank to stop.  Behind it is
+a second record of how far the rank's device has come, written by a thread of its own: a GPU runs behind its host.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.marks import Mark, Marks
 
-RUN_DIR = "SHARDWISE_RUN_DIR"  # environment variable: where the launcher of a user's script looks for records
-# The fields of Record, from ``writes`` to ``notice``, and once more the number of writes; the device's, and once more
-# the number passed.
+RUN_DIR = "SHARDWISE_RUN_DIR"  # the environment variable that names the folder in which the launcher looks for records
+# RECORD has the fields of Record from ``writes`` to ``notice`` and ends with ``writes`` again; DEVICE begins and ends
+# with ``passed``.  A reader that finds two different numbers has read while the rank was writing.
 RECORD = struct.Struct("<Qqi???dQQ48s96s200s240sQ")
 DEVICE = struct.Struct("<Qqi240sQ")
 SIZE = RECORD.size + 1 + DEVICE.size
 LEAVING = "finishing the checkpoint under way, after an error"
-NEVER = 2**63  # a number that no mark has
-TIMELINE = 32  # phases that are remembered: those of the start
-TORN_READS = 20  # times that a record is read again because it is being written
-TORN_WAIT = 0.5e-3  # seconds in between
+NEVER = 2**63  # larger than the number of any mark
+TIMELINE = 32  # the most phases that are remembered: those of the start
+TORN_READS = 20  # how often a record that is being written is read again
+TORN_WAIT = 0.5e-3  # seconds between two of these reads
 
 
 @dataclass(frozen=True)
 class Record:
-    """The state of one rank.
+    """A record is the state of one rank.
 
-    ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long
+    ``waiting``: it is blocked in the communication ``waiting_for``; ``patient``: it is in a phase that may take long
     (the start, saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the
-    epoch; ``step`` is -1 outside of steps.  ``role`` is what it has of a pipeline (``stage 1``).  ``notice`` is the
-    last thing that it had to tell the user: here, as a full disk takes no log.
+    epoch; ``step`` is -1 outside of steps.  ``role`` is the rank's part of a pipeline (``stage 1``).  ``notice`` is the
+    last message for the user: it is kept here because a full disk takes no log.
 
-    Of a rank whose device works on while the host goes ahead: ``issued`` is the number of the last mark in the device's
-    work, ``passed`` that of the last which the device has passed, at ``device_at`` (step, position), where it began
-    ``device_doing``.  Until it has passed ``until``, which ends what it did for the first time, it may take long too,
-    and the rank is ``patient``.
+    For a rank whose device runs behind the host, ``issued`` is the number of the last mark in the device's work, and
+    ``passed`` that of the last mark that the device has passed: there, at ``device_at`` (step, position), it began
+    ``device_doing``.  Work that the device does for the first time may take long; it ends at the mark ``until``, and
+    until the device has passed that, the rank is ``patient``.
     """
 
     rank: int
@@ -71,23 +70,23 @@ class Record:
 
     @property
     def name(self) -> str:
-        """``rank 1``, or ``rank 1 (stage 1)``."""
+        """Return ``rank 1``, or ``rank 1 (stage 1)`` in a pipeline."""
         return f"rank {self.rank} ({self.role})" if self.role else f"rank {self.rank}"
 
     @property
     def place(self) -> str:
-        """``BACKWARD u3 m1 of step 17``."""
+        """Return where the host is, as in ``BACKWARD u3 m1 of step 17``."""
         return _place(self.doing, self.step)
 
     @property
     def behind(self) -> bool:
-        """Whether its device has not done yet all that the host has issued."""
+        """Return whether the device has not yet done all that the host has issued."""
         return self.passed < self.issued
 
     @property
     def whereabouts(self) -> str:
-        """``BACKWARD u3 m1 of step 17``; ``device at FORWARD u3 m0 of step 17, host at the end of step 18`` where they
-        differ.
+        """Return :attr:`place`, or ``device at FORWARD u3 m0 of step 17, host at the end of step 18`` where the device
+        is behind.
         """
         if not self.behind:
             return self.place
@@ -96,41 +95,39 @@ class Record:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Where in the run it is, the device where that is behind, for comparing ranks."""
+        """Return (step, position) of the rank, or of its device where that is behind, for comparing ranks."""
         return self.device_at if self.behind else (self.step, self.position)
 
 
 class Progress:
-    """A rank's side of its record.  Methods are called by one thread at a time and cost about a microsecond."""
+    """This writes a rank's record.  One thread at a time calls its methods, which cost about a microsecond each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
-            file.write(bytes(SIZE))  # not truncate: a write into a hole of a full disk would kill the process
+            file.write(bytes(SIZE))  # truncate() would leave a hole: to write into it on a full disk kills the process
             file.flush()
             self._memory = mmap.mmap(file.fileno(), SIZE)
-        self._texts: dict[
-            int, tuple[Instruction, bytes, bytes]
-        ] = {}  # by identity: hashing an instruction takes longer
+        self._texts: dict[int, tuple[Instruction, bytes, bytes]] = {}  # by id(): hashing an instruction takes longer
         self._marks: Marks | None = None
         self._issued = self._until = 0
         self._sizes: set[int] = set()
-        self._issuing: dict[int, str] = {}  # at each position of the program, on a device
+        self._issuing: dict[int, str] = {}  # the text of the instruction at each position, for a device
         self._writes, self._step, self._position = 0, -1, -1
         self._patient = self._done = False
         self._role = self._doing = self._waiting_for = self._notice = b""
-        self.timeline: list[tuple[str, float]] = []  # phases and when they began (time.time()), for logs
+        self.timeline: list[tuple[str, float]] = []  # (phase, time.time() at its start), for logs
         self.phase("starting")
 
     @staticmethod
     def from_environment() -> Progress | None:
-        """The record of this rank, if a launcher watches it."""
+        """Return the writer of this rank's record, or None if no launcher watches the rank."""
         run_dir, rank = os.environ.get(RUN_DIR), os.environ.get("RANK")
         return Progress(record_path(Path(run_dir), int(rank))) if run_dir and rank else None
 
     def phase(self, text: str, *, patient: bool = True) -> None:
-        """Work outside of a step; ``patient``: it may take long."""
+        """Note that work outside of a step begins; ``patient`` says that it may take long."""
         if len(self.timeline) < TIMELINE:
             self.timeline.append((text, time.time()))
         self._step, self._position, self._patient = -1, -1, patient
@@ -139,10 +136,10 @@ class Progress:
         self._write()
 
     def follow(self, device: torch.device) -> None:
-        """From now on say also how far ``device`` has come, if it works on while the host goes ahead.
+        """From now on also record how far ``device`` has come, if it runs behind the host.
 
-        What it does for the first time, an instruction or a batch of another size, may take long: kernels are compiled
-        and chosen, memory is taken.
+        An instruction, or a batch size, that is new to the device may take long: kernels are compiled and chosen, and
+        memory is allocated.
         """
         from shardwise.backend import Backend  # imports torch
         from shardwise.runtime.marks import Marks
@@ -153,32 +150,32 @@ class Progress:
             self._marks = Marks(lambda: backend.event(device), self._passed)
 
     def leave(self) -> None:
-        """Follow the device no more."""
+        """Stop following the device."""
         if self._marks is not None:
             self._marks.close()
         self._marks = None
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether whoever watches has asked this rank to stop (:func:`ask_to_stop`)."""
+        """Return whether the watcher has asked this rank to stop (:func:`ask_to_stop`)."""
         return self._memory[RECORD.size] != 0
 
     def begin(self, step: int) -> None:
-        """A step begins, with reading its batch."""
+        """Note that a step begins: it begins with reading its batch."""
         self._step, self._position, self._patient = step, -1, False
         self._doing, self._waiting_for = b"reading the batch", b""
         self._settle()
         self._write()
 
     def batch(self, rows: int) -> None:
-        """The step's batch has been read."""
+        """Note that the step's batch has been read."""
         if self._marks is not None and rows not in self._sizes:
             self._sizes.add(rows)
             self._until = NEVER
             self._write()
 
     def instruction(self, position: int, one: Instruction) -> None:
-        """An instruction of the step begins."""
+        """Note that an instruction of the step begins."""
         known = self._texts.get(id(one))
         if known is None:
             known = self._new(position, one)
@@ -188,22 +185,22 @@ class Progress:
         self._write()
 
     def wait(self, what: str | None) -> None:
-        """A blocking wait for ``what`` begins, or (None) ends."""
+        """Note that a blocking wait for ``what`` begins, or, with None, that it ends."""
         self._waiting_for = what.encode() if what else b""
         self._write()
 
     def tell(self, notice: str) -> None:
-        """Something that the user has to know."""
+        """Record something that the user has to know."""
         self._notice = notice.encode()
         self._write()
 
     def take(self, role: str) -> None:
-        """What this rank has of a pipeline."""
+        """Record this rank's part of a pipeline."""
         self._role = role.encode()
         self._write()
 
     def finish(self) -> None:
-        """The rank has done all its work."""
+        """Note that the rank has done all its work."""
         self.leave()
         self._done = True
         self.phase("finished")
@@ -218,8 +215,8 @@ class Progress:
         )  # fmt: skip
 
     def _new(self, position: int, one: Instruction) -> tuple[Instruction, bytes, bytes]:
-        """An instruction that has not been run before, in words; on a device also with what it waits for, which happens
-        there.
+        """Remember and return the text of an instruction that has not run before; the text for a device also says what
+        the instruction waits for, as the device does the waiting.
         """
         text = str(replace(one, waits=()))
         device = text
@@ -232,13 +229,13 @@ class Progress:
         return known
 
     def _settle(self) -> None:
-        """What was new has been issued: once the device is through with it, nothing may take long any more."""
+        """Put a mark behind what is new to the device: once it is passed, nothing may take long any more."""
         if self._marks is not None:
             self._issued = self._marks.put(self._step, self._position, self._doing)
             self._until = self._issued if self._until == NEVER else self._until
 
     def _passed(self, mark: Mark) -> None:
-        """Called by the thread that follows the device: it writes the second record, and nothing else does."""
+        """Write the second record; only the thread that follows the device calls this."""
         DEVICE.pack_into(self._memory, RECORD.size + 1, mark.number, mark.step, mark.position, mark.doing, mark.number)
 
 
@@ -247,7 +244,7 @@ def _place(doing: str, step: int) -> str:
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
-    """Where rank ``rank`` keeps its record."""
+    """Return the path of the record of rank ``rank``."""
     return run_dir / "monitor" / f"rank_{rank}"
 
 
@@ -262,7 +259,7 @@ def ask_to_stop(run_dir: Path, rank: int) -> None:
 
 
 def read_record(run_dir: Path, rank: int) -> Record | None:
-    """The record of a rank, or None while it has none (or its writer has been interrupted for long, half-way)."""
+    """Return the record of a rank, or None while it has none (or its writer is interrupted for long in a write)."""
     path = record_path(run_dir, rank)
     for _ in range(TORN_READS):
         try:
@@ -273,13 +270,10 @@ def read_record(run_dir: Path, rank: int) -> Record | None:
             return None
         *numbers, role, doing, waiting_for, notice, writes = RECORD.unpack(found[: RECORD.size])
         passed, step, position, device, again = DEVICE.unpack(found[RECORD.size + 1 :])
-        if (
-            writes and writes == numbers[0] and passed == again
-        ):  # a write begins with zeros and ends with the last field
+        if writes and writes == numbers[0] and passed == again:  # pack_into zeroes all, then writes in order
             texts = (_text(one) for one in (role, doing, waiting_for, notice))
             host = Record(rank, *numbers, *texts)
-            # What the device passes is progress as well, and while it does something for the first time it may take
-            # long.
+            # The device's progress counts too, and what is new to the device may take long.
             return replace(
                 host, writes=writes + passed, patient=host.patient or passed < host.until,
                 passed=passed, device_at=(step, position), device_doing=_text(device),

@@ -1,4 +1,4 @@
-"""What is the same in all steps of a rank: whom it talks to, what it holds, and how a step is to be taken."""
+"""The context of a rank is the same in all steps: its communicator, its memory, and how a step is to be taken."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwise.runtime.communicator import Communicator
 
 @dataclass
 class RankContext:
-    """What the instructions of a rank's programs are run with.  ``progress(position, instruction)`` is called before
+    """A rank runs the instructions of its programs with this.  ``progress(position, instruction)`` is called before
     each instruction.
 
-    ``axes`` are those of the batch, ``tensor`` those over which parameters are sharded.  ``learning`` are the indices
-    of all buckets that learn, on whatever rank; ``counted`` those whose norm this rank counts: of several ranks that
-    have the same of a bucket one does, not to speak of the batch axes.  ``per_parameter``: parameters that no backward
-    of a step reaches on any rank take no step.  ``strict`` fills memory with NaN as soon as the program says that its
+    ``axes`` are those of the batch, ``tensor`` those of tensor parallelism.  ``learning`` are the indices of all
+    buckets that learn, on whatever rank; ``counted`` those whose norm this rank counts: at each place on the batch
+    axes, one of the ranks that have the same part of a bucket does.  ``per_parameter``: a parameter that no backward of
+    a step reaches on any rank takes no step.  ``strict`` fills memory with NaN as soon as the program says that its
     content has ended.
     """
 
@@ -34,16 +34,15 @@ class RankContext:
     tensor: tuple[str, ...] = ()
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
-    inspect: Callable[[int, str, list[Tensor]], None] | None = (
-        None  # (position, what, values): looks at what units produce
-    )
-    # Gets the whole gradients of each batch, before clipping; on all ranks or none.
+    # ``inspect(position, what, values)`` is given what units produce.
+    inspect: Callable[[int, str, list[Tensor]], None] | None = None
+    # This is given the whole gradients of each batch, before clipping; it is set on all ranks or none.
     keep_gradients: list[dict[str, Tensor]] | None = None
     per_parameter: bool = False
     strict: bool = False
-    offload: bool = False  # of activations
+    offload: bool = False  # whether activations are offloaded to the host
 
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:
-        """For each axis of tensor parallelism the number of ranks, and which this one is."""
+        """Return, for each axis of tensor parallelism, the number of ranks and this rank's place among them."""
         return self.comm.mesh.places(self.comm.rank, self.tensor)

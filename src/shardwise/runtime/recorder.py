@@ -1,6 +1,4 @@
-"""When each instruction of a step began and ended on a rank: recorded for the steps that are asked for, at no cost to
-the others.
-"""
+"""This records when each instruction of a step began and ended on a rank; steps that are not recorded cost nothing."""
 
 from __future__ import annotations
 
@@ -17,20 +15,20 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.interpreter import Interpreter
 
 TRACE = "trace"
-"""The folder of recorded steps in that of a run: a file of JSON lines for each rank, a line for each step."""
+"""This folder in a run's folder has recorded steps: a file of JSON lines for each rank, with a line for each step."""
 
 
 def trace_name(rank: int) -> str:
-    """The file of a rank in :data:`TRACE`."""
+    """Return the name of a rank's file in :data:`TRACE`."""
     return f"rank_{rank}.jsonl"
 
 
 class Event(NamedTuple):
-    """An instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
+    """An event is an instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
 
-    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for
-    each time. ``peer`` is the rank at the other side of a message, else -1; ``text`` the instruction in words.
-    ``lasting``: it was not run again later.
+    An operation that is only posted, such as a collective, stops where it has been waited for.  An instruction that is
+    run again has an event for each time, and ``lasting`` says that it was not run again later.  ``peer`` is the rank at
+    the other side of a message, else -1; ``text`` is the instruction in words.
     """
 
     op: Op
@@ -46,11 +44,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of one rank, ``seconds`` long.
+    """This is one rank's part of a step, which took ``seconds``; ``ranks`` is the number of all ranks.
 
     ``wall`` is when its recording began by its host's clock, in seconds since the epoch: it puts the ranks of a host on
-    one axis. Ranks of several hosts began after a barrier.  ``pipeline`` is the first rank of those that have the
-    stages of one model together. ``memory`` is the most that the rank has held so far, in bytes.
+    one time axis.  Ranks of several hosts began after a barrier.  ``pipeline`` is the first of the ranks that have the
+    stages of one model together.  ``memory`` is the most bytes that the rank has held so far.
     """
 
     step: int
@@ -64,20 +62,20 @@ class RankStep:
     events: tuple[Event, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; :meth:`from_dict` reads it back unchanged."""
+        """Return the step as values for JSON; :meth:`from_dict` reads them back unchanged."""
         return vars(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RankStep:
-        """What :meth:`to_dict` gave; KeyError, TypeError or ValueError where it is something else."""
+        """Return the step that :meth:`to_dict` was called on; other values raise KeyError, TypeError or ValueError."""
         return RankStep(**{**values, "events": tuple(Event(Op(op), *rest) for op, *rest in values["events"])})
 
 
 class Recorder:
-    """Records the step that is taken inside of ``with``; all ranks of the interpreter's mesh record it together.
+    """This records the step that is taken inside of ``with``; all ranks of the interpreter's mesh record it together.
 
-    On a GPU times are those of the compute stream, read after the step.  ``stage`` says which stage of the model an
-    instruction is of.
+    On a GPU times are those of the compute stream, read after the step.  ``stage`` gives the model's stage to which an
+    instruction belongs.
     """
 
     def __init__(self, interpreter: Interpreter, stage: Callable[[Instruction], int] | None = None) -> None:
@@ -85,7 +83,7 @@ class Recorder:
         self._stage = stage or (lambda one: 0 if one.unit >= 0 else -1)
         self._backend = Backend.of(self._comm.device)
         self._stamps: list[tuple[Instruction, Any, Any]] = []
-        self._latest: dict[int, int] = {}  # place in there by position
+        self._latest: dict[int, int] = {}  # the index there of the latest run of each position
 
     def __enter__(self) -> Self:
         self._comm.barrier(what="the begin of a recorded step")
@@ -108,13 +106,13 @@ class Recorder:
         self._stamps.append((one, start, self._stamp()))
 
     def arrived(self, position: int) -> None:
-        """What an instruction had posted has been waited for."""
+        """Note that what an instruction had posted has been waited for."""
         place = self._latest[position]
         one, start, _ = self._stamps[place]
         self._stamps[place] = one, start, self._stamp()
 
     def found(self, step: int, memory: int) -> RankStep:
-        """The step that is over; on a GPU the host waits for it."""
+        """Return the recorded step, which is over; on a GPU the host waits for it.  ``memory`` is in bytes."""
         self._settle()
         comm = self._comm
         lasting = set(self._latest.values())
@@ -141,13 +139,13 @@ class Recorder:
         self._backend.synchronize(self._comm.device)
 
     def _stamp(self) -> Any:
-        """Now: nanoseconds, or an event in the compute stream."""
+        """Return a stamp of now: nanoseconds, or an event in the compute stream."""
         if not self._backend.asynchronous:
             return time.perf_counter_ns()
         return self._backend.event(self._comm.device, timing=True)
 
     def _since(self, stamp: Any) -> float:
-        """Seconds from the begin to a stamp."""
+        """Return the seconds from the start of the recording to a stamp."""
         return (
             float(self._begun.elapsed_time(stamp)) / 1e3 if self._backend.asynchronous else (stamp - self._begun) / 1e9
         )

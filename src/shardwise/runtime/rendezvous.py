@@ -1,5 +1,4 @@
-"""Where the processes of a run find each other: the key-value store that torchrun's environment variables
-name."""
+"""The processes of a run find each other in the key-value store that torchrun's environment variables name."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """This process's rank, the number of processes, and a store that all of them can reach."""
+    """This has the process's rank, the number of processes, and a store that all of them can reach."""
 
     store: Store
     rank: int
@@ -24,11 +23,10 @@ class Rendezvous:
 
 
 def rendezvous(purpose: str, timeout: float) -> Rendezvous:
-    """Meet the other processes started by torchrun, or by hand with the same variables (``RANK WORLD_SIZE
-    MASTER_ADDR MASTER_PORT``).
+    """Meet the other processes started by torchrun, or by hand with the same :data:`VARIABLES`.
 
-    Keys are private to ``purpose``, to this attempt and to this meeting: those from before a restart, or from when
-    ranks met the last time, are not seen.  Every read from the store takes at most ``timeout`` seconds.  Raises
+    Keys are private to ``purpose``, to this attempt and to this meeting: those from before a restart, or from an
+    earlier meeting of the ranks, are not seen.  Every read from the store takes at most ``timeout`` seconds.  Raises
     :class:`ConfigError` where a variable is missing or not a number.
     """
     values = {name: os.environ.get(name, "") for name in VARIABLES}

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as device tensors: nothing is read on the host."""
+"""Dynamic loss scaling works on device tensors: the host reads nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.core.scale import ScaleChoice
 
 
 class LossScale:
-    """The loss scale of a run, by the rule of :class:`ScaleChoice`.
+    """This is the loss scale of a run, by the rule of :class:`ScaleChoice`.
 
-    Three 0-d tensors on ``device``, the same ones for life: ``scale`` (fp32), ``good`` (int32, steps since the scale
-    last changed) and ``overflows`` (int32, skipped steps in a row).
+    It has three 0-d tensors on ``device``, which are only written in place: ``scale`` (fp32), ``good`` (int32, the
+    steps since the scale last changed) and ``overflows`` (int32, the skipped steps in a row).
     """
 
     def __init__(self, choice: ScaleChoice, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, bad: Tensor) -> None:
-        """Take note of a step; ``bad`` (0-d, any dtype) is not 0 where its gradients were not finite.
+        """Update the scale after a step; ``bad`` (0-d, any dtype) is not 0 if its gradients were not finite.
 
         The scales are bit for bit those of :class:`torch.amp.GradScaler`: products are rounded once, from fp64 where
         the device has it, and growth beyond what fp32 can hold is left out.
@@ -43,12 +43,12 @@ class LossScale:
         self.overflows.copy_(torch.where(bad, self.overflows + 1, 0))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The three tensors, for a checkpoint; live, not copies."""
+        """Return the three tensors themselves, not copies, for a checkpoint."""
         return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy in what :meth:`state_dict` gave.  :class:`ShardwiseError` names what is missing or unknown."""
+        """Copy in what :meth:`state_dict` gave.  Raises :class:`ShardwiseError` where names are missing or unknown."""
         own = self.state_dict()
         if set(own) != set(state):
             raise ShardwiseError(f"loss scale's state {sorted(state)}: expected {sorted(own)}")

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share without a name: nothing to unlink, nothing left behind by a crash.
+"""Processes of one host share memory that has no name: nothing needs to be unlinked, and a crash leaves nothing behind.
 
 A segment is an anonymous file (``memfd_create``) of the process that owns it.  Others map it through
 ``/proc/<pid>/fd/<fd>``, so (pid, fd) is its address.  Unlike files in ``/dev/shm`` it is bounded by the
@@ -19,12 +19,11 @@ from torch import Tensor
 from shardwise.core.errors import ShardwiseError
 
 BLOCK = 64 << 20  # bytes of address space per segment of an arena; pages are taken only when touched
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes
 
 
 class Segment:
-    """``nbytes`` of zeroed shared memory, owned by this process.  ``fd`` must stay open while others may
-    map it."""
+    """A segment is ``nbytes`` of zeroed shared memory; ``fd`` must stay open while other processes may map it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -35,14 +34,14 @@ class Segment:
         self.address = self.bytes.data_ptr()
 
     def close(self) -> None:
-        """No new process can map the segment after this; those that have done so keep it."""
+        """Close ``fd``: no new process can map the segment after this; those that have mapped it keep it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def map_segment(pid: int, fd: int) -> mmap.mmap:
-    """Another process's segment.  Raises OSError where that process is gone or may not be looked into."""
+    """Map another process's segment.  Raises OSError where that process is gone or denies access."""
     handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     try:
         return mmap.mmap(handle, 0)
@@ -51,15 +50,14 @@ def map_segment(pid: int, fd: int) -> mmap.mmap:
 
 
 class Arena:
-    """Buffers in segments of this process, never given back."""
+    """An arena allocates buffers in segments of this process, and never gives them back."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._used = 0  # bytes of the last segment
+        self._used = 0  # bytes used of the last segment
 
     def allocate(self, nbytes: int) -> Tensor:
-        """``nbytes`` zeroed bytes, 64-byte aligned.  Raises :class:`ShardwiseError` where memory does not
-        suffice."""
+        """Return ``nbytes`` zeroed bytes, 64-byte aligned.  Raises :class:`ShardwiseError` where memory is short."""
         if not self._segments or self._used + nbytes > self._segments[-1].nbytes:
             if nbytes > BLOCK and nbytes > (free := available_memory()):
                 raise ShardwiseError(
@@ -72,7 +70,7 @@ class Arena:
         return self._segments[-1].bytes[start : start + nbytes]
 
     def locate(self, x: Tensor) -> tuple[int, int] | None:
-        """(fd, offset in bytes) of a tensor that lies in the arena, else None."""
+        """Return (fd, offset in bytes) of a tensor that lies in the arena, aligned to its elements, else None."""
         start = x.data_ptr()
         for segment in self._segments:
             offset = start - segment.address
@@ -86,17 +84,17 @@ class Arena:
 
 
 def unsupported() -> str | None:
-    """Why processes of this machine cannot communicate through shared memory, or None."""
+    """Return why processes of this machine cannot communicate through shared memory, or None."""
     if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux with memfd_create"
     if platform.machine() not in ("x86_64", "AMD64"):
-        # The flags rely on x86's order: stores become visible in program order, and so do loads.
+        # The protocol relies on x86's order: stores become visible in program order, and loads happen in it.
         return f"shared memory needs an x86-64 processor, this is {platform.machine()}"
     return None
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take: the machine's, or less where a control group sets a limit."""
+    """Return the bytes that this process can still take: the machine's, or less where a control group sets a limit."""
     free = 1 << 62
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():

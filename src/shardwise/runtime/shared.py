@@ -1,9 +1,9 @@
-"""Communication between the CPU processes of one host through memory that all of them map.
+"""The CPU processes of one host communicate through memory that all of them map.
 
-There is no background thread: posting publishes where an input lies, ``wait()`` does this rank's part of
-all pending operations (a rank that waits for one owes the others its part of the rest), and ``progress()``
-a bounded bit of it. :mod:`shardwise.runtime.channel` is the protocol between the ranks; here are the
-collectives in its terms, and waiting.
+There is no background thread: posting publishes where an input lies, ``wait()`` does this rank's part of all pending
+operations (a rank that waits for one owes the others its part of the rest), and ``progress()`` does a bounded bit of
+it.  :mod:`shardwise.runtime.channel` is the protocol between the ranks; here are the collectives in its terms, and
+waiting.
 """
 
 from __future__ import annotations
@@ -39,18 +39,15 @@ from shardwise.runtime.rendezvous import Rendezvous, rendezvous
 from shardwise.runtime.segments import Segment, available_memory, map_segment, unsupported
 
 START_TIMEOUT = 300.0  # seconds for all processes to come up
-CHUNK = 256 << 10  # bytes summed and written back while they are in the cache
-LINE = 64  # bytes: two ranks never write to the same cache line
-SPINS, FEW_SPINS = (
-    300,
-    10,
-)  # looks at the counters before a waiting rank goes to sleep; where another rank needs its core
-NAP = 0.01  # seconds that it sleeps at most before it looks at the counters, the clock and the peers
+CHUNK = 256 << 10  # bytes that are summed and written back at a time, while they are in the cache
+LINE = 64  # bytes of a cache line: two ranks never write to the same one
+# How often a waiting rank looks at the counters before it sleeps; the second, where another rank needs its core.
+SPINS, FEW_SPINS = 300, 10
+NAP = 0.01  # the most seconds that it sleeps before it looks at the counters, the clock and the peers
 
 
 def available(mesh: Mesh, nbytes: int = 0) -> str | None:
-    """Why ``mesh`` cannot communicate through shared memory with ``nbytes`` of buffers on each rank, or
-    None."""
+    """Return why ``mesh`` cannot communicate through shared memory with ``nbytes`` of buffers on each rank, or None."""
     reason = unsupported()
     if reason is not None:
         return reason
@@ -64,17 +61,16 @@ def available(mesh: Mesh, nbytes: int = 0) -> str | None:
 
 
 class SharedMemoryCommunicator(Communicator):
-    """One CPU process per rank, all on one host; each uses its communicator from one thread at a time.
+    """Each rank is a CPU process, all on one host, and uses its communicator from one thread at a time.
 
-    Sums are made in group order, those of more than two fp16 or bf16 values in fp32, so that all ranks get
-    the same bits.
+    Sums are made in group order, those of more than two fp16 or bf16 values in fp32, so that all ranks get the same
+    bits.
     """
 
     shares_memory = True
 
     def __init__(self, mesh: Mesh, met: Rendezvous, timeout: float = 300.0, on_wait: OnWait | None = None) -> None:
-        """Meet the other ranks.  Raises :class:`ShardwiseError`, on all of them, where they cannot share
-        memory."""
+        """Meet the other ranks.  Raises :class:`ShardwiseError`, on all of them, where they cannot share memory."""
         reason = available(mesh)
         if reason is not None or met.size != mesh.size:
             raise ShardwiseError(reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes")
@@ -97,9 +93,9 @@ class SharedMemoryCommunicator(Communicator):
         return cls(mesh, rendezvous("shared", max(timeout, START_TIMEOUT)), timeout, on_wait)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As the protocol says; here ranks need not agree, and memory is never given back.
+        """Allocate as :meth:`Communicator.allocate` says, but ranks need not agree, and memory is never given back.
 
-        Raises :class:`ShardwiseError` where the machine has not enough of it.
+        Raises :class:`ShardwiseError` where the machine has too little memory.
         """
         return self._board.arena.allocate(numel * dtype.itemsize).view(dtype)
 
@@ -136,7 +132,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._post(call, x, 1, x, _sum_everywhere(call, x), result=x)
 
     def _all_reduce_into(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        if call.group.size > 2:  # each would read what all have, not its part
+        if call.group.size > 2:  # otherwise each would read the inputs of all, and not only its part
             return self._post(call, x, 1, x, _sum_everywhere(call, x), result=out)
 
         def work(source: Source, start: int, stop: int) -> None:
@@ -208,7 +204,7 @@ class SharedMemoryCommunicator(Communicator):
         reads_only: bool = False,
         detail: str = "",
     ) -> Handle:
-        """``x`` gives size and dtype; ``shared`` is what the others may read, and write where it is ``result``."""
+        """Post an :class:`Operation`: ``x`` gives its size and dtype, and ``shared`` is what the others may read."""
         pair = call.kind in ("send", "receive")
         key = (call.group.ranks, call.channel if pair else call.lane)
         channel = self._channels.get(key)
@@ -231,8 +227,7 @@ class SharedMemoryCommunicator(Communicator):
         return moved
 
     def _wait(self, channel: Channel, operation: Operation) -> None:
-        """Work on everything pending until the operation is complete, looking often at first and then when
-        woken."""
+        """Work on everything pending until the operation is complete; look often at first, and then when woken."""
         seconds = self._limit(operation.call)
         deadline, idle = time.monotonic() + seconds, 0
         try:
@@ -252,11 +247,11 @@ class SharedMemoryCommunicator(Communicator):
                 self.on_wait(None)
 
     def _limit(self, call: Call) -> float:
-        """Hosts may be apart by whatever one of them does outside of a step."""
+        """Return the time-out in seconds: on the control lane a rank may be late by what it does outside of a step."""
         return max(self.timeout, START_TIMEOUT) if call.lane == CONTROL else self.timeout
 
     def _sleep(self) -> None:
-        """Until another rank has published something, or for a moment."""
+        """Sleep until another rank has published something, but no longer than a moment."""
         own = self._board.controls[self.rank]
         own[ASLEEP] = 1
         try:
@@ -290,7 +285,7 @@ class _SharedHandle:
 
 
 class _Health:
-    """Tells which of the other processes have ended, also those that their parent has not yet reaped."""
+    """This tells which of the other processes have ended, also if their parent has not yet reaped them."""
 
     def __init__(self, pids: dict[int, int]) -> None:
         self._ranks: dict[int, int] = {}
@@ -312,9 +307,9 @@ class _Health:
 
 
 def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health]:
-    """Exchange addresses through the store, map everybody's control segment, and have a rope to everybody's bell.
+    """Exchange addresses through the store, map the control segments of all ranks, and open a rope to each bell.
 
-    All ranks learn of a failure of any, so that all can choose another backend.
+    If this fails on any rank, all ranks raise :class:`ShardwiseError`, so that all can choose another backend.
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, bell.fd]))
@@ -340,7 +335,7 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
 
 
 def _sum_everywhere(call: Call, x: Tensor) -> Work:
-    """Each member sums its part of the lines and writes it to all."""
+    """Return the work of an all-reduce: each member sums its part of the cache lines and writes the sum to all."""
     size, me, step = call.group.size, call.group.index, max(1, LINE // x.itemsize)
 
     def work(source: Source, start: int, stop: int) -> None:
@@ -373,4 +368,4 @@ def _sum_chunk(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
 
 
 def _nothing(source: Source, start: int, stop: int) -> None:
-    """What a rank does that only gives."""
+    """Do nothing: this is the work of a rank that only provides its input."""

@@ -1,4 +1,4 @@
-"""Communication between devices through the memory of their hosts: slow, and possible wherever hosts can talk.
+"""Devices communicate through the memory of their hosts, which is slow, but works wherever hosts can communicate.
 
 So several ranks can share one device, which NCCL refuses, and devices work for which torch has no backend.
 """
@@ -16,10 +16,10 @@ from shardwise.runtime.communicator import Call, Communicator, Handle, OnWait
 
 
 class StagedCommunicator(Communicator):
-    """Tensors of ``device`` through ``inner``, a communicator of CPU tensors.
+    """This communicates tensors of ``device`` through ``inner``, a communicator of CPU tensors.
 
-    To post an operation waits on the host until what it sends is computed and copied; its handle's ``wait()`` blocks
-    the host too.
+    Posting an operation blocks the host until the input is computed and copied; its handle's ``wait()`` blocks the host
+    too.
     """
 
     def __init__(self, inner: Communicator, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class StagedCommunicator(Communicator):
 
 
 class _Staged:
-    """An operation on the host's copy ``staged`` of a device's tensor, which gets the result; it keeps what is sent."""
+    """This waits for an operation on ``staged``, the host's copy, and copies the result to ``out`` on the device."""
 
     def __init__(self, handle: Handle, staged: Tensor, out: Tensor | None) -> None:
         self._handle, self._staged, self._out = handle, staged, out

@@ -1,12 +1,12 @@
-"""All ranks of a mesh as threads of this process: for tests and for ``verify``.
+"""This backend runs all ranks of a mesh as threads of one process, for tests and for ``verify``.
 
-The backend is strict where real ones are lenient, so that a missing wait shows: outputs are filled with
-0xFF bytes (NaN) while an operation is pending and are written only by ``wait()``; inputs are copied on post
-and must be unchanged at ``wait()``; members that disagree on an operation, and ranks that end while others
-still need them, are errors.
+It is strict where real backends are lenient, so that a missing wait shows: outputs are filled with 0xFF bytes (NaN)
+while an operation is pending and are written only by ``wait()``; inputs are copied when the operation is posted and
+must be unchanged at ``wait()``; it is an error if members disagree on an operation, or if a rank ends while others
+still need it.
 
-On a device with streams all ranks share it and each has a stream of its own: no host waits for it.  What was written
-too early is then looked at when the rank has ended.
+On a device with streams all ranks share the device, each with a stream of its own, and no host waits for it.  Whether a
+tensor was written too early is then checked when the rank has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 Combine: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 Channel: TypeAlias = tuple[str, tuple[int, ...], str]
 
-MAX_DELAY = 2e-3  # seconds that the delay mode adds at most to a post or a wait
+MAX_DELAY = 2e-3  # the most seconds that the delay mode adds to a post or a wait
 
 
 def run_ranks(
@@ -53,13 +53,13 @@ def run_ranks(
     device: torch.device | str = "cpu",
     on_wait: Callable[[int, str | None], None] | None = None,
 ) -> list[T]:
-    """Run ``fn`` once per rank of the mesh, each in a thread of its own, and return the results in rank
-    order.
+    """Run ``fn`` once per rank of the mesh, each in a thread of its own, and return the results in rank order.
 
-    ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only once its
-    receive is posted; ``first_use_blocks`` lets the first use of a communicator that was not prepared block its rank
-    until all members have come to theirs, as NCCL's does.  The first exception stops the other ranks at their next
-    communication and is raised here with a note naming its rank.
+    ``timeout`` is in seconds; ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only
+    once its receive is posted; ``first_use_blocks`` lets the first use of an unprepared communicator block its rank
+    until all members have reached theirs, as NCCL's does; ``on_wait`` is called with the rank and what :data:`OnWait`
+    gets.  The first exception stops the other ranks at their next communication and is raised here with a note naming
+    its rank.
     """
     world = _World(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
@@ -76,12 +76,12 @@ def run_ranks(
             with backend.queue(device), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(communicator)
                 communicator.check_intact()
-        except BaseException as error:  # also what ends a thread: the other ranks must not wait for it
+        except BaseException as error:  # SystemExit too: the other ranks must not wait for this one
             world.fail(rank, error)
         else:
             world.leave(rank)
 
-    backend.synchronize(device)  # what the ranks are given is there, whatever stream it was made in
+    backend.synchronize(device)  # the ranks' inputs are complete, whatever stream they were made in
     threads_before = torch.get_num_threads()
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)
@@ -98,12 +98,12 @@ def run_ranks(
     finally:
         torch.set_num_threads(threads_before)
     world.raise_failure()
-    backend.synchronize(device)  # and so is what they give
+    backend.synchronize(device)  # and so are their results
     return [results[rank] for rank in range(mesh.size)]
 
 
 class ThreadCommunicator(Communicator):
-    """One rank of :func:`run_ranks`.  Sums are made in group order, fp16 and bf16 in fp32."""
+    """The communicator of one rank of :func:`run_ranks` sums in group order, and fp16 and bf16 in fp32."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ThreadCommunicator(Communicator):
         self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
         self._posted: dict[Channel, int] = {}
         self._random: dict[str, random.Random] = {}
-        # Whether tensors of operations were left alone, not read from the device yet.
+        # (whether the operation's tensor is intact, operation): the flag has not been read from the device yet.
         self._unseen: list[tuple[Tensor | bool, Call]] = []
         self.first_use_blocks = world.first_use_blocks
         self._prepared.update(groups(mesh, mesh.names, CONTROL))
@@ -130,7 +130,7 @@ class ThreadCommunicator(Communicator):
         )
 
     def _prepare(self, new: Sequence[Members]) -> None:
-        """Nothing is made here; but all ranks must ask for the same."""
+        """Make nothing, but check that all ranks ask for the same communicators."""
         if self.mesh.size > 1:
             call, host = Call("prepare", self.group(self.mesh.names), CONTROL, ""), self.host
             listed = f"of {len(new)} communicators, {zlib.crc32(repr(new).encode()):08x},"
@@ -205,7 +205,7 @@ class ThreadCommunicator(Communicator):
             self.check_intact()
 
     def check_intact(self) -> None:
-        """:class:`CommunicationError` if an operation's tensor was written before the operation was waited for."""
+        """Raise :class:`CommunicationError` if an operation's tensor was written before ``wait()``."""
         while self._unseen:
             intact, call = self._unseen.pop(0)
             if not bool(intact):
@@ -262,23 +262,23 @@ class _ThreadHandle:
 
 
 class _Meeting:
-    """One operation, and what the ranks that have come to it brought."""
+    """A meeting is one operation and the inputs of the ranks that have reached it."""
 
     def __init__(self, agreed: str) -> None:
         self.agreed = agreed
         self.inputs: dict[int, Handed] = {}
         self.outputs: Handed | None = None
         self.complete = False
-        self.over = threading.Event()  # complete, or never to be
+        self.over = threading.Event()  # set once it is complete, or never can be
 
 
 class _World:
-    """What the threads share."""
+    """This is the state that the threads of all ranks share."""
 
     def __init__(self, size: int, timeout: float, first_use_blocks: bool = False) -> None:
         self.size, self.timeout, self.first_use_blocks = size, timeout, first_use_blocks
         self._lock = threading.Lock()
-        self._started: dict[Members, set[int]] = {}  # who has come to the first use of a communicator
+        self._started: dict[Members, set[int]] = {}  # the ranks that have reached the first use of each
         self._come = threading.Condition(self._lock)
         self._meetings: dict[tuple[Channel, int], tuple[_Meeting, Call]] = {}
         self._ended: set[int] = set()
@@ -288,7 +288,7 @@ class _World:
     def enter(
         self, key: tuple[Channel, int], call: Call, rank: int, x: Handed, agreed: str, combine: Combine
     ) -> _Meeting:
-        """Bring ``x`` to the operation; the last to come computes the outputs for all."""
+        """Add ``x`` as the rank's input of the operation; the last rank to arrive computes the outputs for all."""
         ranks = call.group.ranks
         with self._lock:
             self._stop_if_failed(call, rank)
@@ -317,7 +317,7 @@ class _World:
         return meeting
 
     def start(self, call: Call, rank: int) -> None:
-        """Block until all members of a communicator have come to its first use."""
+        """Block until all members of a communicator have reached its first use."""
         ranks = set(call.group.ranks)
         with self._come:
             come = self._started.setdefault(call.members, set())
@@ -357,7 +357,7 @@ class _World:
         )
 
     def leave(self, rank: int) -> None:
-        """The rank is done: nobody can wait for it any more."""
+        """Note that the rank is done, and end the waits for what it has not posted."""
         with self._come:
             self._come.notify_all()
             self._ended.add(rank)
@@ -374,7 +374,7 @@ class _World:
                 meeting.over.set()
 
     def expired(self) -> bool:
-        """Whether a rank has failed so long ago that one still running does not communicate at all."""
+        """Return whether a rank failed so long ago that a rank still running evidently does not communicate."""
         return self._failure is not None and time.monotonic() - self._failed_at > min(self.timeout, 10.0)
 
     def raise_failure(self) -> None:

@@ -11,13 +11,13 @@ from shardwise.runtime.buffers import BucketMemory
 
 
 def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int, tuple[int, ...]]:
-    """The buckets that are updated at each STEP of a program, by its position: at the first of a row those of all, at
-    the others none.
+    """Return the buckets that are updated at each STEP of a program, by its position: the first STEP of a row updates
+    the buckets of all, the others none.
 
-    ``like`` says what buckets must have in common to be updated together; one of which it is None is updated alone.
+    ``like`` gives what buckets must have in common to be updated together; with None a bucket is updated alone.
     """
     found: dict[int, list[int]] = {}
-    first = -1  # of the row that the instruction before ends
+    first = -1  # position of the first STEP of the current row
     for position, one in enumerate(program.instructions):
         if one.op is not Op.STEP:
             first = -1
@@ -40,7 +40,7 @@ def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int,
 
 
 def kind(memory: BucketMemory) -> Hashable | None:
-    """What the updates of buckets must have in common to be one: a fused kernel on this device, and a dtype."""
+    """Return what buckets must have in common to be updated together: a dtype, if a fused kernel updates them here."""
     if memory.host or [one.name for one in memory.share.updates] != [None]:
         return None
     (update,) = memory.updates

@@ -1,6 +1,4 @@
-"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one
-chunk.
-"""
+"""This collects an engine's single-device state, a whole tensor at a time; no device holds more of it than a chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from shardwise.units.trace import Bucket
 
 
 class Described(NamedTuple):
-    """The shape and dtype of a whole tensor, known before it is collected."""
+    """This is the shape and dtype of a whole tensor, which are known before it is collected."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,10 +28,10 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeState:
-    """What the ranks have together of ``module``, whose parameters lie in ``buckets``.
+    """This is the state of ``module`` that the ranks have together; its parameters lie in ``buckets``.
 
-    ``holders`` are, by bucket, the coordinates on the pipeline axis that have it, and ``updating`` that which keeps a
-    buffer up to date, by name; buffers that are not in there are the same everywhere.  ``unused`` are parameters that
+    ``holders`` gives, by bucket, the coordinates on the pipeline axis that have it; ``updating`` gives, by buffer, the
+    coordinate that keeps it up to date: other buffers are the same everywhere.  ``unused`` are the parameters that
     no unit reads, on the host.
     """
 
@@ -48,7 +46,7 @@ class WholeState:
     unused: Mapping[str, Tensor]
 
     def describe(self) -> dict[str, Described]:
-        """What :meth:`collect` gives, by name."""
+        """Return the shape and dtype of every tensor that :meth:`collect` yields, by name."""
         tensors = {**self.unused, **self.memory.buffers}
         found = {name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()}
         for bucket in self.buckets:
@@ -56,12 +54,12 @@ class WholeState:
         return found
 
     def collect(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, in its master precision, and every buffer, whole and on the host, under the first of its
-        names.
+        """Yield (name, tensor) for every parameter, in its master precision, and every buffer, whole and on the host,
+        under the first of its names.
 
-        All ranks go through it together and to its end; ``rank`` is the only one that is given something, by default
-        every one is.  What is given may be changed or kept; the host holds a bucket beside that, and a device
-        ``collect.CHUNK`` bytes of one, or one buffer.
+        All ranks must iterate together and to the end; with ``rank``, only that rank is given tensors, which the caller
+        may change and keep.  Beside them the host holds one bucket, and a device ``collect.CHUNK`` bytes of a bucket,
+        or one buffer.
         """
         keeps = rank in (None, self.comm.rank)
         if keeps:
@@ -86,7 +84,7 @@ class WholeState:
         return goals
 
     def _buffer(self, root: int | None, value: Tensor, what: str) -> Tensor:
-        """That of the rank at ``root`` on the pipeline axis; None: all have the same."""
+        """Return the buffer of the rank at ``root`` on the pipeline axis; with None all ranks have the same."""
         if root is None or self.comm.mesh.axis_size(PIPELINE) == 1:
             return value
         value = value.clone(memory_format=torch.contiguous_format)
@@ -94,9 +92,9 @@ class WholeState:
         return value
 
     def on_host(self, rank: int | None = None) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names, on the host; all ranks call it together.
+        """Return the full single-device state under the module's own names, on the host; all ranks call it together.
 
-        ``rank`` is the only one that gets it, by default every one does.
+        With ``rank``, only that rank gets it, and the others get an empty dict.
         """
         first = self.first_names
         wanted = set(first.values())
@@ -108,13 +106,13 @@ class WholeState:
 
     @property
     def first_names(self) -> dict[str, str]:
-        """Every name in the module's state dict → the first name of the same tensor."""
+        """Map every name in the module's state dict to the first name of the same tensor."""
         every = aliases(self.module)
         return {name: every[name] for name in self.module.state_dict(keep_vars=True)}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer → the first name of the same tensor."""
+    """Map every name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     named: list[tuple[str, Any]] = [
         *module.named_parameters(remove_duplicate=False),
