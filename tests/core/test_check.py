@@ -442,6 +442,21 @@ def test_what_was_freed_is_not_read_until_it_is_written_again() -> None:
     check([program(write, read)], Mesh.of(dp=1))
     with pytest.raises(ProgramError, match="which .* has freed"):
         check([program(read)], Mesh.of(dp=1))
+    with pytest.raises(ProgramError, match="FORWARD.* frees activation0.m0, which .*FORWARD.* has freed"):
+        check([program(Instruction(Op.FORWARD, frees=(X,)))], Mesh.of(dp=1))
+
+
+def test_what_another_lane_has_written_or_writes_again_is_freed_in_order() -> None:
+    def program(waits: tuple[int, ...], again: tuple[int, ...]) -> Program:
+        gather = Instruction(Op.GATHER, lane=Lane.GATHER, writes=(X,))
+        use = Instruction(Op.FORWARD, waits=waits, frees=(X,))
+        return Program("all", (), (gather, use, replace(gather, waits=again)))
+
+    check([program((0,), (1,))], Mesh.of(dp=1))
+    with pytest.raises(ProgramError, match="free-after-write race on activation0.m0"):
+        check([program((), (1,))], Mesh.of(dp=1))
+    with pytest.raises(ProgramError, match="write-after-free race on activation0.m0"):
+        check([program((0,), ())], Mesh.of(dp=1))
 
 
 def test_messages_between_two_ranks_keep_to_one_lane() -> None:
@@ -611,13 +626,24 @@ def conflict(program: Program) -> bool:
         before.append(set(direct).union(*(before[j] for j in direct)))
         for j in set(range(i)) - before[i]:
             one, two = program.instructions[j], instruction
-            ours, theirs = {*one.reads, *one.writes}, {*two.reads, *two.writes}
-            if ours & set(two.writes) or theirs & set(one.writes):
+            ours, theirs = ({*each.reads, *each.writes, *each.frees} for each in (one, two))
+            if ours & {*two.writes, *two.frees} or theirs & {*one.writes, *one.frees}:
                 return True
     return False
 
 
-def test_races_agree_with_the_closure_of_the_order() -> None:
+def used_after_a_free(program: Program) -> bool:
+    """Whether a buffer is read, or freed again, after it was freed and before it is written again."""
+    freed: set[Buffer] = set()
+    for one in program.instructions:
+        if freed & {*one.reads} or (freed - {*one.writes}) & {*one.frees}:
+            return True
+        freed = (freed - {*one.writes}) | {*one.frees}
+    return False
+
+
+@pytest.mark.parametrize("frees", [0.0, 0.1])
+def test_races_agree_with_the_closure_of_the_order(frees: float) -> None:
     rng = random.Random(11)
     buffers = [Buffer("grad", n) for n in range(4)]
     verdicts: Counter[bool] = Counter()
@@ -629,13 +655,15 @@ def test_races_agree_with_the_closure_of_the_order() -> None:
                 axes=rng.choice([(), ("dp",), ("tp",)]),
                 reads=tuple(buffer for buffer in buffers if rng.random() < 0.15),
                 writes=tuple(buffer for buffer in buffers if rng.random() < 0.1),
+                frees=tuple(buffer for buffer in buffers if rng.random() < frees),
                 waits=tuple(j for j in range(i) if rng.random() < 0.3),
             )
             for i in range(rng.randint(2, 10))
         ]
         program = Program("all", (), tuple(instructions))
-        expected = conflict(program)
+        expected, misused = conflict(program), used_after_a_free(program)
         problem = problem_of([program], Mesh.of(dp=1))
-        assert ("race on grad" in problem) == bool(problem) == expected, program.text()
+        assert bool(problem) == (expected or misused), program.text()
+        assert ("race on grad" in problem) == bool(problem) or ("has freed" in problem and misused), program.text()
         verdicts[expected] += 1
     assert min(verdicts.values()) > 100, verdicts

@@ -230,6 +230,7 @@ def test_cosine_schedule() -> None:
     assert lr[24] == lr[19]
     assert lr[9] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi / 3)), abs=1e-15)
     assert all(a > b for a, b in pairwise(lr[4:20]))
+    assert rates(schedule="cosine", warmup_steps=9, total_steps=10, min_lr_ratio=0.1)[8:11] == [2.0, 0.2, 0.2]
 
 
 def test_wsd_schedule() -> None:
@@ -237,6 +238,8 @@ def test_wsd_schedule() -> None:
     assert lr[3:15] == [2.0] * 12
     assert lr[15:20] == pytest.approx([1.64, 1.28, 0.92, 0.56, 0.2], abs=1e-15)
     assert lr[20:] == pytest.approx([0.2] * 5, abs=1e-15)
+    touching = rates(schedule="wsd", warmup_steps=15, total_steps=20, min_lr_ratio=0.1, decay_fraction=0.25)
+    assert touching[14:16] == pytest.approx([2.0, 1.64], abs=1e-15)
 
 
 def test_decay_is_for_matrices() -> None:
@@ -260,6 +263,10 @@ def test_decay_is_for_matrices() -> None:
         ({"name": "sgd", "nesterov": True}, "optimizer.nesterov.*momentum above 0"),
         ({"schedule": "cosine"}, "optimizer.total_steps: 0 is not legal.*more than warmup_steps = 0"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps: -1"),
+        (
+            {"schedule": "wsd", "warmup_steps": 90, "total_steps": 100},
+            "optimizer.warmup_steps: 90 is not legal with decay_fraction = 0.2; legal: at most 80",
+        ),
         ({"min_lr_ratio": 1.5}, "optimizer.min_lr_ratio: 1.5.*at most 1"),
     ],
 )

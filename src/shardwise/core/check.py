@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shardwise.core.communicators import Members, communicators, groups, pair_of
@@ -51,8 +51,8 @@ def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | N
 
     Raises:
         ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two conflicting
-            accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do not run the
-            same collectives in the same order; a message is not received, or is received as another; an instruction
+            accesses of a buffer are not ordered; a buffer is read or freed after it was freed; members of a group do
+            not run the same collectives in the same order; a message is not received, or is received as another; an instruction
             that may have to run again cannot; or instructions wait for each other in a circle.
     """
     classes = _classes(programs, mesh)
@@ -99,11 +99,27 @@ def _fixed(programs: Sequence[Program]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Accesses:
-    """This holds the accesses of a buffer that a new one may conflict with: the last write and, by the number of the
-    queue, the last read since then; each is a position, the write together with its queue."""
+    """This holds the accesses of a buffer that a new one may conflict with: the last ``change``, which is a "write" or
+    a "free", and by the number of the queue the last read since then.  The position of the change is ``at``."""
 
-    write: tuple[int, int] | None
-    reads: dict[int, int]
+    change: str = ""
+    queue: int = 0
+    at: int = -1
+    reads: dict[int, int] = field(default_factory=dict)
+
+    def unordered(self, access: str, clock: Sequence[int]) -> tuple[str, int] | None:
+        """Return the kind and position of an earlier access that has to be done first and, by ``clock``, may not be."""
+        if self.change and clock[self.queue] < self.at:
+            return self.change, self.at
+        reads = self.reads.items() if access != "read" else ()
+        return next((("read", read) for queue, read in reads if clock[queue] < read), None)
+
+    def note(self, access: str, queue: int, position: int) -> None:
+        """Take note of an access that is ordered after those before it."""
+        if access == "read":
+            self.reads[queue] = position
+        else:
+            self.change, self.queue, self.at, self.reads = access, queue, position, {}
 
 
 def _check_races(program: Program) -> None:
@@ -112,46 +128,29 @@ def _check_races(program: Program) -> None:
     The vector clock of an instruction holds, for each queue, the last position that is known to be done when the
     instruction is done.  Only the latest accesses matter: earlier ones have been found to be ordered before them.
     """
-    lanes = {queue: number for number, queue in enumerate({one.queue: None for one in program.instructions})}
-    start = (-1,) * len(lanes)
-    latest = [start] * len(lanes)  # the clock of the last instruction in each queue
+    queues = {queue: number for number, queue in enumerate({one.queue: None for one in program.instructions})}
+    latest = [(-1,) * len(queues)] * len(queues)  # the clock of the last instruction in each queue
     clocks: list[tuple[int, ...]] = []
-    accesses: dict[Buffer, _Accesses] = defaultdict(lambda: _Accesses(None, {}))
-    freed: dict[Buffer, int] = {}
-    for position, instruction in enumerate(program.instructions):
-        lane = lanes[instruction.queue]
-        known = latest[lane]
-        for wait in instruction.waits:
+    accesses: dict[Buffer, _Accesses] = defaultdict(_Accesses)
+    for position, one in enumerate(program.instructions):
+        queue = queues[one.queue]
+        known = latest[queue]
+        for wait in one.waits:
             if not 0 <= wait < position:
                 raise ProgramError(f"{describe(program, position)} waits for {wait}: no earlier instruction")
             known = tuple(map(max, known, clocks[wait]))
-        clock = (*known[:lane], position, *known[lane + 1 :])
+        clock = (*known[:queue], position, *known[queue + 1 :])
         clocks.append(clock)
-        latest[lane] = clock
-        for buffer in instruction.reads:
-            held = accesses[buffer]
-            if buffer in freed:
-                raise ProgramError(
-                    f"{describe(program, position)} reads {buffer}, which {describe(program, freed[buffer])} has freed"
-                )
-            if held.write and clock[held.write[0]] < held.write[1]:
-                raise _race(program, "read-after-write", buffer, held.write[1], position)
-            held.reads[lane] = position
-        for buffer in instruction.writes:
-            held = accesses[buffer]
-            if held.write and clock[held.write[0]] < held.write[1]:
-                raise _race(program, "write-after-write", buffer, held.write[1], position)
-            for reader, read in held.reads.items():
-                if clock[reader] < read:
-                    raise _race(program, "write-after-read", buffer, read, position)
-            held.write = (lane, position)
-            held.reads.clear()
-            freed.pop(buffer, None)
-        for buffer in instruction.frees:
-            for reader, read in accesses[buffer].reads.items():
-                if clock[reader] < read:
-                    raise _race(program, "free-after-read", buffer, read, position)
-            freed[buffer] = position
+        latest[queue] = clock
+        for access, buffers in (("read", one.reads), ("write", one.writes), ("free", one.frees)):
+            for buffer in buffers:
+                held = accesses[buffer]
+                if held.change == "free" and access != "write":
+                    first, second = describe(program, held.at), describe(program, position)
+                    raise ProgramError(f"{second} {access}s {buffer}, which {first} has freed")
+                if earlier := held.unordered(access, clock):
+                    raise _race(program, f"{access}-after-{earlier[0]}", buffer, earlier[1], position)
+                held.note(access, queue, position)
 
 
 def _race(program: Program, kind: str, buffer: Buffer, first: int, second: int) -> ProgramError:

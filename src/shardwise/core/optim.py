@@ -75,24 +75,31 @@ class OptimizerChoice:
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             wrong = f'{self.total_steps} is not legal with schedule = "{self.schedule}"'
             raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
+        most = self.total_steps - self._falling()
+        if self.schedule == "wsd" and self.warmup_steps > most:
+            wrong = f"{self.warmup_steps} is not legal with decay_fraction = {self.decay_fraction}"
+            raise ConfigError.on("optimizer.warmup_steps", wrong, f"at most {most}, where the decay begins.")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update ``step``, counted from 0.
 
-        It is ``lr`` at step ``warmup_steps - 1`` and, unless ``wsd`` has begun to decay, at step ``warmup_steps``; from
-        step ``total_steps - 1`` on it is ``min_lr_ratio * lr``, unless the schedule is constant.
+        It is ``lr`` at step ``warmup_steps - 1``, and from step ``total_steps - 1`` on ``min_lr_ratio * lr``, unless
+        the schedule is constant.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "cosine":
-            span = max(self.total_steps - 1 - self.warmup_steps, 1)
-            share = (1 + math.cos(math.pi * min((step - self.warmup_steps) / span, 1.0))) / 2
+            last, span = self.total_steps - 1, self.total_steps - 1 - self.warmup_steps
+            share = 0.0 if step >= last else (1 + math.cos(math.pi * (step - self.warmup_steps) / span)) / 2
         elif self.schedule == "wsd":
-            falling = max(round(self.total_steps * self.decay_fraction), 1)
-            share = min(max((self.total_steps - 1 - step) / falling, 0.0), 1.0)
+            share = min(max((self.total_steps - 1 - step) / self._falling(), 0.0), 1.0)
         else:
             return self.lr
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+
+    def _falling(self) -> int:
+        """Return the number of steps over which ``wsd`` decays."""
+        return max(round(self.total_steps * self.decay_fraction), 1)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether weight decay applies to the parameter called ``name`` of this ``shape``."""

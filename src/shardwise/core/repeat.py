@@ -17,7 +17,8 @@ from shardwise.core.program import Program
 
 def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
     """Return, for each batch that is validated, the positions that run again if its update was wrong: from behind the
-    last instruction that takes part in its decision up to its VALIDATE.
+    last instruction that takes part in its decision up to its VALIDATE.  A batch that nothing decides on has an empty
+    range.
     """
     stop = {one.version: at for at, one in enumerate(instructions) if one.op is Op.VALIDATE}
     if not stop:  # a shortcut for most programs, since this runs at every step
@@ -25,7 +26,7 @@ def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
     begin = {
         one.version: at + 1 for at, one in enumerate(instructions) if one.op in (Op.DECIDE, Op.BACKUP) or of_norm(one)
     }
-    return {batch: range(begin[batch], at) for batch, at in stop.items()}
+    return {batch: range(begin.get(batch, at), at) for batch, at in stop.items()}
 
 
 def of_norm(one: Instruction) -> bool:
@@ -53,7 +54,10 @@ def unrepeatable(
                     f"lies between the update of batch {k} and its VALIDATE, where it would be run again",
                 )
     for number, program in enumerate(classes):
+        decided = {one.version for one in program.instructions if one.op is Op.DECIDE}
         for at, one in enumerate(program.instructions):
+            if one.op is Op.VALIDATE and one.version not in decided:
+                yield (number, at), f"is of batch {one.version}, which nothing decides on"
             if one.op is Op.BACKUP and one.version not in spans[number]:
                 yield (number, at), "is of an update that no VALIDATE looks at"
     for members in collectives:
@@ -61,6 +65,9 @@ def unrepeatable(
             yield members[0], "is run again by some of its ranks and not by others"
     for out, into in messages:
         sent, received = (batch[number].get(at) for number, at in (out, into))
+        if sent is not None and sent not in spans[into[0]]:
+            yield into, f"is of a message that comes again if batch {sent} was wrong, which its rank never validates"
+            continue
         behind = sent is not None and into[1] > spans[into[0]][sent].stop
         if classes[into[0]].instructions[into[1]].crosses != behind:
             yield (
