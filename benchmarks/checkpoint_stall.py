@@ -232,7 +232,7 @@ def take_turns(rank: int, port: int, name: str, rounds: int, folder: Path, resul
 
 
 def against(name: str, rounds: int, limit: float) -> list[dict[str, Any]]:
-    """Time shardwise and a rival in turns, by the slower rank; OSError or RuntimeError say that the rival cannot run."""
+    """Time shardwise and a rival in turns, by the slower rank; OSError or RuntimeError: the rival cannot run here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
