@@ -1,4 +1,4 @@
-# Two commands on a fresh clone: `make train` and `make test`.  Both make .venv first.
+# A fresh clone needs two commands: `make train` and `make test`.  Both make .venv first.
 .PHONY: train test test-all test-gpu lint format benchmark clean
 
 SHARDWISE := .venv/bin/shardwise

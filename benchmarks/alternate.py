@@ -1,7 +1,7 @@
-"""Timing several programs against each other on one machine: all are started at once, then take turns of a few steps.
+"""Time several programs against each other on one machine: all are started at once, then take turns of a few steps.
 
-Machines are shared and drift; only what is measured side by side compares.  A step counts as clean if processes that
-are not part of the benchmark used less than 8 % of a core while it ran.
+Machines are shared and their speed drifts, so only times measured side by side compare.  A step is clean if processes
+that are not part of the benchmark used less than 8 % of a core while it ran.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pathlib import Path
 from typing import IO, Any
 
 FOREIGN_LIMIT = 0.08  # of a core
-LAST_LINES = 15  # of what a rank printed, shown if it fails
+LAST_LINES = 15  # the last lines of a rank's output that are shown if it fails
 
 Step = Callable[[], Any]
-"""Runs one step; what it returns, a number or a tensor of one element, is this rank's loss before the step.
+"""Run one step and return this rank's loss before it, a number or a tensor of one element.
 
-One that measures something itself has a list ``measured``, with a dict of numbers for every step that it has run."""
+A step that measures something itself has a list ``measured``, with a dict of numbers for every step that it has run."""
 StepMaker = Callable[[int, int], Step]
-"""(rank, ranks) -> the step.  Ranks unpickle it: a function of a module beside this one, or a partial of such a
-function.
+"""Make the step of a (rank, ranks).  Ranks unpickle the maker, so it is a function of a module beside this one, or a
+partial of one.
 """
 
 
 class ContenderFailed(RuntimeError):
-    """A rank of ``contender`` raised an exception or ended; the message has the last lines that it printed."""
+    """The error of a rank of ``contender`` that raised or ended; the message has the last lines that it printed."""
 
     def __init__(self, contender: str, message: str) -> None:
         self.contender = contender
@@ -53,32 +53,32 @@ class Contender:
     make: StepMaker
     ranks: int = 2
     connected: bool = True  # whether the ranks wait for each other in a step
-    environment: dict[str, str] = field(default_factory=dict)  # of its processes
-    python: str = sys.executable  # that runs them
+    environment: dict[str, str] = field(default_factory=dict)  # variables of its processes
+    python: str = sys.executable  # the Python that runs them
     seconds: list[float] = field(default_factory=list)
     clean: list[float] = field(default_factory=list)
     losses: list[float] = field(
         default_factory=list
-    )  # of every step, those of the warm-up first: the mean over the ranks
-    memory: list[dict[str, float]] = field(default_factory=list)  # what each rank took, as :func:`_memory` says
+    )  # the mean over the ranks for every step, those of the warm-up first
+    memory: list[dict[str, float]] = field(default_factory=list)  # the bytes of each rank, from :func:`_memory`
     clean_at: list[int] = field(default_factory=list)  # the places in ``losses`` of the clean steps
     measured: list[list[dict[str, float]]] = field(
         default_factory=list
-    )  # by rank, what it measured in each clean step (or in all)
+    )  # by rank, what its step measured in each clean step (or in all, where none was clean)
 
     @property
     def median(self) -> float:
-        """Median seconds of the clean steps (of all, where none was clean)."""
+        """The median seconds of the clean steps (of all, where none was clean)."""
         return statistics.median(self.clean or self.seconds)
 
     def most(self, kind: str) -> float:
-        """The memory of the rank that took most of this ``kind``."""
+        """Return the bytes of the rank that took most of this ``kind`` of memory."""
         return max(rank[kind] for rank in self.memory)
 
 
 @dataclass
 class _Rank:
-    """A process of a contender, seen from here."""
+    """A process of a contender, as the process that times it sees it."""
 
     contender: str
     rank: int
@@ -100,11 +100,11 @@ class _Rank:
 
 
 def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int, until: float = math.inf) -> None:
-    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps; fills in what they
+    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps, and fill in what they
     measured.
 
-    No round begins that would probably not be over by ``until``, a time of :func:`time.monotonic`; but the first is
-    always run.
+    A round does not begin if it would probably not be over by ``until``, a time of :func:`time.monotonic`; the first
+    round always runs.  Raises :class:`ContenderFailed`.
     """
     begun = 0.0
     with ExitStack() as stack:
@@ -130,13 +130,13 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
 
 
 def _progress(text: str) -> None:
-    """Show this in place of what was shown before, to whoever is looking."""
+    """Show this text in place of the one shown before, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _start(one: Contender, stack: ExitStack) -> list[_Rank]:
-    """Start the ranks of a contender, which tell when they can make a step; the stack ends them."""
+    """Start the ranks of a contender, which report when they are ready to step; the stack ends them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -167,7 +167,7 @@ def _ask(ranks: Sequence[_Rank], what: Any) -> list[Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Those that were told to end have a while to do so; the others are waiting for what will not come."""
+    """End a process.  One that was told to end gets time; after a failure it may wait for others and is killed soon."""
     failed = sys.exc_info()[0] is not None
     try:
         process.wait(timeout=0.1 if failed else 20)
@@ -184,25 +184,25 @@ def _record(one: Contender, ranks: list[list[tuple[float, float, float, float]]]
         seconds = max(wall for wall, *_ in each) if one.connected else statistics.mean(wall for wall, *_ in each)
         foreign = max(busy for _, _, busy, _ in each) - sum(own for _, own, _, _ in each)
         one.seconds.append(seconds)
-        if foreign < FOREIGN_LIMIT * seconds + 0.02:  # /proc/stat counts in hundredths of a second
+        if foreign < FOREIGN_LIMIT * seconds + 0.02:  # 0.02, since /proc/stat counts in hundredths of a second
             one.clean.append(seconds)
             one.clean_at.append(len(one.losses) - 1)
 
 
 def _busy() -> float:
-    """Seconds that all cores together have been busy since boot."""
+    """Return the seconds that all cores together have been busy since boot."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory() -> dict[str, float]:
-    """Bytes of this process.
+    """Return the bytes of this process, by kind.
 
-    ``peak_rss``: the most that was resident, pages shared with other processes in full (not ``ru_maxrss``, which begins
-    with what the parent had).  ``pss``: resident now, a page that n processes share as 1/n.  ``data``: of that, what no
-    file backs, so that the libraries' code does not count, of which the share depends on how many other contenders run.
-    ``cuda_peak``: the most that tensors took of the GPU.
+    ``peak_rss`` is the most that was resident, with shared pages in full (not ``ru_maxrss``, which begins with what the
+    parent had).  ``pss`` is resident now, where a page that n processes share counts as 1/n.  ``data`` is the part of
+    it that no file backs: the libraries' code does not count, whose share depends on the number of other contenders.
+    ``cuda_peak`` is the most that tensors took of the GPU.
     """
     lines = [
         *Path("/proc/self/status").read_text().splitlines(),
@@ -219,7 +219,7 @@ def _memory() -> dict[str, float]:
 
 
 def _steps(step: Step, count: int) -> list[tuple[float, float, float, float]]:
-    """Wall seconds, processor seconds of this process and of all, and the loss, of each of ``count`` steps."""
+    """Run ``count`` steps; return wall seconds, CPU seconds of this process and of all, and the loss of each."""
     rows = []
     for _ in range(count):
         busy, own, start = _busy(), time.process_time(), time.perf_counter()
@@ -237,7 +237,7 @@ def _answer(step: Step, asked: Any) -> Any:
 
 
 def _worker(pipe: Connection) -> None:
-    """One rank: makes its step, then does what it is asked until that is nothing."""
+    """Run one rank: make its step, then answer what the pipe asks until it sends None."""
     make, rank, ranks = pipe.recv()
     try:
         import torch

@@ -1,12 +1,12 @@
-"""Two checkouts of shardwise against each other, in one alternating run: is a change slower than what it changes?
+"""Time two checkouts of shardwise against each other in one alternating run, to see whether a change is slower.
 
     git worktree add /tmp/before REVISION
     python benchmarks/checkouts.py /tmp/before . [--rounds 8] [--only "2 ranks" …] [--json FILE]
 
 The task is that of ``zero.py``: a GPT of 512 × 8 layers, 2 rows a rank.  A ratio is the seconds of the first checkout
-over those of the second, so above 1 the second is faster; both are medians over clean steps.  Beside steps it times
-what a user waits for before the first one: ``import shardwise``, and from the start of Python to the end of the first
-step of one rank.
+over those of the second, so above 1 the second is faster; both are medians over clean steps.  It also times what a user
+waits for before the first step: ``from shardwise import Trainer``, and a whole process of Python with the first step of
+one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from alternate import Contender, Step, StepMaker, alternate
 from shardwise.launch.local import ALLOCATOR
 from task import Task, ours, tensor_parallel, undivided
 
-STEPS, WARMUP = 3, 3  # of a turn, and before all turns
+STEPS, WARMUP = 3, 3  # steps of a turn, and before all turns
 STARTS = {
     "import": "from shardwise import Trainer",
     "first step": "from checkouts import first_step; first_step()",
@@ -35,7 +35,7 @@ STARTS = {
 
 
 def pipeline(rank: int, ranks: int, *, task: Task) -> Step:
-    """Under 1F1B, with four microbatches."""
+    """Make the step of a pipeline under 1F1B with four microbatches."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
     from shardwise.runtime.connect import connect
@@ -47,7 +47,7 @@ def pipeline(rank: int, ranks: int, *, task: Task) -> Step:
 
 
 def cases(task: Task, half: Task) -> dict[str, tuple[StepMaker, int]]:
-    """What is timed, by name: a maker of steps, and the number of its ranks."""
+    """Return what is timed, by name: a maker of steps, and the number of its ranks."""
     return {
         "1 rank": (functools.partial(ours, task=task), 1),
         "2 ranks": (functools.partial(ours, task=task), 2),
@@ -59,24 +59,24 @@ def cases(task: Task, half: Task) -> dict[str, tuple[StepMaker, int]]:
 
 
 def first_step() -> None:
-    """One step of a small model, on one rank."""
+    """Run one step of a small model on one rank."""
     ours(0, 1, task=Task(vocabulary=512, width=64, layers=2, heads=2, sequence=32))()
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """What makes a process import this checkout's package, and this folder's benchmarks."""
+    """Return the variables that make a process import this checkout's package, and this folder's benchmarks."""
     return {**ALLOCATOR, "PYTHONPATH": f"{checkout.resolve() / 'src'}{os.pathsep}{Path(__file__).parent.resolve()}"}
 
 
 def steps(name: str, maker: StepMaker, ranks: int, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
-    """The median seconds of a step of each checkout."""
+    """Time a step of each checkout; return the median seconds and their ratio."""
     both = [Contender(f"{name}: {one}", maker, ranks, environment=environment(one)) for one in checkouts]
     alternate(both, rounds=rounds, steps=STEPS, warmup=WARMUP)
     return figures(name, [one.median for one in both], f"{len(both[0].clean)} and {len(both[1].clean)} clean steps")
 
 
 def starts(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
-    """The median seconds that a new process takes for one of :data:`STARTS`."""
+    """Time a new process for one of :data:`STARTS` in each checkout; return the median seconds and their ratio."""
     taken: list[list[float]] = [[] for _ in checkouts]
     single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     for _ in range(rounds + 1):
@@ -89,7 +89,7 @@ def starts(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
             own.append(time.perf_counter() - begun)
     return figures(
         name, [statistics.median(own[1:]) for own in taken], f"{rounds} starts of each"
-    )  # the first fills caches
+    )  # the first start fills caches and does not count
 
 
 def figures(name: str, seconds: Sequence[float], of: str) -> dict[str, Any]:

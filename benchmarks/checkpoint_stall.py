@@ -1,14 +1,14 @@
-"""How long a checkpoint holds up training: ours against ``torch.distributed.checkpoint.async_save``.
+"""Measure how long a checkpoint stalls training: shardwise against ``torch.distributed.checkpoint.async_save`` (DCP).
 
     python benchmarks/checkpoint_stall.py [--rounds 5] [--json]
 
-A GPT of 110 M parameters in fp32 with AdamW's two moments: 1.3 GB of state, replicated on two processes as under DDP,
-gloo on loopback, one thread each.  Ours: each rank saves its half of every flat buffer.  DCP: the full state dict on
-both ranks, as its users pass it; its planner drops duplicates when it writes.  Against each rival two processes are
-started, in which all save in turns; every file is synced.
+The state is that of a GPT of 110 M parameters in fp32 with AdamW's two moments: 1.3 GB, replicated on two processes as
+under DDP, with gloo on loopback and one thread each.  With shardwise each rank saves its half of every flat buffer.
+DCP gets the full state dict on both ranks, as its users pass it; its planner drops duplicates when it writes.  For each
+rival two processes are started, in which all save in turns; every file is synced.
 
-*stall*: how long the call blocks, the slower rank's.  *done*: until the checkpoint is complete on both ranks.
-*memory*: what a rank's process takes on top of its state, at most: kept between saves, and during one.
+*stall* is how long the call blocks the slower rank, *done* the time until the checkpoint is complete on both ranks, and
+*memory* the most that a rank's process takes beside its state: kept between saves, and at the peak of one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ BOUND = 128 << 20
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 RIVALS = ("DCP async_save", "DCP, stager kept", "DCP, cached blocking stager", "DCP, process, shared memory")
 Save = Callable[[int], Callable[[], Any]]
-"""step → what waits until it is done; the call itself is the stall."""
+"""Save a step and return a function that waits until the checkpoint is complete; the call itself is the stall."""
 
 
 @dataclass
 class Variant:
-    """One way of saving, and what it took on one rank."""
+    """One way to save, and on one rank its stalls and times until done (seconds) and its memory (bytes)."""
 
     name: str
     save: Save
@@ -63,21 +63,21 @@ class Variant:
 
 
 def shapes() -> list[tuple[str, tuple[int, ...], str]]:
-    """The parameters of the model, and whether they decay."""
+    """Return name, shape and group ("decay" or "plain") of each parameter of the model."""
     with torch.device("meta"):
         model = GPT(vocabulary=32768, width=768, layers=12, heads=12, context=1024)
     return [(name, tuple(one.shape), "decay" if one.dim() > 1 else "plain") for name, one in model.named_parameters()]
 
 
 def memory() -> int:
-    """The bytes of memory that this process has to itself or shares with others by name, files not counted."""
+    """Return the resident bytes of this process that are anonymous or shared memory; files do not count."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 @contextmanager
 def peak_memory(found: list[int]) -> Iterator[None]:
-    """Append the most memory that the process had."""
+    """Append to ``found`` the most bytes that the process had within the context."""
     stop, most = threading.Event(), [memory()]
 
     def watch() -> None:
@@ -93,7 +93,7 @@ def peak_memory(found: list[int]) -> Iterator[None]:
 
 
 def gather_over(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
-    """Bytes of all ranks, over a group of their own."""
+    """Return a function that gathers bytes of all ranks over ``group``."""
 
     def gather(data: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
@@ -110,7 +110,7 @@ def gather_over(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
 def ours(
     name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: FlatBuffer, bound: int | None
 ) -> Variant:
-    """Each rank saves its half of every flat buffer."""
+    """Make shardwise's way to save, in which each rank saves its half of every flat buffer."""
     shard = buffer.shard(RANKS, rank)
     pieces, offset = [], {entry.name: entry for entry in buffer.entries}
     for kind, flat in flats.items():
@@ -148,7 +148,7 @@ def ours(
 
 
 def rival(name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: FlatBuffer) -> Variant:
-    """DCP with tensors of their own, as modules and optimizers have them."""
+    """Make one of DCP's ways to save, for separate tensors, as modules and optimizers have them."""
     state = {
         kind: {one.name: flat[one.offset : one.stop].clone().view(one.shape) for one in buffer.entries}
         for kind, flat in flats.items()
@@ -178,7 +178,7 @@ def rival(name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: 
 
 
 def measure(one: Variant, step: int) -> None:
-    """Save once.  The first time makes what is kept, and is not timed."""
+    """Save once.  The first save allocates what is kept, and is not timed."""
     dist.barrier()
     before, peaks, start = memory(), [], time.perf_counter()
     with peak_memory(peaks):
@@ -196,8 +196,8 @@ def measure(one: Variant, step: int) -> None:
 
 
 def worker(rank: int, port: int, name: str, rounds: int, folder: Path, results: Any) -> None:
-    """One rank of the processes in which one rival and ours save in turns; a failure ends it at once, the groups'
-    threads with it.
+    """Run one rank of the processes in which shardwise and one rival save in turns; a failure ends the process at once,
+    with the threads of its groups.
     """
     try:
         take_turns(rank, port, name, rounds, folder, results)
@@ -207,7 +207,7 @@ def worker(rank: int, port: int, name: str, rounds: int, folder: Path, results: 
 
 
 def take_turns(rank: int, port: int, name: str, rounds: int, folder: Path, results: Any) -> None:
-    """The body of :func:`worker`."""
+    """Run the body of :func:`worker`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
@@ -232,7 +232,7 @@ def take_turns(rank: int, port: int, name: str, rounds: int, folder: Path, resul
 
 
 def against(name: str, rounds: int, limit: float) -> list[dict[str, Any]]:
-    """Ours and one rival in turns, the slower rank's figures; OSError or RuntimeError if the rival cannot run here."""
+    """Time shardwise and a rival in turns, by the slower rank; OSError or RuntimeError: the rival cannot run here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each rival")
-    # the blocking stager's cache is pinned memory, which torch makes only where there is an accelerator
+    # the blocking stager's cache is pinned memory, which torch allocates only where there is an accelerator
     able = [name for name in RIVALS if torch.accelerator.is_available() or "cached" not in name]
     parser.add_argument("--rivals", nargs="*", default=able, choices=RIVALS)
     parser.add_argument("--json", action="store_true")

@@ -1,10 +1,10 @@
-"""Data parallelism against DistributedDataParallel and against the limit, ranks that never communicate.
+"""Time data parallelism against DistributedDataParallel and against the limit, ranks that never communicate.
 
     python benchmarks/data_parallel.py [--rounds 12]
 
-A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4, AdamW; 2 ranks × 1 thread.
-"tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul and allocator settings); "as
-it comes" is torch's default.
+The task is a GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256, with global batch 4 and AdamW on 2 ranks ×
+1 thread.  "tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul and allocator
+settings); "as it comes" is torch's default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def contenders(task: Task) -> list[Contender]:
     ]
     for one in every:
         if one.name != "DDP as it comes":
-            one.environment = ALLOCATOR  # what `shardwise launch` sets; the tuned peers get it too
+            one.environment = ALLOCATOR  # `shardwise launch` sets this, and the tuned peers get it too
     return every
 
 

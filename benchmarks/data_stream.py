@@ -1,9 +1,9 @@
-"""How fast text becomes tokens and tokens become batches, and in how much memory.
+"""Measure how fast text becomes tokens and tokens become batches, and how much memory that takes.
 
     python benchmarks/data_stream.py [--mib 256] [--tokenizer tokenizer.json] [--json]
 
-Makes a corpus of so many MiB of varied lines (a quarter as .jsonl, the rest as text files), tokenises it, and streams
-whole epochs through the loader, as one rank and as rank 0 of 2. Memory is sampled over the epoch: it is to be flat.
+It makes a corpus of --mib MiB of varied lines (a quarter of the files .jsonl, the rest text), tokenises it, and streams
+whole epochs through the loader, as one rank and as rank 0 of 2. Memory is sampled over the epoch: it should stay flat.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import psutil
 from shardwise.core.mesh import Mesh
 from shardwise.data import Loader, PackedWindows, open_corpus
 
-LENGTH, ROWS = 128, 16  # of the default config
-POINTS = 8  # at which memory is read
+LENGTH, ROWS = 128, 16  # those of the default config
+POINTS = 8  # points of an epoch at which memory is read
 WORDS = [
     "the",
     "of",
@@ -58,7 +58,7 @@ WORDS = [
 
 
 def make_corpus(folder: Path, mib: int) -> int:
-    """Files of 1 KiB to 1 MiB; the bytes written."""
+    """Write files of 1 KiB to 1 MiB until they have ``mib`` MiB; return the bytes written."""
     dice, written, number = random.Random(0), 0, 0
     while written < mib << 20:
         size = int(2 ** dice.uniform(10, 20))
@@ -78,13 +78,13 @@ def make_corpus(folder: Path, mib: int) -> int:
 
 
 def resident() -> dict[str, float]:
-    """MiB of this process: all, and what is not pages of files."""
+    """Return the resident MiB of this process, and those that are not pages of files."""
     found = psutil.Process().memory_info()
     return {"rss_mib": found.rss / 2**20, "anonymous_mib": (found.rss - found.shared) / 2**20}
 
 
 def stream(dataset: PackedWindows, parts: int) -> dict[str, Any]:
-    """One epoch of rank 0 of so many: tokens/s of all ranks' rows that it reads, and memory on the way."""
+    """Stream one epoch as rank 0 of ``parts``; return tokens/s of that rank's rows, and the memory along the way."""
     start = time.perf_counter()
     with Loader(dataset, Mesh.of(dp=parts), 0, ROWS) as loader:
         batch = next(loader)
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """Return the result as text."""
     lines = [
         f"{result['corpus_mib']:.0f} MiB of text, {result['documents']} documents, {result['tokens']} tokens "
         f"({result['tokenizer']})",

@@ -1,9 +1,9 @@
-"""Fused AdamW over one flat buffer against ``torch.optim.AdamW(fused=True)`` over many tensors.
+"""Time fused AdamW over one flat buffer against ``torch.optim.AdamW(fused=True)`` over many tensors.
 
     python benchmarks/flat_optimizer.py [--elements 30000000] [--tensors 100] [--threads 1]
 
-Both update the same number of elements in fp32, alternating; the medians of the steps are printed, with and without
-clipping (for torch: ``torch._foreach_mul_`` by the coefficient before the step, what ``clip_grad_norm_`` does).
+Both update the same number of elements in fp32, in turns; the medians of the steps are printed, with and without
+clipping (which for torch is ``torch._foreach_mul_`` by the coefficient before the step, as in ``clip_grad_norm_``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.runtime.optimizer import FlatOptimizer
 
 
 def medians(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The median seconds of each step, all of them run in turn ``repeats`` times after one warm-up."""
+    """Return the median seconds of each step, where all run in turns ``repeats`` times after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
@@ -32,7 +32,7 @@ def medians(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
 
 
 def compare(elements: int, tensors: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a step: flat and per tensor, each with and without a clipping coefficient."""
+    """Return the median seconds of a step, flat and per tensor, each with and without a clipping coefficient."""
     choice = OptimizerChoice("adamw", lr=1e-3)
     param, grad = torch.randn(elements), torch.randn(elements)
     flat = FlatOptimizer(choice, [(param, grad, True)])

@@ -1,5 +1,5 @@
-"""Keyed dropout against torch's own, 2M fp32 elements on one CPU thread: ``python
-benchmarks/keyed_dropout.py``.
+"""Time the forward of keyed dropout against torch's own, with 2M fp32 elements on one CPU thread:
+``python benchmarks/keyed_dropout.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwise.ops.keyed_random import keyed_dropout, keyed_mask
 
 
 def fastest(call: Callable[[], object], repeats: int = 40) -> float:
-    """The smallest of several times of ``call``, in milliseconds."""
+    """Return the milliseconds of the fastest of several calls."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -23,7 +23,7 @@ def fastest(call: Callable[[], object], repeats: int = 40) -> float:
 
 
 def main() -> None:
-    """Print one line per way of dropping."""
+    """Print one line for each way to drop elements."""
     torch.set_num_threads(1)
     x = torch.randn(8, 256, 1024)
     ways: dict[str, Callable[[], object]] = {

@@ -1,4 +1,4 @@
-"""The peers of shardwise's ZeRO, each as it is meant to be used: FSDP2, ZeroRedundancyOptimizer, DeepSpeed."""
+"""The peers of shardwise's ZeRO, each used as it is meant to be: FSDP2, ZeroRedundancyOptimizer, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
 def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
-    """``fully_shard`` on each block and the root; ``reshard``: blocks are freed after forward and gathered again for
-    backward.
+    """Make a step with ``fully_shard`` on each block and the root; with ``reshard`` blocks are freed after forward and
+    gathered again for backward.
 
-    In bf16 gradients are reduced in fp32, as shardwise does.  The root, embedding and head, stays gathered: torch's
+    In bf16 gradients are reduced in fp32, as in shardwise.  The root (embedding and head) stays gathered, as is torch's
     default.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +45,7 @@ def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
 
 
 def zero_redundancy(rank: int, ranks: int, *, task: Task) -> Step:
-    """DDP, each rank's optimizer with a share of the parameters, which it broadcasts after the step."""
+    """Make a step with DDP in which each rank's optimizer updates a share of the parameters and broadcasts it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     torch.set_float32_matmul_precision("medium")
@@ -58,7 +58,7 @@ def zero_redundancy(rank: int, ranks: int, *, task: Task) -> Step:
 
 
 def deepspeed(rank: int, ranks: int, *, task: Task, stage: int) -> Step:
-    """DeepSpeed's engine around torch's fused AdamW, which is as fast as its own CPU Adam and needs no compiler."""
+    """Make a step of DeepSpeed's engine with torch's fused AdamW, as fast as its own CPU Adam without a compiler."""
     import deepspeed as ds
 
     torch.set_float32_matmul_precision("medium")
@@ -68,7 +68,7 @@ def deepspeed(rank: int, ranks: int, *, task: Task, stage: int) -> Step:
         "train_micro_batch_size_per_gpu": task.rows,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # by default 1.0: nobody else clips
+        "gradient_clipping": 0.0,  # the default is 1.0, and no other contender clips
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": task.precision == "bf16"},
     }
@@ -85,11 +85,11 @@ def deepspeed(rank: int, ranks: int, *, task: Task, stage: int) -> Step:
 
 
 class NotInstalled(RuntimeError):
-    """A peer cannot be installed here; the message is one line."""
+    """The error of a peer that cannot be installed here; its message is one line."""
 
 
 def deepspeed_environment(folder: Path) -> dict[str, str]:
-    """What DeepSpeed's ranks need in their environment, with the virtual environment in ``folder``."""
+    """Return the environment variables for DeepSpeed's ranks, with the virtual environment in ``folder``."""
     import shardwise
 
     return {
@@ -101,8 +101,8 @@ def deepspeed_environment(folder: Path) -> dict[str, str]:
 
 
 def deepspeed_python(folder: Path) -> str:
-    """The Python of a virtual environment in ``folder`` with DeepSpeed and this process's torch; made where it is not
-    there yet.
+    """Return the Python of a virtual environment in ``folder`` with DeepSpeed and this process's torch, and make it if
+    it does not exist yet.
 
     Raises :class:`NotInstalled`.
     """
@@ -114,7 +114,7 @@ def deepspeed_python(folder: Path) -> str:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
     torch_here = [f"torch=={torch.__version__}", "numpy", "setuptools"]
     index = f"https://download.pytorch.org/whl/{torch.__version__.partition('+')[2] or 'cpu'}"
-    # what it compiles when it starts on CPU: here, where a missing compiler shows
+    # DeepSpeed compiles this when it starts on a CPU; compiling it here shows a missing compiler early
     build = (
         "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShareMemCommBuilder').load()"
     )
@@ -123,7 +123,7 @@ def deepspeed_python(folder: Path) -> str:
         _run([sys.executable, "-m", "venv", str(folder)])
         try:
             _run([*pip, *torch_here])
-        except NotInstalled:  # not among pip's own sources
+        except NotInstalled:  # pip's own sources lack this build of torch
             _run([*pip, "--extra-index-url", index, *torch_here])
         _run([*pip, f"deepspeed=={DEEPSPEED}"])
         _run([str(python), "-c", build], deepspeed_environment(folder))

@@ -1,22 +1,21 @@
-"""Pipelines against torch.distributed.pipelining, against all ranks busy all the time, and against the simulated
-timetable.
+"""Time pipelines against torch.distributed.pipelining, against ranks that are busy all the time, and against the
+simulated timetable.
 
     python benchmarks/pipeline.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--microbatches 4] [--only 1f1b
                                   "torch 1f1b"] [--clip-norm 1.0] [--json FILE]
 
-The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4
-with 2 ranks, 8 with 4) in 4 microbatches, in 8 where a schedule needs one for each stage; AdamW; nobody clips unless
-told to.  Embedding and head are one tensor on both sides, in the first and in the last stage.  torch gets the same
-stages, schedule and microbatches, the kernels that shardwise chooses (fused AdamW, the float32 matmul, the allocator's
-settings), a thread a rank and gloo.
+The task is the GPT of the other benchmarks (512 × 8 layers, 8 heads, vocabulary 8192, sequence 256) with AdamW and 2
+rows a rank (global batch 4 with 2 ranks, 8 with 4) in 4 microbatches, or in 8 where a schedule needs one for each
+stage; nothing is clipped without --clip-norm.  Embedding and head are one tensor on both sides, in the first and in the
+last stage.  torch gets the same stages, schedule and microbatches, the kernels that shardwise chooses (fused AdamW, the
+float32 matmul, the allocator's settings), a thread a rank and gloo.
 
-A schedule's contenders take turns in one run, with a limit of their own: shardwise's ranks each by itself, running the
-same program while nobody talks to them.  All ranks busy all the time would take what they take on average ("of ideal").
-The times of their stages' tasks, without communication, and the schedule's timetable give the simulated step ("of
-simulated").
+A schedule's contenders take turns in one run, with a limit of their own: shardwise's ranks, each of which runs the same
+program by itself.  Their mean time is that of ranks that are busy all the time ("of ideal").  The times of their
+stages' tasks, without communication, and the schedule's timetable give the simulated step ("of simulated").
 
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
-as in zero.py.
+Before that an ordinary loop on one rank trains the whole batch in fp32, and all contenders must have its losses.
+Memory is as in zero.py.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ from torch_pipelines import TorchPipeline
 from zero import CHECKED, LIMIT, STEPS, WARMUP, figures, finish, reference
 
 OF_SIMULATED = {2: 0.97}
-"""What part of the simulated speed a schedule has to reach, by ranks: 4 share 2 cores, where bubbles hide."""
+"""The part of the simulated speed that a schedule has to reach, by number of ranks; 4 ranks share 2 cores, which hides
+bubbles."""
 FASTER, SMALLER = 1.0, 1.0
-"""Than torch's same schedule, at least and at most."""
+"""The least speed and the most memory that a schedule has to reach, relative to torch's same schedule."""
 
 
 def names(kind: Kind) -> list[str]:
-    """Ours and torch's."""
+    """Return the names of the contenders of a schedule, shardwise's and torch's."""
     return [kind.name, f"torch {kind.name}"] if kind.torch else [kind.name]
 
 
 def contenders(pipeline: Pipeline, only: Sequence[str]) -> list[Contender]:
-    """Those of ``only`` that run this schedule; with ours runs its limit."""
+    """Make those contenders of ``only`` that run this schedule, and the limit if shardwise's is among them."""
     kind = pipeline.kind
     makers: dict[str, StepMaker] = {LIMIT: alone, **dict(zip(names(kind), (pipelined, TorchPipeline), strict=False))}
     return [
@@ -67,7 +67,7 @@ def contenders(pipeline: Pipeline, only: Sequence[str]) -> list[Contender]:
 
 
 def run(pipeline: Pipeline, only: Sequence[str], rounds: int, expected: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each contender of a schedule, the limit first, where it has run."""
+    """Time the contenders of a schedule and return a row for each, the limit first if it has run."""
     every = contenders(pipeline, only)
     alternate(every, rounds=rounds, steps=STEPS, warmup=WARMUP)
     limit = next((one for one in every if one.name == LIMIT), None)
@@ -94,7 +94,7 @@ def head(precision: str, ranks: int) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:
-    """A line for each contender."""
+    """Print a line for each contender."""
     for row in rows:
         limit = row["name"] == LIMIT
         name = f"{LIMIT} of {row['schedule']}" if limit else row["name"]
@@ -111,7 +111,7 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each schedule against torch's, and against what is simulated, where they have run."""
+    """Compare each schedule with torch's and with its simulation, where they have run."""
     by = {row["name"]: row for row in rows if row["name"] != LIMIT}
     for kind in KINDS.values():
         mine, peer = by.get(kind.name), by.get(f"torch {kind.name}")

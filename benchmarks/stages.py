@@ -1,5 +1,5 @@
-"""How all contenders of the benchmark of pipelines cut model and batch; shardwise's pipeline, and its ranks each by
-itself.
+"""How all contenders of the benchmark of pipelines cut model and batch; the steps of shardwise's pipeline, and of its
+ranks each by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from task import Task, undivided
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule: its name here and in torch, if torch has it, and the stages of a rank, going round or in a V."""
+    """A schedule: its name here and in torch (None if torch lacks it), and the number of stages of a rank, which go
+    round over the ranks, or with ``v`` down and up again."""
 
     name: str
     torch: str | None
@@ -28,15 +29,14 @@ class Kind:
     v: bool = False
 
     def stages(self, rank: int, ranks: int) -> list[int]:
-        """Those of a rank."""
+        """Return the stages of a rank."""
         if self.v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + ranks * turn for turn in range(self.stages_per_rank)]
 
     def microbatches(self, least: int, ranks: int) -> int:
-        """At least so many, as both sides allow it: one a stage (1F1B, DualPipeV), a multiple of the ranks
-        (interleaved).
-        """
+        """Return at least ``least`` microbatches, and as many as shardwise and torch need: 1F1B and DualPipeV need one
+        for each stage, interleaved a multiple of the ranks."""
         return max(least, ranks * (2 if self.v else 1))
 
 
@@ -55,9 +55,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A GPT in stages over ``ranks`` ranks; a step is one batch of ``task.rows`` rows for each of them, in
-    microbatches.
-    """
+    """A GPT in stages over ``ranks`` ranks; a step is a batch of ``ranks`` × ``task.rows`` rows, in microbatches."""
 
     task: Task
     kind: Kind
@@ -70,23 +68,23 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """The number of the last stage."""
         return self.ranks * self.kind.stages_per_rank - 1
 
     @property
     def units(self) -> int:
-        """The parts that a stage has one or more of: embedding, blocks, and norm with head and loss."""
+        """The number of units: the embedding, the blocks, and the norm with head and loss."""
         return self.task.layers + 2
 
     def cut(self) -> tuple[range, ...]:
-        """The units of each stage.
+        """Return the units of each stage.
 
-        The slowest stage is as fast as can be, then the next; where that leaves a choice earlier stages get fewer, as
-        they keep most microbatches.  A unit's cost is its multiplications for a token.
+        The slowest stage is as fast as possible, then the next slowest.  Where that leaves a choice, earlier stages get
+        fewer units, since they keep most microbatches.  A unit's cost is its multiplications for a token.
         """
         task = self.task
         hidden = task.hidden or 4 * task.width
-        # of attention's two products causality leaves half
+        # causality leaves half of attention's two products
         block = 4 * task.width**2 + 2 * task.width * hidden + task.sequence * task.width
         costs = [0, *[block] * task.layers, task.vocabulary * task.width]
 
@@ -100,13 +98,13 @@ class Pipeline:
 
 
 def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
-    """Under shardwise."""
+    """Make the step of shardwise's pipeline."""
     trainer, given = _trainer(rank, pipeline)
     return lambda: trainer.step(given).loss
 
 
 def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
-    """A Trainer, and the batch: every rank has all rows."""
+    """Make a Trainer and the batch, of which every rank has all rows."""
     from shardwise import Plan
     from shardwise.parallel.pipeline import pipeline as planned
 
@@ -117,27 +115,27 @@ def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
 
 
 TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-"""Instructions, and the tasks of a schedule that they are part of."""
+"""The task of a schedule that an instruction is part of."""
 
 
 REST = "rest"
-"""What is no task."""
+"""The name for everything in a step that is no task."""
 Doing = tuple[str, int, int]
-"""A task: its letter, stage and microbatch."""
+"""A task, as its letter, stage and microbatch."""
 
 
 @dataclass
 class Alone:
-    """The same program, of a rank that nobody talks to: what it sends is lost, what it receives is zeros.
+    """The step of a rank that runs the same program by itself: what it sends is lost, what it receives is zeros.
 
-    ``measured``: for every step the seconds of tasks ``F0``, ``B0``, …, a letter and a stage, on average over
-    microbatches, and of all else in the step (:data:`REST`).
+    ``measured`` has for every step the mean seconds over microbatches of each task ``F0``, ``B0``, … (a letter and a
+    stage), and the seconds of all else in the step (:data:`REST`).
     """
 
     trainer: Any
     given: Any
     began: float = 0.0
-    doing: Doing | None = None  # None: no task
+    doing: Doing | None = None  # None where no task runs
     spent: Counter[Doing | None] = field(default_factory=Counter)
     measured: list[dict[str, float]] = field(default_factory=list)
 
@@ -145,15 +143,15 @@ class Alone:
         self.began, self.doing, self.spent = time.perf_counter(), None, Counter()
         self.trainer.engine.step(
             self.given.fields, self.given.rows
-        )  # the Trainer would look whether numbers are finite
+        )  # not the Trainer's step, which would check whether numbers are finite
         self._now(None)
         self.measured.append(self._means())
         return 0.0
 
     def before(self, position: int, instruction: Any) -> None:
-        """Called before each instruction."""
+        """Note that an instruction begins; the interpreter calls this before each."""
         task = TASKS.get(instruction.op.name)
-        stage = -1 if task is None else self.trainer.engine.cut.stage[instruction.unit]  # -1: of no stage
+        stage = -1 if task is None else self.trainer.engine.cut.stage[instruction.unit]  # -1 for units of no stage
         self._now(None if task is None or stage < 0 else (task, stage, instruction.microbatch))
 
     def _now(self, doing: Doing | None) -> None:
@@ -162,7 +160,8 @@ class Alone:
         self.began, self.doing = now, doing
 
     def _means(self) -> dict[str, float]:
-        """Seconds of the step just run.  In a stage, units without weights that can wait have a whole backward in I."""
+        """Return the seconds of the last step; a whole backward counts as I where its stage has an I too, since some of
+        its units have no weight gradients that can wait."""
         tasks: Counter[Doing] = Counter()
         for doing, seconds in self.spent.items():
             if doing is not None:
@@ -175,7 +174,7 @@ class Alone:
 
 
 def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
-    """A rank by itself."""
+    """Make the step of a rank by itself."""
     from shardwise.core.mesh import Mesh
     from shardwise.runtime.alone import AloneCommunicator
 
@@ -187,12 +186,12 @@ def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
 
 
 def costs(measured: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    """By rank the median seconds over the steps in which they were measured."""
+    """Return for each rank the median seconds of each task over its measured steps."""
     return [{what: statistics.median(step[what] for step in steps) for what in steps[0]} for steps in measured]
 
 
 def simulated(pipeline: Pipeline, each: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of a step without communication, from the :func:`costs` of the ranks by themselves."""
+    """Return the seconds of a step without communication, simulated from the ranks' :func:`costs`."""
     from shardwise.estimate.simulate import Costs, simulate
     from shardwise.parallel.schedule import timetable
 
@@ -201,6 +200,6 @@ def simulated(pipeline: Pipeline, each: Sequence[Mapping[str, float]]) -> float:
     forward, backward, inputs, weight = ([seconds.get(f"{task}{stage}", 0.0) for stage in stages] for task in "FBIW")
     step = [0.0 for _ in stages]
     for rank, one in enumerate(each):
-        step[kind.stages(rank, ranks)[0]] = one[REST]  # the simulator adds up those of a rank
+        step[kind.stages(rank, ranks)[0]] = one[REST]  # the simulator adds up the stages of a rank
     found = Costs(forward, inputs, weight, backward=backward, step=step)
     return simulate(timetable(kind.name, ranks, pipeline.microbatches, kind.stages_per_rank), found).seconds

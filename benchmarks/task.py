@@ -1,4 +1,4 @@
-"""What the contenders of a benchmark train, and the loops that do it: an ordinary one, alone or with DDP, and
+"""What the contenders of a benchmark train, and the loops that train it: an ordinary one, alone or with DDP, and
 shardwise's.
 """
 
@@ -16,7 +16,7 @@ from alternate import Step
 
 @dataclass(frozen=True)
 class Task:
-    """A language model, and ``rows`` sequences for each rank, the same in every step; AdamW."""
+    """A language model that trains with AdamW on ``rows`` sequences for each rank, the same in every step."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     family: Literal["gpt", "llama"] = "gpt"
@@ -24,8 +24,8 @@ class Task:
     width: int = 512
     layers: int = 8
     heads: int = 8
-    kv_heads: int | None = None  # of a Llama
-    hidden: int | None = None  # width of the MLP
+    kv_heads: int | None = None  # for a Llama only
+    hidden: int | None = None  # the width of the MLP
     sequence: int = 256
     rows: int = 2
     device: str = "cpu"
@@ -34,7 +34,7 @@ class Task:
     @property
     def place(self) -> torch.device:
         """The device of this rank."""
-        if self.device == "cpu":  # also of a checkout from before there was a Backend
+        if self.device == "cpu":  # works also with a checkout from before there was a Backend
             return torch.device("cpu")
         from shardwise.backend import Backend
 
@@ -45,11 +45,11 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """The number of tokens of a rank in a step."""
         return self.rows * self.sequence
 
     def model(self) -> nn.Module:
-        """With the same weights in every process; on the CPU."""
+        """Make the model on the CPU, with the same weights in every process."""
         from shardwise.models import GPT, Llama
 
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Task:
         return Llama(**sizes, hidden=self.hidden, kv_heads=self.kv_heads, context=self.sequence)
 
     def batch(self, ranks: Iterable[int]) -> dict[str, Tensor]:
-        """The rows of these ranks, on the device."""
+        """Return the rows of these ranks on the device; each field has the shape (rows of all of them, sequence)."""
         generators = [torch.Generator().manual_seed(rank) for rank in ranks]
         shape = (self.rows, self.sequence + 1)
         ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(
@@ -75,7 +75,7 @@ def fused_adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torc
 def loop(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], *, autocast: bool
 ) -> Step:
-    """One step of an ordinary loop."""
+    """Make the step of an ordinary loop."""
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -94,9 +94,9 @@ def plain(
     rank: int, ranks: int, *, task: Task, tuned: bool = True, ddp: bool = False, rows_of: int | None = None,
     model: nn.Module | None = None,
 ) -> Step:  # fmt: skip
-    """An ordinary loop, with or without DDP around the model (by default the task's); ``rows_of``: on the rows of so
-    many ranks.
-    """
+    """Make the step of an ordinary loop, with or without DDP around the model (by default the task's).
+
+    With ``rows_of`` it has the rows of that many ranks."""
     if tuned:
         torch.set_float32_matmul_precision("medium")
     model = (task.model() if model is None else model).to(task.place)
@@ -109,7 +109,7 @@ def plain(
 
 
 def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto") -> Step:
-    """The same under shardwise."""
+    """Make the step of shardwise's data parallelism."""
     trainer, given = divided(rank, ranks, task=task, zero=zero, backend=backend)
     return lambda: trainer.step(given).loss
 
@@ -118,7 +118,7 @@ def divided(
     rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto",
     changes: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:  # fmt: skip
-    """A Trainer whose ranks each have rows of their own, and this rank's batch; ``changes`` are of the plan."""
+    """Make a Trainer whose ranks have different rows, and this rank's batch; ``changes`` are options of the plan."""
     from shardwise import OptimizerChoice, Plan, Trainer
     from shardwise.data.loader import Batch
     from shardwise.parallel.data import data_parallel
@@ -139,7 +139,7 @@ def divided(
 
 
 def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
-    """A Trainer of a plan under which every rank has the rows of all, and this batch."""
+    """Make a Trainer for a plan under which every rank has the rows of all ranks, and that batch."""
     from shardwise import OptimizerChoice, Trainer
     from shardwise.data.loader import Batch, rank_rows
 
@@ -155,7 +155,7 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
 def tensor_parallel(
     rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"], backend: Literal["auto", "gloo"] = "auto"
 ) -> Step:  # fmt: skip
-    """Under shardwise's tensor parallelism, planned as the config's keys say."""
+    """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
     from shardwise.runtime.connect import connect

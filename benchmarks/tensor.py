@@ -1,21 +1,19 @@
-"""Tensor parallelism against torch's DTensor, and against the limit: what a rank computes, without communication.
+"""Time tensor parallelism against torch's DTensor, and against the limit: a rank's computation without communication.
 
     python benchmarks/tensor.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only 1d DTensor] [--json FILE]
 
-The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4 with 2 ranks, 8
-with 4, of which every rank has all rows; AdamW; nobody clips.  The peer is ``parallelize_module`` (torch_tensor.py)
-with the kernels that shardwise chooses (fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and
-gloo; once with logits gathered for the loss and once under ``loss_parallel``.  In "1d-sp" and in "DTensor SP" norms and
-residuals are in shards of the sequence.
+The task is the GPT of the other benchmarks (512 × 8 layers, 8 heads, vocabulary 8192, sequence 256) with AdamW and
+without clipping; the global batch is 4 with 2 ranks and 8 with 4, and every rank has all its rows.  The peer is
+``parallelize_module`` (torch_tensor.py) with the kernels that shardwise chooses (fused AdamW, the float32 matmul, the
+allocator's settings), a thread a rank and gloo, once with logits gathered for the loss and once under
+``loss_parallel``.  In "1d-sp" and in "DTensor SP" norms and residuals are sharded along the sequence.
 
-Ours communicates in the ranks' common memory, and once "over gloo" as the peers do, which tells what is due to that.
+shardwise communicates in the ranks' common memory, and once "over gloo" as the peers do, to tell what the memory gains.
 
-Each of ours takes turns with its peers in one run, with a limit of its own: ranks that compute with their shards of
-heads, MLP and vocabulary and never communicate.  Where the sequence is in shards too, a copy of so many bytes stands
-for what is gathered.
-
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
-as in zero.py.
+Each recipe of shardwise takes turns with its peers in one run, with a limit of its own: ranks that compute with their
+shards of heads, MLP and vocabulary and never communicate.  Where the sequence is sharded too, a copy of as many bytes
+stands for each gather.  Before that an ordinary loop on one rank trains the whole batch in fp32, and all contenders
+must have its losses.  Memory is as in zero.py.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ KINDS: Stages = {
     "1d": ("DTensor", "DTensor + loss_parallel"),
     "1d-sp": ("DTensor SP", "DTensor SP + loss_parallel"),
 }
-"""Peers hold the same parts in shards."""
+"""The recipes of shardwise, and the peers of each, which shard the same things."""
 OVER_GLOO = " over gloo"
 NAMES = [name for kind, peers in KINDS.items() for name in (kind, kind + OVER_GLOO, *peers)]
 TO_REACH: ToReach = dict.fromkeys(KINDS.items(), (1.25, 1.0))
 
 
 def contenders(task: Task, ranks: int, kind: str, only: Sequence[str]) -> list[Contender]:
-    """Those of ``only`` that divide the work as this kind of ours does, with their limit."""
+    """Make those contenders of ``only`` that divide the work as the recipe ``kind`` does, and their limit."""
     sequence = kind.endswith("-sp")
     gathered, split = KINDS[kind]
     makers: dict[str, StepMaker] = {

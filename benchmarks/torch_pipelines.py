@@ -1,11 +1,11 @@
-"""The peer of shardwise's pipelines: ``torch.distributed.pipelining``, as it is meant to be used.
+"""The peer of shardwise's pipelines: ``torch.distributed.pipelining``, used as it is meant to be.
 
 Stages are made of the GPT's own modules.  Embedding and head are one parameter: the first and the last stage each have
-it, and sum its gradients over both after backward; in a V they are on one rank and have one tensor.
+it and sum its gradients over both after backward; in a V both stages are on one rank and share one tensor.
 
-The loss of a microbatch is divided by their number before backward, and ``scale_grads`` is off: torch would divide the
-gradients when a stage has ended its last backward, a tensor of two stages twice.  Outputs are not kept
-(``return_outputs``: the logits of all microbatches).  In bf16 autocast is around the whole step, so that weights are
+The loss of a microbatch is divided by the number of microbatches before backward, and ``scale_grads`` is off: torch
+would divide the gradients after the last backward of each stage, so twice those of a tensor that two stages share.
+Outputs (the logits of all microbatches) are not kept.  In bf16 autocast is around the whole step, so that weights are
 cast once, not for every microbatch.
 """
 
@@ -21,9 +21,9 @@ from task import fused_adamw
 
 
 class Stage(nn.Module):
-    """Some units of a GPT, under the names that it has for their parts: tokens or hidden states in, hidden states or
-    logits out.
-    """
+    """Some units of a GPT, under the GPT's own names.
+
+    ``forward`` maps tokens (rows, sequence) or hidden states (rows, sequence, width) to hidden states or logits."""
 
     def __init__(self, model: nn.Module, units: range) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Stage(nn.Module):
 
 
 class TorchPipeline:
-    """One rank.  A step gives the loss times the number of ranks on the rank of the last stage and 0 on others: the
-    mean is the loss.
+    """The step of one rank.  It returns the loss times the number of ranks on the rank of the last stage and 0 on the
+    others, so that the mean over ranks is the loss.
     """
 
     def __init__(self, rank: int, ranks: int, *, pipeline: Pipeline) -> None:
@@ -73,7 +73,7 @@ class TorchPipeline:
         both = {"wte.weight", "lm_head.weight"} & self.parameters.keys()
         self.shared = [self.parameters[name] for name in both] if self.tied is not None else []
         if self.first and self.last:
-            del self.parameters["lm_head.weight"]  # the same
+            del self.parameters["lm_head.weight"]  # it is the same tensor as wte.weight
         self.optimizer = fused_adamw(self.parameters.values())
         batch = task.batch(range(ranks))
         self.inputs = (batch["input_ids"],) if self.first else ()
@@ -95,7 +95,7 @@ class TorchPipeline:
         return torch.stack(losses).sum().detach() * self.ranks if self.last else 0.0
 
     def _clip(self, most: float) -> None:
-        """To the norm over all stages, in which what two ranks have counts once."""
+        """Clip gradients to the norm ``most`` over all stages; a parameter that two ranks have counts once."""
         twice = {id(parameter) for parameter in self.shared} if not self.first else set()
         grads = [p.grad for p in self.parameters.values() if id(p) not in twice]
         square = nn.utils.get_total_norm(grads).square()

@@ -1,13 +1,13 @@
-"""The peer of shardwise's tensor parallelism, DTensor and ``parallelize_module`` as they are meant to be used, and the
+"""The peer of shardwise's tensor parallelism, DTensor and ``parallelize_module`` used as they are meant to be, and the
 limit.
 
-A DTensor cannot shard queries, keys and values of one weight part by part: its rows are put in the order of heads, so
-that a rank's share of them are whole heads, and there still is one product.  Attention is computed of local tensors.
-Embedding and head are one parameter in shards of the vocabulary; ``parallelize_module`` makes two of it, which are made
-one again.
+A DTensor cannot shard queries, keys and values of one weight part by part.  So the weight's rows are put in the order
+of heads: a rank's shard has whole heads, and there still is one product.  Attention is computed on local tensors.
+Embedding and head are one parameter, sharded by the vocabulary; ``parallelize_module`` makes two of it, which are tied
+again here.
 
-Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks; fused AdamW takes no
-mixture of these with DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other
+Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks.  Fused AdamW takes no
+mixture of these and DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other
 loops.
 """
 
@@ -24,13 +24,13 @@ from shardwise.models.gpt import Attention, attend
 from task import Task, fused_adamw, loop
 
 COLUMNS = ("qkv", "up", "lm_head")
-"""The linears of which a rank has some outputs."""
+"""The linear layers of which a rank has some outputs."""
 ROWS = ("proj",)
-"""The linears of which a rank has some inputs: what comes out are partial sums."""
+"""The linear layers of which a rank has some inputs, so that its outputs are partial sums."""
 
 
 class HeadsMajor(nn.Module):
-    """A GPT's attention, of as many heads as there are: outputs of ``qkv`` are ordered by heads, then q, k, v."""
+    """A GPT's attention on as many heads as ``qkv`` has, whose outputs are ordered by heads, then q, k, v."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class HeadsMajor(nn.Module):
 
 
 def heads_major(model: nn.Module) -> nn.Module:
-    """This GPT with :class:`HeadsMajor` attention; it computes the same."""
+    """Give this GPT :class:`HeadsMajor` attention, with which it computes the same, and return it."""
     for block in model.blocks:
         block.attention = HeadsMajor(block.attention)
     return model
 
 
 def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bool) -> nn.Module:
-    """This GPT in shards over all ranks; ``sequence``: norms and residuals in shards of the sequence, ``split_loss``:
-    logits stay shards.
+    """Shard this GPT over all ranks and return it; with ``sequence`` norms and residuals are sharded along the
+    sequence, with ``split_loss`` logits stay sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -87,9 +87,9 @@ def dtensor(
     split_loss: bool = False,
     model: nn.Module | None = None,
 ) -> Step:
-    """An ordinary loop over a parallelized GPT (by default the task's), on the rows of all ranks.
+    """Make the step of an ordinary loop over a parallelized GPT (by default the task's), on the rows of all ranks.
 
-    ``sequence``: with SequenceParallel; ``split_loss``: under loss_parallel.
+    With ``sequence`` it uses SequenceParallel, with ``split_loss`` loss_parallel.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
@@ -112,11 +112,11 @@ def dtensor(
 
 
 def shares(rank: int, ranks: int, *, task: Task, sequence: bool = False, model: nn.Module | None = None) -> Step:
-    """What a rank computes, by itself: an ordinary loop over its shards of the GPT and the rows of all.
+    """Make the step of what a rank computes, without communication: an ordinary loop over its shards of the GPT and the
+    rows of all ranks.
 
-    Partial sums stay what they are, tokens of others' vocabulary become some of its own; with ``sequence`` its part of
-    the sequence is repeated where those of others would be gathered.
-    """
+    Partial sums are not summed, and tokens of other ranks' vocabulary become some of its own.  With ``sequence`` its
+    part of the sequence is repeated where those of others would be gathered."""
     torch.set_float32_matmul_precision("medium")
     model = heads_major(task.model() if model is None else model)
     for name, module in model.named_modules():
@@ -132,6 +132,6 @@ def shares(rank: int, ranks: int, *, task: Task, sequence: bool = False, model: 
             module.register_forward_hook(lambda _, given, out: out.chunk(ranks, 1)[rank].contiguous())
         elif sequence and kind == "wpe":
             module.register_forward_pre_hook(lambda _, given: (given[0].chunk(ranks)[rank],))
-    model.wte.weight.data = model.wte.weight.data.chunk(ranks)[rank].clone()  # and the head's
+    model.wte.weight.data = model.wte.weight.data.chunk(ranks)[rank].clone()  # the head has the same weight
     batch = {name: tokens % (task.vocabulary // ranks) for name, tokens in task.batch(range(ranks)).items()}
     return loop(task, model, fused_adamw(model.parameters()), batch, autocast=task.precision == "bf16")

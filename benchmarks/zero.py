@@ -1,16 +1,15 @@
-"""ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
+"""Time ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
 
     python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"]
     [--json FILE]
 
-A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
-AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32
-matmul, the allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages
-of 4 ranks together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run together.
-
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
-per rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out;
-data is PSS without the libraries' files.
+The task is a GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256, with 2 rows a rank (global batch 4 with 2
+ranks, 8 with 4) and AdamW.  Peers use gloo, and each rank has a thread.  All get the kernels that shardwise chooses:
+fused AdamW, the float32 matmul, the allocator's settings.  The contenders of a stage take turns in one run with a limit
+of their own, since all stages of 4 ranks together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named
+run together.  Before that an ordinary loop on one rank trains the whole batch in fp32, and all contenders must have its
+losses.  Memory is that of the rank that takes most: peak RSS counts a page that n ranks share in each of them, PSS
+counts it as 1/n in each; data is PSS without the libraries' files.
 """
 
 from __future__ import annotations
@@ -35,24 +34,25 @@ from task import Task, ours, plain
 
 LIMIT = "limit"
 Stages = Mapping[str, tuple[str, ...]]
-"""Our contenders and the peers of each."""
+"""The contenders of shardwise, and the peers of each."""
 ToReach = Mapping[tuple[str, tuple[str, ...]], tuple[float | None, float | None]]
-"""Of one of ours against the fastest of some peers: how much faster, and with what part of that peer's memory."""
+"""For a contender of shardwise and some peers, how many times as fast as the fastest peer it has to be, and which part
+of that peer's memory it may take."""
 STAGES: Stages = {
     "zero 1": ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
     "zero 2": ("FSDP2 keep", "DeepSpeed 2"),
     "zero 3": ("FSDP2 reshard", "DeepSpeed 3"),
 }
-"""Peers hold the same parts in shards."""
+"""The peers of a stage shard the same things."""
 TO_REACH: ToReach = {("zero 1", STAGES["zero 1"]): (1.05, None), ("zero 3", ("FSDP2 reshard",)): (1.35, 0.8)}
 SAME = {"fp32": 1e-5, "bf16": 5e-3}
-"""How far the losses of the first steps may be from the reference's, relative to it."""
-CHECKED = 6  # steps
-STEPS, WARMUP = 3, 3  # of a turn, and before all turns
+"""The largest relative difference of the losses of the first steps from the reference's."""
+CHECKED = 6  # steps whose losses are compared
+STEPS, WARMUP = 3, 3  # steps of a turn, and before all turns
 
 
 def contenders(task: Task, ranks: int, names: Sequence[str], venv: Path) -> list[Contender]:
-    """Those of ``names``, with the limit."""
+    """Make the contenders called ``names``, and the limit."""
     makers: dict[str, StepMaker] = {
         LIMIT: functools.partial(plain, task=task),
         **{f"zero {stage}": functools.partial(ours, task=task, zero=stage) for stage in (1, 2, 3)},
@@ -72,9 +72,7 @@ def contenders(task: Task, ranks: int, names: Sequence[str], venv: Path) -> list
 
 
 def reference(task: Task, ranks: int) -> list[float]:
-    """The losses of an ordinary loop in fp32 on one rank with the rows of all, before each of the steps that are
-    checked.
-    """
+    """Return the losses of an ordinary loop in fp32 on one rank with the rows of all ranks, for the checked steps."""
     make = functools.partial(plain, task=replace(task, precision="fp32"), rows_of=ranks)
     one = Contender("reference", make, 1, environment=ALLOCATOR)
     alternate([one], rounds=0, steps=0, warmup=CHECKED)
@@ -82,13 +80,13 @@ def reference(task: Task, ranks: int) -> list[float]:
 
 
 def off(one: Contender, expected: Sequence[float]) -> float:
-    """The largest relative difference of a contender's losses from those expected; inf where one is not finite."""
+    """Return the largest relative difference of a contender's losses from the expected; inf where one is not finite."""
     differences = torch.tensor(one.losses[: len(expected)]) / torch.tensor(expected[: len(one.losses)]) - 1
     return float(differences.abs().nan_to_num(nan=torch.inf).max())
 
 
 def figures(one: Contender, task: Task, expected: Sequence[float]) -> dict[str, Any]:
-    """What a row of a table and of the JSON file says of a contender."""
+    """Return a contender's figures, for a row of a table and of the JSON file."""
     return {
         "name": one.name,
         "precision": task.precision,
@@ -106,7 +104,7 @@ def figures(one: Contender, task: Task, expected: Sequence[float]) -> dict[str, 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:
-    """A line for each contender."""
+    """Print a line for each contender."""
     first = rows[0]
     title = f"{first['precision']}, {first['ranks']} ranks, {first['rows']} rows each"
     print(f"\n{title:27} ms/step  tokens/s  of limit  peak RSS   PSS  data MB  loss of step {CHECKED}  off by  clean")
@@ -124,7 +122,7 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 def verdicts(
     rows: Sequence[dict[str, Any]], stages: Stages = STAGES, to_reach: ToReach = TO_REACH
 ) -> Iterator[dict[str, Any]]:
-    """Each stage against each of its peers, and against the fastest of those it has to reach, where both have run."""
+    """Compare each stage with each of its peers, and with the fastest peer it has to reach, where both have run."""
     by = {row["name"]: row for row in rows}
     for stage, peers in stages.items():
         for rivals in dict.fromkeys([*((peer,) for peer in peers), peers]):
@@ -158,7 +156,8 @@ def tell(verdict: dict[str, Any]) -> None:
 
 
 def wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Who did not train as the reference did; the limit does not, as its ranks never meet."""
+    """Return a line for each contender whose losses are not the reference's; the limit is not checked, since its ranks
+    never communicate."""
     return [
         f"{row['name']}, {row['precision']}, {row['ranks']} ranks: losses {row['losses'][:CHECKED]} are off by "
         f"{row['off']:.1e}, "
@@ -169,7 +168,7 @@ def wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def finish(rows: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]], file: Path | None) -> None:
-    """Write all figures to a file, and exit with who did not train as the reference did."""
+    """Write all figures to a file, and exit with an error where losses are not the reference's."""
     if file is not None:
         machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
         file.write_text(json.dumps({"machine": machine, "rows": rows, "verdicts": said}, indent=1) + "\n")
@@ -178,13 +177,13 @@ def finish(rows: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]], file:
 
 
 def heats(only: Sequence[str] | None, missing: Sequence[str]) -> list[list[str]]:
-    """Who runs together."""
+    """Return the names of the contenders that run together, without those that are missing."""
     together = [list(only)] if only else [[stage, *peers] for stage, peers in STAGES.items()]
     return [[name for name in heat if name not in missing] for heat in together]
 
 
 def compare(options: argparse.Namespace, task: Task) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All tables, printed: their rows and the verdicts."""
+    """Run everything and print all tables; return their rows and the verdicts."""
     missing = []
     if any(name.startswith("DeepSpeed") for heat in heats(options.only, ()) for name in heat):
         try:
@@ -214,7 +213,7 @@ def race(
     stages: Stages = STAGES,
     to_reach: ToReach = TO_REACH,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Contenders against each other, the limit first: the rows of their table and the verdicts, both printed."""
+    """Time contenders against each other, the limit first; print and return the table's rows and the verdicts."""
     alternate(every, rounds=rounds, steps=STEPS, warmup=WARMUP)
     found = [figures(one, task, expected) for one in every]
     table(found)

@@ -1,6 +1,6 @@
 """A small GPT on Python's own documentation.
 
-`plain_script.py` is for one device, `train_script.py` under shardwise for any number of them; all else is equal.
+`plain_script.py` trains it on one device, `train_script.py` with shardwise on any number of devices; all else is equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise import distribute
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """Windows of bytes, each with the bytes that follow."""
+    """Windows of ``length`` bytes; the targets are the same bytes shifted by one."""
 
     def __init__(self, length: int) -> None:
         self.bytes = torch.tensor(list("\n".join(topics.values()).encode()))
@@ -54,7 +54,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch; tokens and targets have the shape (rows, length)."""
         logits = self.head(self.norm(self.blocks(self.embedding(tokens) + self.positions)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Do the tests notice?  Plants the bugs of ``mutants.toml`` one at a time, and runs the default tests up to the first
-failure.
+"""Plant the bugs of ``mutants.toml`` one at a time, and run the default tests up to the first failure: do they find it?
 
-    scripts/mutants.py                     # all; what a results file has already is not run again
-    scripts/mutants.py --only core lower   # those whose file begins with one of these, or by number
-    scripts/mutants.py --table             # nothing is run: the results as a table for docs/tests.md
+    scripts/mutants.py                     # all bugs but those that the results file has already
+    scripts/mutants.py --only core lower   # the bugs whose file begins with one of these, or by number
+    scripts/mutants.py --table             # run nothing, and print the results as a table of Markdown
 
-A bug is planted in a copy of the checkout.  It meets the tests of its own package first, then all others.  Results go
-to ``mutants.json`` (--results), one after the other: an interrupted run goes on where it was.
+A bug is planted in a copy of the checkout, where the tests of its own package run first, then all others.  Results go
+to ``mutants.json`` (--results) one after the other, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ ORDER = (
     "estimate",
     "initial",
 )
-"""Whose tests come first among the rest; those that start processes come last."""
-ENDED = {0, 5}  # exit codes of pytest: all passed, nothing to run
+"""The packages whose tests come first among the rest; tests that start processes come last."""
+ENDED = {0, 5}  # the exit codes of pytest if all passed, and if there was nothing to run
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """In ``file`` the text ``old``, which stands there once, becomes ``new``: a ``bug``."""
+    """A ``bug``: in ``file`` the text ``old``, which must occur there once, becomes ``new``."""
 
     file: str
     bug: str
@@ -63,7 +62,7 @@ class Mutant:
         return self.file.partition("/")[0]
 
     def plant(self, root: Path) -> None:
-        """Change the file below ``root``."""
+        """Change the file below ``root``; :class:`SystemExit` unless the old text occurs there once."""
         path = root / SOURCE / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
@@ -75,7 +74,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """Which test failed, None if all passed; whether it was one of the bug's own package; seconds until then."""
+    """The test that failed (None if all passed), whether it is in the bug's own package, and the seconds until then."""
 
     file: str
     bug: str
@@ -85,12 +84,12 @@ class Result:
 
 
 def mutants() -> list[Mutant]:
-    """All of the table."""
+    """Read all bugs of the table."""
     return [Mutant(**one) for one in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutant"]]
 
 
 def folders(root: Path) -> list[str]:
-    """Of all tests, in the order in which they run."""
+    """Return the folders of all tests, in the order in which they run."""
     found = sorted(path.name for path in (root / "tests").iterdir() if next(path.glob("test_*.py"), None))
     return [
         f"tests/{name}" for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
@@ -98,7 +97,7 @@ def folders(root: Path) -> list[str]:
 
 
 def failure(root: Path, paths: list[str], workers: int) -> str | None:
-    """The first test that fails, of those in ``paths``; "hang" or "crash" where pytest itself has ended."""
+    """Return the first test in ``paths`` that fails, None if none does, and "crash" where pytest names none."""
     command = [
         sys.executable,
         "-m",
@@ -124,7 +123,7 @@ def failure(root: Path, paths: list[str], workers: int) -> str | None:
 
 @contextmanager
 def copy() -> Iterator[Path]:
-    """A copy of the checkout."""
+    """Make a copy of the checkout that lasts as long as the context."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = Path(folder) / "checkout"
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".venv", ".git", "runs", ".*_cache", "__pycache__"))
@@ -132,7 +131,7 @@ def copy() -> Iterator[Path]:
 
 
 def examine(mutant: Mutant, workers: int, quick: bool) -> Result:
-    """Plant a bug in a copy of the checkout and run the tests there; ``quick``: those of its package alone."""
+    """Plant a bug in a copy of the checkout and run the tests there, with ``quick`` only those of its package."""
     begun = time.monotonic()
     with copy() as root:
         mutant.plant(root)
@@ -145,7 +144,7 @@ def examine(mutant: Mutant, workers: int, quick: bool) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """As Markdown."""
+    """Return the results as a table of Markdown."""
     rows = ["| file | bug | caught by |", "|---|---|---|"]
     rows += [f"| `{one.file}` | {one.bug} | {f'`{one.test}`' if one.test else '**nothing**'} |" for one in results]
     return "\n".join(rows)

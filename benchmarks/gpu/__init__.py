@@ -1,3 +1,3 @@
-"""The acceptance of shardwise on GPUs: of one card by ``accept.sh``, of several by ``several.sh``; both also run on
+"""The acceptance of shardwise on GPUs: ``accept.sh`` runs it on one card, ``several.sh`` on several; both also run on
 CPUs, at a tiny size.
 """

@@ -1,4 +1,4 @@
-"""The acceptance of shardwise on one card: which parts there are, run one after the other.  ``accept.sh`` starts it."""
+"""Run the parts of the acceptance of shardwise on one card, one after the other.  ``accept.sh`` starts this."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One function in a process of its own: ``python -m gpu.child MODULE:FUNCTION ARGUMENTS``, the arguments and the result
-as JSON.
+"""Run one function in a process of its own: ``python -m gpu.child MODULE:FUNCTION ARGUMENTS``.  The arguments and the
+result are JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .parts import FOUND
 
 
 def main() -> None:
-    """Call the function and print what it returns as the last line."""
+    """Call the function and print its result as the last line."""
     place, arguments = sys.argv[1:]
     module, _, name = place.partition(":")
     found = getattr(importlib.import_module(module), name)(**json.loads(arguments))

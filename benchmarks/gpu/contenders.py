@@ -1,5 +1,5 @@
-"""Who trains beside whom on a card: turns of steps that the device itself times, and the loops that are no peers of the
-CPU benchmarks.
+"""The contenders on a card: turns of steps that the device itself times, and the loops that the CPU benchmarks do not
+have.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardwise.backend import Backend
 from task import Task, plain
 
 LLAMA_1B = Task("bf16", "llama", 32000, 2048, 22, 32, 4, 5632, sequence=4096, rows=1, clip_norm=1.0)
-"""1.1 B parameters: the shape of TinyLlama."""
+"""A task of 1.1 B parameters, with the shape of TinyLlama."""
 TINY = Task("bf16", "llama", 128, 32, 2, 2, 1, 64, sequence=32, rows=2, clip_norm=1.0)
 
 
 def task_for(device: str, tiny: bool) -> Task:
-    """What is trained on a type of device."""
+    """Return the task for a type of device."""
     return replace(TINY if tiny else LLAMA_1B, device=device)
 
 
 class Stamps:
-    """Moments of a device's queue, or of the host's clock where the device is the host; reading them does not drain the
+    """Moments of a device's queue, or of the host's clock where the device is the host; taking one does not drain the
     queue.
     """
 
@@ -36,12 +36,12 @@ class Stamps:
         self._moments: list[Any] = []
 
     def now(self) -> None:
-        """One more, after what was issued so far."""
+        """Take a moment, after everything issued so far."""
         asynchronous = self._backend.asynchronous
         self._moments.append(self._backend.event(self._device, timing=True) if asynchronous else time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each two neighbours; the host waits for the last."""
+        """Return the seconds between each two neighbouring moments; the host waits for the last moment."""
         self._backend.synchronize(self._device)
         pairs = list(zip(self._moments, self._moments[1:], strict=False))
         if self._backend.asynchronous:
@@ -50,12 +50,12 @@ class Stamps:
 
 
 class Turn:
-    """A step that is a turn of them: ``settle`` steps that are not timed, since memory that was given back is taken
-    again, then ``steps``.
+    """A turn of several steps, which counts as one: ``settle`` steps that are not timed, since they allocate again the
+    memory that was given back, then ``steps`` that are.
 
-    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, its
-    first and last loss, and the most bytes that tensors took and that the allocator held.  After a turn cached memory
-    goes back to the card, to the others.
+    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, all
+    its losses, and the most bytes that tensors took and that the allocator held.  After a turn the cached memory is
+    given back for the other contenders.
     """
 
     def __init__(self, step: Callable[[], Tensor], device: torch.device, settle: int, steps: int) -> None:
@@ -84,16 +84,16 @@ class Turn:
 
 
 def turns(rank: int, ranks: int, *, make: StepMaker, task: Task, settle: int, steps: int) -> Step:
-    """Turns of the steps that ``make`` makes."""
+    """Make turns of the steps that ``make`` makes."""
     return Turn(make(rank, ranks), task.place, settle, steps)
 
 
 def compiler(tiny: bool) -> str:
-    """The backend of ``torch.compile``; at tiny size one that generates no code, which is quick."""
+    """Return the backend of ``torch.compile``; at tiny size one that generates no code, which is quick."""
     return "aot_eager" if tiny else "inductor"
 
 
 def compiled(rank: int, ranks: int, *, task: Task, tiny: bool = False) -> Step:
-    """The ordinary loop around the model as ``torch.compile`` compiles it."""
+    """Make the step of the ordinary loop around the model as ``torch.compile`` compiles it."""
     model = torch.compile(task.model(), backend=compiler(tiny))
     return plain(rank, ranks, task=task, model=model)  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""How fast: a Llama of 1.1 B parameters at sequence 4096 in bf16, beside an ordinary loop, that loop compiled, and
-FSDP2 at world size 1.
+"""The part "fast": shardwise on a Llama of 1.1 B parameters at sequence 4096 in bf16, beside an ordinary loop, that
+loop compiled, and FSDP2 at world size 1.
 
 Each contender is a process of its own.  They take turns on the card if the model states of all fit beside the
-activations of one, and otherwise run one after the other.  Then one step of shardwise and one of the ordinary loop are
-profiled.
+activations of one, and otherwise run one after the other.  Then shardwise and the ordinary loop are profiled.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from .parts import Part, in_child
 OURS, PLAIN, COMPILED, FSDP2 = "shardwise", "ordinary loop", "torch.compile of it", "FSDP2, world size 1"
 NAMES = (PLAIN, COMPILED, FSDP2, OURS)
 ROWS = (8, 4, 2, 1)
-MARGIN = 0.85  # of the free memory that a choice of rows may count on
-FOR_PROFILES = 100.0  # seconds that are kept for them
+MARGIN = 0.85  # the share of the free memory that a choice of rows may count on
+FOR_PROFILES = 100.0  # seconds that are kept for the profiles
 
 
 def makers(task: Task, tiny: bool) -> dict[str, StepMaker]:
-    """What makes the step of each contender."""
+    """Return the makers of the steps of all contenders."""
     return {
         PLAIN: functools.partial(plain, task=task),
         COMPILED: functools.partial(compiled, task=task, tiny=tiny),
@@ -47,14 +46,14 @@ def makers(task: Task, tiny: bool) -> dict[str, StepMaker]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """That of every contender: the settings of allocators and queues that shardwise starts its ranks with."""
+    """Return every contender's variables: the settings of allocators and queues with which shardwise starts ranks."""
     found = {**ALLOCATOR, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
     Backend.of(device).prepare(found)
     return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
 def fast(part: Part) -> None:
-    """Time all contenders, judge whether they train the same, and profile."""
+    """Time all contenders, check that they have the same losses, and profile two."""
     options = part.options
     task = task_for(options.device, options.tiny)
     with part.guarded("the size of the benchmark"):
@@ -79,8 +78,8 @@ def fast(part: Part) -> None:
 
 
 def facts(device: str, tiny: bool) -> dict[str, Any]:
-    """Parameters, FLOPs a row, the card's peak, and with how many rows all contenders fit, in turns or one after the
-    other.
+    """Return the number of parameters, the FLOPs of a row, the card's peak FLOP/s, the rows with which all contenders
+    fit, and whether that is with all on the card together.
     """
     from shardwise import OptimizerChoice, Plan, Values, record
     from shardwise.estimate.predict import predict
@@ -110,12 +109,11 @@ def facts(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def choose_rows(predicted: dict[int, tuple[int, int]], free: int) -> tuple[int, bool]:
-    """The rows of a step, and whether all contenders are on the card at once; ``predicted`` is (states, peak) in bytes,
-    by rows.
+    """Choose the rows of a step, and whether all contenders are on the card at once; ``predicted`` is (states, peak) in
+    bytes, by rows; ``free`` is in bytes.
 
-    An ordinary loop under autocast keeps up to 1.4 times the activations.  In turns it is worth having fewer rows, but
-    not fewer than two.
-    """
+    An ordinary loop under autocast keeps up to 1.4 times the activations.  To take turns is worth having fewer rows,
+    but not fewer than two."""
     for together, least in ((True, 2), (False, 1), (True, 1)):
         for rows, (states, peak) in predicted.items():
             held = states * (len(NAMES) if together else 1)
@@ -125,7 +123,7 @@ def choose_rows(predicted: dict[int, tuple[int, int]], free: int) -> tuple[int, 
 
 
 def race(part: Part, task: Task, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the table; contenders that fail are named, and the others run again without them."""
+    """Time the contenders and return the rows of the table; those that fail are named, and the others run again."""
     options = part.options
     settle, steps, rounds = (1, 2, 2) if options.tiny else (2, 6, 8)
     every = [
@@ -149,7 +147,7 @@ def race(part: Part, task: Task, facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finished(part: Part, group: Sequence[Contender], rounds: int, until: float) -> list[Contender]:
-    """Those of a group that ran to the end."""
+    """Run a group and return the contenders that ran to the end."""
     running = list(group)
     while running:
         try:
@@ -166,7 +164,7 @@ def _finished(part: Part, group: Sequence[Contender], rounds: int, until: float)
 
 
 def row(one: Contender, task: Task, facts: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """What the JSON file says of a contender: medians over the steps of clean turns."""
+    """Return a contender's figures for the JSON file: medians over the steps of clean turns."""
     from shardwise.launch.mfu import mfu
 
     kept = one.measured[0]
@@ -205,7 +203,7 @@ def _judge(part: Part, found: Sequence[dict[str, Any]], facts: dict[str, Any]) -
 
 
 def profiled(part: Part, name: str, task: Task) -> dict[str, Any]:
-    """The profile of one contender, alone on the card."""
+    """Profile one contender alone on the card."""
     make = functools.partial(profiles.of_contender, make=makers(task, part.options.tiny)[name], task=task)
     one = Contender(name, make, 1, environment=environment(task.device))
     alternate([one], rounds=1, steps=1, warmup=0)

@@ -1,5 +1,5 @@
-"""How much: the predicted bytes of a step beside the measured ones, and the rows that are predicted to fit beside those
-that do.
+"""The part "memory": the predicted bytes of a step beside the measured ones, and the rows that are predicted to fit
+beside those that do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "offload of the optimizer": {"offload": "optimizer"},
 }
 ON_GPUS: dict[str, dict[str, Any]] = {"offload of activations": {"offload": "activations"}}
-EXACT = 0.005  # of the peak, on a CPU, whose table of kernels is compared with it to the byte
-CLOSE = 0.05  # of the peak, on a card
-TINY_BUDGET = 3 * 2**20  # bytes, on a CPU
-MORE_ROWS = 1.3  # times those predicted: so far it is tried whether more fit
+EXACT = 0.005  # the largest relative error of the peak on a CPU, whose table of kernels is tested to the byte
+CLOSE = 0.05  # the same on a card
+TINY_BUDGET = 3 * 2**20  # bytes that stand for a card's memory on a CPU
+MORE_ROWS = 1.3  # up to this multiple of the predicted rows it is tried whether more fit
 
 
 def sized(device: str, tiny: bool) -> Task:
-    """What is trained: rows are short, so that their number is large enough to be compared."""
+    """Return the task; its rows are short, so that the number of rows that fit is large enough to compare."""
     task = task_for(device, tiny)
     return task if tiny else replace(task, sequence=1024, rows=4)
 
@@ -85,7 +85,7 @@ def _judge(part: Part, name: str, found: dict[str, Any]) -> None:
 
 
 def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]:
-    """The second step of a plan: bytes between steps and at the peak, predicted and measured, by category."""
+    """Return a plan's bytes in its second step by category, between steps and at the peak, predicted and measured."""
     from shardwise.data.loader import Batch
     from shardwise.launch.forecast_shown import account
     from shardwise.launch.measuring import StepMemory
@@ -96,7 +96,7 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
     trainer, given = divided(0, 1, task=task, changes=changes)
     expected = account(predictor(trainer)(task.rows))
     host = {name: value.cpu() for name, value in given.fields.items()}
-    given = Batch(host, given.rows, given.starts, given.counts)  # as a loader gives it
+    given = Batch(host, given.rows, given.starts, given.counts)  # on the host, as a loader gives it
     trainer.step(given)
     with StepMemory(trainer.engine, str) as source:
         batch = source.taking(iter([given]))
@@ -116,7 +116,7 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
     found["measured"]["reserve"] = int(seen.peak.get("reserve", 0))
     if (
         backend.asynchronous
-    ):  # the driver's word, of all processes together: context, libraries and, it is hoped, nobody else
+    ):  # the driver counts all processes together: context, libraries, and other processes if there are any
         backend.synchronize(place)
         free, total = backend.free_and_total(place)
         found["measured"] |= {
@@ -127,7 +127,7 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
 
 
 def predictor(trainer: Any) -> Callable[[int], Any]:
-    """The prediction for a Trainer's plan, by rows of a batch."""
+    """Return a function from the rows of a batch to the prediction for a Trainer's plan."""
     from shardwise.estimate.predict import predict
 
     compiled, choice = trainer.compiled, trainer.engine.optimizer
@@ -136,10 +136,10 @@ def predictor(trainer: Any) -> Callable[[int], Any]:
 
 
 def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: float) -> dict[str, Any]:
-    """The most rows that are predicted to fit, and the most that run; more are tried ``within`` so many seconds, until
-    some do not.
+    """Return the most rows that are predicted to fit, and the most that run; more are tried for ``within`` seconds or
+    until some do not run.
 
-    On a CPU a budget stands for the card, and what a step measures says whether it would have fitted.
+    On a CPU a budget stands for the card's memory, and the measured peak of a step says whether it would fit.
     """
     from shardwise.estimate.devices import here
 
@@ -162,7 +162,7 @@ def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: floa
             refused = rows
             break
         fitted = rows
-    for factor in (0.95, 0.9, 0.8, 0.6) if not fitted else ():  # fewer than predicted: how many do?
+    for factor in (0.95, 0.9, 0.8, 0.6) if not fitted else ():  # where the predicted rows do not fit, try fewer
         rows = int(predicted * factor)
         if rows and time.monotonic() < end and runs(rows):
             fitted = rows
@@ -177,7 +177,7 @@ def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: floa
 
 
 class Runs:
-    """Whether a step with some rows runs in the card's memory, or on a CPU within a budget."""
+    """A test whether a step with some rows runs in the card's memory, or on a CPU within a budget in bytes."""
 
     def __init__(self, trainer: Any, task: Task, budget: int) -> None:
         self._trainer, self._task, self._budget = trainer, task, budget
@@ -204,7 +204,7 @@ class Runs:
 
 
 def most(fits: Callable[[int], bool], limit: int = 1 << 14) -> int:
-    """The largest number that fits, where all below a number do and none above; 0 where not even 1 does."""
+    """Return the largest number that fits, if all below a number do and none above; 0 where not even 1 does."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""What the ranks of several cards run besides steps; a module of its own, as they import it."""
+"""What the ranks of several cards run besides steps, in a module of its own, since ranks import it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from . import profiles
 
 
 def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], float]:
-    """A contender whose one step is recorded instruction by instruction; ``measured`` has how much of communication is
-    hidden.
+    """Make a contender whose one step is recorded instruction by instruction; ``measured`` has the hidden share of
+    communication.
     """
     from shardwise.runtime.recorder import Recorder
 
@@ -39,8 +39,8 @@ def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], fl
 
 
 def one_more(rank: int, ranks: int, *, device: str) -> Callable[[], float]:
-    """A contender whose step makes a group of all ranks and warms it up; ``measured`` has what is then missing of the
-    free memory.
+    """Make a contender whose step makes a group of all ranks and uses it first; ``measured`` has the bytes of free
+    memory that this takes.
     """
     import psutil
     import torch

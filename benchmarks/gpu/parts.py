@@ -1,5 +1,5 @@
-"""What all parts of an acceptance share: options, a bound on their time, verdicts line by line, and a JSON file that is
-never half written.
+"""What all parts of an acceptance share: options, a time limit, verdicts line by line, and a JSON file that is never
+half written.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = "FOUND "  # before the JSON that a child process prints last
+FOUND = "FOUND "  # the prefix of the JSON that a child process prints last
 GIB = 2.0**30
 MOST_RANKS = 8
-GRACE = 10.0  # seconds that what a part began in time may take longer
+GRACE = 10.0  # seconds by which a part may exceed its time before it is stopped
 
 
 @dataclass(frozen=True)
 class Options:
     """How a part runs.
 
-    ``device`` is a type of torch's, such as "cuda" or "cpu"; ``tiny`` takes models and sizes that a CPU runs in
-    seconds; ``out`` is the folder of the JSON files; ``minutes`` bounds a part; ``ranks`` is None where each part
-    chooses.
+    ``device`` is a device type of torch, such as "cuda" or "cpu"; ``tiny`` chooses models and sizes that a CPU runs in
+    seconds; ``out`` is the folder of the JSON files; ``minutes`` is the time limit of a part; ``ranks`` is None where
+    each part chooses.
     """
 
     device: str
@@ -49,19 +49,16 @@ class Options:
 
 
 class TimeIsOver(RuntimeError):
-    """What a part was doing was not over long after its time was."""
+    """The error of a part that has not ended long after its time was over."""
 
 
 class ChildFailed(RuntimeError):
-    """A process that was to measure something ended with an error or was too slow; the message has the last lines that
-    it printed.
-    """
+    """The error of a measuring process that failed or was too slow; the message has the last lines that it printed."""
 
 
 @dataclass
 class Part:
-    """One part of the acceptance: it prints a verdict a line, and its file has all of them so far whenever the part
-    ends.
+    """One part of the acceptance: it prints a line for each verdict, and its file has all of them whenever it ends.
 
     A verdict is right (True), wrong (False) or unknown (None: it was left out, and the detail says why).
     """
@@ -74,7 +71,7 @@ class Part:
 
     @property
     def left(self) -> float:
-        """Seconds that this part still has."""
+        """The seconds that this part still has."""
         return self.options.minutes * 60 - (time.monotonic() - self.begun)
 
     @property
@@ -82,7 +79,7 @@ class Part:
         return any(one["right"] is False for one in self.verdicts)
 
     def check(self, what: str, right: bool, detail: str = "") -> bool:
-        """Note whether something is right."""
+        """Note whether something is right, and return it."""
         self._note(what, bool(right), detail)
         return bool(right)
 
@@ -91,7 +88,7 @@ class Part:
         self._note(what, None, why)
 
     def time_for(self, what: str, seconds: float) -> bool:
-        """Whether there is time for something that takes about so many seconds; otherwise it is left out."""
+        """Return whether there are about ``seconds`` left for something; if not, note that it stays unknown."""
         if self.left >= seconds:
             return True
         self.leave_out(
@@ -101,7 +98,7 @@ class Part:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong inside is a verdict, and the part goes on."""
+        """Turn an exception inside into a verdict, so that the part goes on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the other verdicts of the part are worth having
@@ -109,7 +106,7 @@ class Part:
             self.check(what, False, f"{type(error).__name__}: {error}".strip())
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"[{self.name} {time.monotonic() - self.begun:4.0f} s] {text}", flush=True)
 
     def save(self) -> None:
@@ -133,7 +130,7 @@ class Part:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on: card, driver and versions."""
+    """Return what the figures were measured on: card, driver and versions."""
     import torch
 
     from shardwise.backend import Backend
@@ -156,13 +153,13 @@ def machine(device: str) -> dict[str, Any]:
 
 @functools.cache
 def _machine(device: str) -> dict[str, Any]:
-    """:func:`machine` as another process sees it: this one takes nothing of a card's memory."""
+    """Return :func:`machine` from another process, so that this one takes nothing of a card's memory."""
     found: dict[str, Any] = machine(device) if device == "cpu" else in_child("gpu.parts:machine", 120.0, device=device)
     return found
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where its tool is not there."""
+    """Return the version of NVIDIA's driver; None where its tool is missing."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip()
@@ -171,8 +168,8 @@ def _driver() -> str | None:
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, str]:
-    """The exit code of a process that leads its own session, and what it printed; None and what there is of it where it
-    was too slow.
+    """Wait for a process that leads its own session; return its exit code (None if it was too slow and was killed) and
+    its output.
     """
     try:
         output, _ = process.communicate(timeout=max(seconds, 1.0))
@@ -188,8 +185,8 @@ def finish(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, 
 def call(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run a command from the repository's root for at most so many seconds; its exit code (None: it was too slow) and
-    all that it printed.
+    """Run a command from the repository's root for at most ``seconds``; return its exit code (None if it was too slow)
+    and its output.
     """
     process = subprocess.Popen(
         list(command), cwd=ROOT, env={**os.environ, **(environment or {})}, text=True, stdin=subprocess.DEVNULL,
@@ -199,8 +196,8 @@ def call(
 
 
 def in_child(function: str, seconds: float, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
-    """What ``function`` ("gpu.module:name") returns in a process of its own, for plain data; :class:`ChildFailed` where
-    it does not.
+    """Call ``function`` ("gpu.module:name") with plain data in a process of its own and return its result;
+    :class:`ChildFailed` where that fails.
     """
     code, output = call([sys.executable, "-m", "gpu.child", function, json.dumps(arguments)], seconds, environment)
     lines = output.splitlines()
@@ -214,7 +211,7 @@ def in_child(function: str, seconds: float, environment: Mapping[str, str] | Non
 def parse(
     about: str, names: Sequence[str], arguments: Sequence[str] | None = None, *, ranks: bool = False
 ) -> tuple[list[str], Options]:
-    """The chosen parts, all by default, and the options."""
+    """Parse the command line; return the chosen parts, by default all, and the options."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(names)}; by default all")
     parser.add_argument(
@@ -242,7 +239,7 @@ def parse(
 
 
 def _missing(device: str) -> str | None:
-    """Why nothing can run on a type of device, if so."""
+    """Return why nothing can run on a type of device, None if something can."""
     from shardwise.backend import Backend
 
     try:
@@ -259,7 +256,7 @@ def _device_here() -> str:
 
 
 def run(name: str, options: Options, function: Callable[[Part], None]) -> Part:
-    """Run a part to its end, whatever happens in it; where it does not heed its time, it is stopped a little later."""
+    """Run a part to its end, whatever happens in it; a part that exceeds its time is stopped a little later."""
     part = Part(name, options)
     part.say(f"on {options.device}, for at most {options.minutes:g} minutes")
 
@@ -282,7 +279,7 @@ def run(name: str, options: Options, function: Callable[[Part], None]) -> Part:
 def main(
     about: str, parts: Mapping[str, Callable[[Part], None]], rewrite: Callable[[Options], Path], *, ranks: bool = False
 ) -> int:
-    """Run the chosen parts one after the other, with a report after each; 1 where anything was wrong."""
+    """Run the chosen parts one after the other, with a report after each; return 1 where anything was wrong, else 0."""
     chosen, options = parse(about, list(parts), ranks=ranks)
     wrong = False
     for name in chosen:

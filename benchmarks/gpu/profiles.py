@@ -1,5 +1,5 @@
-"""What a device does in a step: the share of the time in which it is idle, its kernels by class, and how much of
-communication is hidden.
+"""What a device does in a step: the share of the time in which it is idle, its kernels by class, and the hidden share
+of communication.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from task import Task
 from .contenders import Stamps
 
 Span = tuple[float, float]
-"""(start, stop), in seconds."""
+"""A (start, stop), in seconds."""
 
-# The first class whose pattern is found in a kernel's name, or in an op's on a CPU, without regard to case.
+# A kernel (on a CPU an op) belongs to the first class whose pattern is found in its name; case does not matter.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|gloo|symm_mem"),
     ("attention", r"flash|fmha|mha_|sdpa|scaled_dot_product|attention"),
@@ -46,12 +46,12 @@ OTHER = "other"
 
 
 def kernel_class(name: str) -> str:
-    """The class of a kernel, by its name as the profiler gives it."""
+    """Return the class of a kernel, by its name in the profiler."""
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as spans that do not overlap, in order."""
+    """Return spans that cover the same time, do not overlap and are in order."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -62,20 +62,20 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans is."""
+    """Return the seconds that at least one of the spans covers."""
     return sum(stop - start for start, stop in union(spans))
 
 
 def hidden_share(communication: Sequence[Span], computing: Sequence[Span]) -> float | None:
-    """The share of the time of communication in which the device also computes; None where nothing is communicated."""
+    """Return the share of communication's time in which the device also computes; None without communication."""
     total = length(communication)
     exposed = length([*communication, *computing]) - length(computing)
     return None if not total else max(0.0, 1 - exposed / total)
 
 
 def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: float | None = None) -> dict[str, Any]:
-    """Of kernels as (name, start, stop) in ``steps`` steps, which took ``seconds`` (by default from the first start to
-    the last stop).
+    """Sum up kernels, given as (name, start, stop), of ``steps`` steps, which took ``seconds`` (by default from the
+    first start to the last stop).
     """
     spans = [(start, stop) for _, start, stop in kernels]
     begun, ended = min(start for start, _ in spans), max(stop for _, stop in spans)
@@ -105,9 +105,9 @@ def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: fl
 def profile(step: Callable[[], Any], device: torch.device, *, warmup: int = 3, steps: int = 3) -> dict[str, Any]:
     """Profile ``steps`` steps that the host issues without waiting.
 
-    The profiler slows the host, not the kernels: on a card these are set against the time of as many steps without it.
-    On a CPU ops stand for kernels, each with the time that it does not spend in other ops; there only the classes mean
-    something.
+    The profiler slows the host, not the kernels, so on a card the shares are of the time of as many steps without it.
+    On a CPU ops stand for kernels, each with the time that it does not spend in other ops; there only the classes are
+    meaningful.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
@@ -138,7 +138,7 @@ def _kernels(found: torch.profiler.profile, asynchronous: bool) -> Iterable[tupl
     for event in found.events() or ():
         on_host = event.device_type == torch.autograd.DeviceType.CPU
         start = event.time_range.start / 1e6
-        if event.is_user_annotation:  # on a card it spans the kernels below it
+        if event.is_user_annotation:  # on a card an annotation spans the kernels below it
             continue
         if asynchronous and not on_host:
             yield event.name, start, event.time_range.end / 1e6
@@ -149,7 +149,7 @@ def _kernels(found: torch.profiler.profile, asynchronous: bool) -> Iterable[tupl
 def of_contender(
     rank: int, ranks: int, *, make: StepMaker, task: Task, warmup: int = 3, steps: int = 3
 ) -> Callable[[], float]:
-    """A contender whose one step is a profile, which ``measured`` has."""
+    """Make a contender whose one step is a profile; ``measured`` has its summary."""
     step, device = make(rank, ranks), task.place
 
     def run() -> float:

@@ -1,8 +1,8 @@
-"""What each idea is worth on this card: small programs, each timed the ways it can be done, with the bytes that they
-take beside their inputs.
+"""The part "prototypes": small programs that time several ways to do the same, with the bytes that each takes beside
+its inputs.
 
-Every function here is run in a process of its own; it returns, by way, the milliseconds, the bytes at the peak, and the
-largest relative error where the ways may differ.
+Every function here runs in a process of its own.  It returns, for each way, the milliseconds, the bytes at the peak,
+and the largest relative error where the ways may differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Ways = Mapping[str, Callable[[], object]]
 
 
 def prototypes(part: Part) -> None:
-    """Measure them one after the other."""
+    """Measure all ideas one after the other."""
     options = part.options
     part.figures["prototypes"] = {}
     for name, what in QUESTIONS.items():
@@ -73,8 +73,8 @@ def _place(device: str) -> torch.device:
 
 
 def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
-    """dW += dYᵀ X of a Llama-1B's MLP, bf16 factors and an fp32 sum; the error is that of one addition to zero, against
-    fp64.
+    """Time dW += dYᵀ X of a Llama-1B's MLP, with bf16 factors and an fp32 sum; the error is that of one addition to
+    zero, against fp64.
     """
     from shardwise.ops.weight_gradients import Factors, accumulate
 
@@ -115,7 +115,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
-    """Forward and backward of the mean over bf16 scores; bytes beside the scores, so 2 a score is their gradient."""
+    """Time forward and backward of the mean over bf16 scores; beside the scores, 2 bytes a score are their gradient."""
     from shardwise.ops import cross_entropy
     from shardwise.ops.collectives import Env
 
@@ -149,7 +149,7 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def dropout(device: str, tiny: bool) -> dict[str, Any]:
-    """Forward and backward of bf16 activations."""
+    """Time forward and backward of dropout on bf16 activations."""
     from shardwise.ops.keyed_random import keyed_dropout
 
     place = _place(device)
@@ -166,7 +166,7 @@ def dropout(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def grouped_query(device: str, tiny: bool) -> dict[str, Any]:
-    """Forward and backward of causal attention, 32 heads of queries and 4 of keys and values."""
+    """Time forward and backward of causal attention with 32 heads of queries and 4 of keys and values."""
     place = _place(device)
     rows, heads, shared, tokens, size = (1, 4, 2, 32, 16) if tiny else (2, 32, 4, 4096, 64)
     q = torch.randn(rows, heads, tokens, size, device=place).bfloat16().requires_grad_()
@@ -186,7 +186,7 @@ def grouped_query(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def optimizer(device: str, tiny: bool) -> dict[str, Any]:
-    """AdamW's update of 24 buckets of two segments each, with the factor of clipping and the skip flag."""
+    """Time AdamW's update of 24 buckets of two segments each, with the clipping coefficient and the skip flag."""
     from shardwise.core.optim import OptimizerChoice
     from shardwise.runtime.optimizer import FlatOptimizer
 
@@ -212,7 +212,7 @@ def optimizer(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def autograd_threads(device: str, tiny: bool) -> dict[str, Any]:
-    """A step of a small Llama, which the host's time decides, with autograd's threads and without."""
+    """Time a step of a small Llama, which the host limits, with autograd's threads and without."""
     place = _place(device)
     trainer, given = divided(0, 1, task=task_for(device, True))
     found = {}
@@ -223,7 +223,7 @@ def autograd_threads(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def elements_fused(device: str, tiny: bool) -> dict[str, Any]:
-    """Forward and backward of a block's norm, rotation and SwiGLU without its products."""
+    """Time forward and backward of a block's residual sum, norm and SwiGLU without its products."""
     from shardwise.models.llama import RMSNorm
 
     place = _place(device)

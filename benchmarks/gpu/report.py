@@ -1,5 +1,5 @@
-"""docs/gpu.md: a text that is kept as it is, and behind a mark the figures of all parts of an acceptance that have been
-run.
+"""Write docs/gpu.md: a text that is kept as it is, and behind a mark the figures of all parts of an acceptance that
+have run.
 
 python -m gpu.report [--out FOLDER] [--doc docs/gpu.md]
 """
@@ -18,11 +18,11 @@ DOC = ROOT / "docs" / "gpu.md"
 MARK = "<!-- What follows is written by benchmarks/gpu/report.py. -->"
 PARTS = ("right", "fast", "memory", "prototypes", "pipeline", "zero", "tensor", "killed", "communicators")
 Found = Mapping[str, Mapping[str, Any]]
-"""What the JSON files say, by part."""
+"""The contents of the JSON files, by part."""
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
-    """The parts of which there is a file."""
+    """Return the contents of the files that exist, by part."""
     return {
         name: json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
         for name in PARTS
@@ -31,8 +31,8 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def rewrite(options: Options) -> Path:
-    """Write the report into the folder of the parts; of a real run on a card also into docs/gpu.md.  The path of the
-    last one written.
+    """Write the report into the folder of the parts, and after a real run on a card also into docs/gpu.md; return the
+    path of the last one written.
     """
     text = document(DOC.read_text(encoding="utf-8"), read(options.out))
     paths = [options.out / "gpu.md", *([DOC] if options.gpu and not options.tiny else [])]
@@ -42,7 +42,7 @@ def rewrite(options: Options) -> Path:
 
 
 def document(before: str, found: Found) -> str:
-    """The document with the text before its mark as it is, and what was found behind it."""
+    """Return the document with the text before its mark as it is, and the figures after it; ValueError without mark."""
     kept, mark, _ = before.partition(MARK)
     if not mark:
         raise ValueError(f"{DOC}: the line {MARK!r} is not there; legal: the text, then that line")
@@ -50,7 +50,7 @@ def document(before: str, found: Found) -> str:
 
 
 def figures(found: Found) -> list[str]:
-    """The lines behind the mark."""
+    """Return the lines after the mark."""
     lines = [*_where(found), *_verdicts(found)]
     makers = {
         "fast": _fast,
@@ -67,7 +67,7 @@ def figures(found: Found) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """A table of Markdown."""
+    """Return the lines of a table of Markdown."""
     body = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body]
 
@@ -272,7 +272,7 @@ def _percent(value: float | None) -> str:
 
 
 def main() -> None:
-    """Write the report anew from the files that there are."""
+    """Rewrite the report from the files that exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the JSON files")
     parser.add_argument("--doc", type=Path, default=DOC)

@@ -1,4 +1,4 @@
-"""Right: gpu-marked tests, ``verify`` on the device, waits of the host, launches that block, a rank that is killed."""
+"""The part "right": gpu-marked tests, ``verify`` on the device, waits of the host, blocking launches, a killed rank."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ COVERING: dict[str, tuple[str, ...]] = {
     ),
     "gpt, zero 2, offload": (*GPT, *BF16, "parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer"),
 }  # fmt: skip
-"""Plans that together have every kind of instruction, and both models; ranks are threads, so one card is enough."""
+"""Plans that together have both models and every kind of instruction; ranks are threads, so one card is enough."""
 TINY_COVERING = ("gpt, zero 3, selective",)
 
 
 def right(part: Part) -> None:
-    """All verdicts, the cheapest first."""
+    """Give all verdicts, the cheapest first."""
     with tempfile.TemporaryDirectory() as folder:
         source = runs.text_file(Path(folder))
         waits(part)
@@ -67,7 +67,7 @@ def right(part: Part) -> None:
 
 
 def waits(part: Part) -> None:
-    """Does the host wait for the device within a step?"""
+    """Check that the host does not wait for the device within a step."""
     what = "a step without waits of the host"
     if not part.time_for(what, 15.0):
         return
@@ -96,16 +96,16 @@ def waits(part: Part) -> None:
 
 
 def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
-    """Warnings of torch's synchronisation debugger in three steps of each plan, on batches as a loader gives them, with
-    their places.
+    """Count the warnings of torch's synchronisation debugger, with their places, in three steps of each plan on batches
+    as a loader gives them.
 
-    They are None on a device that it does not know: it is CUDA's (and ROCm's) alone.
+    The counts are None on a device that the debugger does not know: it exists for CUDA and ROCm alone.
     """
     import torch
 
     from shardwise.backend import Backend
 
-    # Larger than tiny: a queue that is never empty; clipping, whose coefficient the host must not read.
+    # At full size the queue is never empty.  It clips, since the host must not read the coefficient.
     task = (
         task_for(device, True)
         if tiny
@@ -138,7 +138,7 @@ def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
 
 
 def microbatched(task: Task, changes: dict[str, Any]) -> tuple[Any, Any]:
-    """A Trainer of one rank, and its batch on the host, pinned where that means something."""
+    """Make a Trainer of one rank, and its batch on the host, pinned where the device supports that."""
     from shardwise.backend import Backend
     from shardwise.data.loader import Batch, rank_rows
 
@@ -153,7 +153,7 @@ def microbatched(task: Task, changes: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
-    """Are the losses the same with launches that block, and after a rank was killed?"""
+    """Check that the losses are the same with launches that block, and after a rank was killed."""
     options = part.options
     hidden = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
     keys = (
@@ -203,7 +203,7 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
 
 
 def verified(part: Part, source: str) -> None:
-    """``shardwise verify`` of plans that cover what there is, several at a time."""
+    """Run ``shardwise verify`` for the plans of :data:`COVERING`, several at a time."""
     options = part.options
     plans = {name: keys for name, keys in COVERING.items() if not options.tiny or name in TINY_COVERING}
     if options.gpu and not _knows_device(part):
@@ -228,7 +228,7 @@ def verified(part: Part, source: str) -> None:
 
 
 def verify(part: Part, keys: Sequence[str]) -> dict[str, Any] | None:
-    """The report of one plan; None where there was no time for it."""
+    """Return the report of ``shardwise verify`` for one plan; None where there was no time for it."""
     if part.left < 20.0:
         return None
     device = ("--device", part.options.device) if part.options.gpu else ()
@@ -257,7 +257,7 @@ def _knows_device(part: Part) -> bool:
 
 
 def marked_tests(part: Part, folder: Path) -> None:
-    """The tests that are marked ``gpu``; only their files are read, for others may import what is not installed."""
+    """Run the tests that are marked ``gpu``; pytest reads only their files, since others may import what is missing."""
     what = "gpu-marked tests"
     files = sorted((ROOT / "tests" / "device").glob("test_*.py"))
     if not files:
@@ -270,7 +270,7 @@ def marked_tests(part: Part, folder: Path) -> None:
         return
     with part.guarded(what):
         report = folder / "tests.xml"
-        # Without the project's options: plugins that they name may not be installed.
+        # The project's options are left out, since they name plugins that may not be installed.
         command = [
             sys.executable,
             "-m",

@@ -1,4 +1,4 @@
-"""``shardwise train`` as its users run it: a run that is watched, killed and compared with one that nobody disturbs."""
+"""``shardwise train`` as its users run it: a run that is watched, killed and compared with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MODEL = (
     "data.validation=0",
     "train.sample_every=0", "train.trace_steps=[]",
 )  # fmt: skip
-"""A GPT of two seconds; on a card its steps are a few milliseconds, so killing it takes many of them."""
+"""A small GPT; on a card its steps take a few milliseconds, so that killing it takes many of them."""
 
 
 class Run:
-    """A ``shardwise train`` under way, in a folder that is new."""
+    """A running ``shardwise train`` in a new folder."""
 
     def __init__(self, folder: Path, *keys: str, environment: Mapping[str, str] | None = None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,7 +40,7 @@ class Run:
         )  # fmt: skip
 
     def end(self, seconds: float) -> str:
-        """What it printed; :class:`ChildFailed` where it did not end well within so many seconds."""
+        """Wait for the end and return the output; :class:`ChildFailed` unless it ends well within ``seconds``."""
         code, output = finish(self.process, seconds)
         if code != 0:
             ended = f"was stopped after {seconds:.0f} s" if code is None else f"ended with code {code}"
@@ -48,7 +48,7 @@ class Run:
         return output
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Until so many steps are in its metrics."""
+        """Wait until ``step`` steps are in its metrics; :class:`ChildFailed` if it ends before or takes too long."""
         deadline = time.monotonic() + seconds
         while len(self.metrics()) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -57,12 +57,12 @@ class Run:
             time.sleep(0.02)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of its ranks, in their order."""
+        """Return the processes of its ranks, in the order of ranks."""
         found = [p for p in psutil.Process(self.process.pid).children() if "shardwise.launch.worker" in p.cmdline()]
         return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Its steps so far."""
+        """Return the metrics of its steps so far."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
         except FileNotFoundError:
@@ -70,12 +70,12 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def curve(self) -> list[tuple[int, float, float]]:
-        """Step, loss and gradient norm of every step."""
+        """Return step, loss and gradient norm of every step."""
         return [(one["step"], one["loss"], one["grad_norm"]) for one in self.metrics()]
 
 
 def whole(folder: Path, *keys: str, seconds: float, environment: Mapping[str, str] | None = None) -> Run:
-    """A run that nobody disturbs, at its end."""
+    """Run to the end without disturbing the run."""
     run = Run(folder, *keys, environment=environment)
     run.end(seconds)
     return run
@@ -84,7 +84,7 @@ def whole(folder: Path, *keys: str, seconds: float, environment: Mapping[str, st
 def killed(
     folder: Path, *keys: str, rank: int, after: int, seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[Run, dict[str, Any]]:
-    """A run of which ``rank`` gets SIGKILL after so many steps, at its end, and how that went."""
+    """Run to the end, with SIGKILL to ``rank`` after ``after`` steps; return the run and what happened."""
     run = Run(folder, *keys, environment=environment)
     run.wait_for_step(after, seconds)
     victim = run.ranks()[rank]
@@ -100,9 +100,7 @@ def killed(
 
 
 def apart(first: Sequence[tuple[int, *tuple[float, ...]]], second: Sequence[tuple[int, *tuple[float, ...]]]) -> float:
-    """The largest relative difference of what there is by step, losses and norms; inf where the steps are not the same
-    ones.
-    """
+    """Return the largest relative difference of the steps' losses and norms; inf where the steps are not the same."""
     if not first or [one[0] for one in first] != [one[0] for one in second]:
         return float("inf")
     pairs = [(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one[1:], two[1:], strict=True)]
@@ -110,7 +108,7 @@ def apart(first: Sequence[tuple[int, *tuple[float, ...]]], second: Sequence[tupl
 
 
 def text_file(folder: Path) -> str:
-    """A config key for a file of made-up words."""
+    """Write a file of made-up words and return the config key for it."""
     folder.mkdir(parents=True, exist_ok=True)
     path, words = folder / "text.txt", random.Random(0)
     path.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(3000)))

@@ -1,7 +1,7 @@
-"""The acceptance of shardwise on the 2 to 8 cards of one host: a pipeline, ZeRO-3, tensor parallelism, a rank that is
-killed, communicators.
+"""Run the acceptance of shardwise on the 2 to 8 cards of one host: a pipeline, ZeRO-3, tensor parallelism, a rank that
+is killed, communicators.
 
-On a CPU the ranks talk over shared memory, or gloo.  ``several.sh`` starts it.
+On a CPU the ranks communicate over shared memory or gloo.  ``several.sh`` starts this.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ LIMIT = "ranks that never communicate"
 SAME_STEPS, SAME_LOSSES = (
     10,
     1e-4,
-)  # so many losses in fp32 are this close (relative): later, rounding has grown to more
+)  # the first losses in fp32, and how close (relative) they have to be; later rounding has grown to more
 
 
 def ranks_of(options: Options) -> int:
-    """As many as are asked for, or as there are cards, at most eight; on a CPU two."""
+    """Return the number of ranks: as asked for, or as many as there are cards, at most eight; on a CPU two."""
     if options.ranks is not None:
         return options.ranks
     return min(MOST_RANKS, Backend.of(options.device).count) if options.gpu else 2
 
 
 def enough(part: Part, what: str, seconds: float) -> int:
-    """The ranks; 0, and the reason is noted, where there are too few of them or too little time."""
+    """Return the number of ranks; 0, and note the reason, where there are too few of them or too little time."""
     ranks = ranks_of(part.options)
     if ranks < 2:
         part.leave_out(what, f"it takes at least 2 cards; there are {ranks}")
@@ -55,7 +55,7 @@ def enough(part: Part, what: str, seconds: float) -> int:
 
 
 def pipeline(part: Part) -> None:
-    """The default GPT on two stages, whose first step is the first use of every communicator, beside one rank."""
+    """Compare the default GPT on two stages, whose first step uses every communicator first, with one rank."""
     what = "the default GPT in a pipeline of 2 has the losses of one rank"
     if not enough(part, what, 30.0):
         return
@@ -98,7 +98,7 @@ def pipeline(part: Part) -> None:
 
 
 def killed(part: Part) -> None:
-    """The last rank of a data-parallel run is killed."""
+    """Kill the last rank of a data-parallel run, which has to go on with the losses of an undisturbed one."""
     what = "a run of which a rank is killed goes on, with the losses of one that is not"
     ranks = enough(part, what, 40.0)
     if not ranks:
@@ -126,7 +126,7 @@ def killed(part: Part) -> None:
 
 
 def hidden(options: Options) -> dict[str, str]:
-    """What hides cards from a run that is to be on the CPU."""
+    """Return the variables that hide cards from a run on the CPU."""
     return {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -134,18 +134,18 @@ def hidden(options: Options) -> dict[str, str]:
 
 
 def zero(part: Part) -> None:
-    """ZeRO-3 over all ranks, beside ranks that never communicate."""
+    """Measure ZeRO-3 over all ranks, beside ranks that never communicate."""
     beside(part, "ZeRO-3", functools.partial(ours, zero=3), functools.partial(on_ranks.recorded, zero=3))
 
 
 def tensor(part: Part) -> None:
-    """1d-sp over all ranks, each of which has the rows of all."""
+    """Measure 1d-sp over all ranks, each of which has the rows of all."""
     beside(part, "1d-sp", functools.partial(tensor_parallel, tensor="1d-sp"))
 
 
 def beside(part: Part, name: str, make: Callable[..., Step], recorded: Callable[..., Step] | None = None) -> None:
-    """Losses beside an ordinary loop's on the rows of all ranks, then speed, and the share of communication that is
-    hidden.
+    """Compare losses with those of an ordinary loop on the rows of all ranks, then measure the speed and the hidden
+    share of communication.
     """
     options = part.options
     ranks = enough(part, f"{name} on several ranks", 40.0)
@@ -159,7 +159,7 @@ def beside(part: Part, name: str, make: Callable[..., Step], recorded: Callable[
 
 
 def parity(part: Part, name: str, make: Callable[..., Step], ranks: int, task: Task) -> None:
-    """Does it train as one rank does?"""
+    """Check that it has the losses of one rank."""
     what = f"{name} has the losses of one rank"
     if not part.time_for(what, 25.0):
         return
@@ -175,7 +175,7 @@ def parity(part: Part, name: str, make: Callable[..., Step], ranks: int, task: T
 
 
 def speed(part: Part, name: str, make: Callable[..., Step], ranks: int, task: Task) -> None:
-    """Tokens per second, and for data parallelism those of ranks that never communicate, in turns where both fit."""
+    """Measure tokens per second, for ZeRO-3 also those of ranks that never communicate, one after the other."""
     what = f"the speed of {name}"
     options = part.options
     if not part.time_for(what, 20.0 if options.tiny else 120.0):
@@ -208,8 +208,8 @@ def speed(part: Part, name: str, make: Callable[..., Step], ranks: int, task: Ta
 def overlap(
     part: Part, name: str, make: Callable[..., Step], recorded: Callable[..., Step] | None, ranks: int, task: Task
 ) -> None:  # fmt: skip
-    """The share of the time of communication in which a rank also computes: of kernels on a card, of instructions on a
-    CPU.
+    """Measure the share of the time of communication in which a rank also computes: by kernels on a card, by
+    instructions on a CPU.
     """
     what = f"the share of communication that {name} hides"
     gpu = part.options.gpu
@@ -234,7 +234,7 @@ def overlap(
 
 
 def communicators(part: Part) -> None:
-    """What a communicator takes of each card, by making one after the other and asking the driver."""
+    """Measure the memory that a communicator takes of each card: make one after the other and ask the driver."""
     what = "memory of a communicator"
     ranks = enough(part, what, 25.0)
     if not ranks:

@@ -13,12 +13,12 @@ from shardwise.backend import Backend
 from .contenders import Stamps
 
 ROUNDS = 5
-SECONDS = 0.15  # of one round of a way
+SECONDS = 0.15  # the seconds of a way in one round
 
 
 def measure(device: torch.device, ways: Mapping[str, Callable[[], object]], tiny: bool) -> dict[str, dict[str, Any]]:
-    """By way: the median milliseconds of rounds in which they take turns, and on a card the bytes beside what was there
-    before.
+    """Return for each way the median milliseconds of a call in rounds in which they take turns, and on a card the most
+    bytes beside those allocated before.
 
     A way that cannot run here has the reason under "unknown".
     """
@@ -49,7 +49,7 @@ def measure(device: torch.device, ways: Mapping[str, Callable[[], object]], tiny
 
 
 def _seconds(device: torch.device, way: Callable[[], object], count: int) -> float:
-    """Of one call, in a row of so many that the host issues without waiting."""
+    """Return the seconds of one of ``count`` calls that the host issues without waiting."""
     Backend.of(device).synchronize(device)
     stamps = Stamps(device)
     stamps.now()
