@@ -342,6 +342,7 @@ TOGETHER = [
     (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]"], ["optimizer.betas", '"sgd" has none', "adamw"]),
     (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
     (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
+    (["train.steps=10", "optimizer.warmup_steps=9", "optimizer.schedule=wsd"], ["optimizer.warmup_steps", "at most 8"]),
     (["parallel.dp=1", "parallel.zero=3"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),

@@ -6,7 +6,7 @@ import math
 import os
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.optim import APPLIES
+from shardwise.core.optim import APPLIES, decay_steps
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
@@ -120,13 +120,12 @@ def _optimizer(draft: ConfigDraft) -> None:
             draft.default("optimizer.betas", (0.9, 0.95))
         elif draft.given("optimizer.betas"):
             draft.refuse("optimizer.betas", f'left out, for "{name}" has none; {", ".join(WITH_BETAS)} have')
-    constant = draft["optimizer.schedule"] == "constant"
-    steps = draft["train.steps"]
-    draft.default("optimizer.warmup_steps", 0 if constant else steps // 10)
-    keys = ("optimizer.warmup_steps", "optimizer.schedule", "train.steps")
-    most = steps if constant else steps - 1  # a decay needs a step of its own
-    if draft.sound(*keys) and draft["optimizer.warmup_steps"] > most:
-        draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
+    schedule, steps = draft["optimizer.schedule"], draft["train.steps"]
+    draft.default("optimizer.warmup_steps", 0 if schedule == "constant" else steps // 10)
+    if draft.sound("optimizer.warmup_steps", "optimizer.schedule", "train.steps"):
+        most = steps - decay_steps(schedule, steps)
+        if draft["optimizer.warmup_steps"] > most:
+            draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
 
 
 def _loss_scale(draft: ConfigDraft) -> None:

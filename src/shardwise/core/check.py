@@ -52,8 +52,8 @@ def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | N
     Raises:
         ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two conflicting
             accesses of a buffer are not ordered; a buffer is read or freed after it was freed; members of a group do
-            not run the same collectives in the same order; a message is not received, or is received as another; an instruction
-            that may have to run again cannot; or instructions wait for each other in a circle.
+            not run the same collectives in the same order; a message is not received, or is received as another; an
+            instruction that may have to run again cannot; or instructions wait for each other in a circle.
     """
     classes = _classes(programs, mesh)
     for program in {id(program): program for program in classes}.values():

@@ -33,6 +33,10 @@ FUSED: Mapping[str, tuple[str, ...]] = {"cpu": ("adamw", "adam", "sgd", "adagrad
 """For each type of device, these optimizers have fused kernels in the oldest torch that shardwise supports."""
 
 
+DECAY_FRACTION = 0.2
+"""By default ``wsd`` decays over this share of all steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
     """An optimizer choice has a name in :mod:`torch.optim`, hyperparameters and a learning rate for every step.
@@ -63,7 +67,7 @@ class OptimizerChoice:
     warmup_steps: int = 0
     total_steps: int = 0
     min_lr_ratio: float = 0.1
-    decay_fraction: float = 0.2
+    decay_fraction: float = DECAY_FRACTION
 
     def __post_init__(self) -> None:
         for field, legal in CHOICES.items():
@@ -75,8 +79,8 @@ class OptimizerChoice:
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             wrong = f'{self.total_steps} is not legal with schedule = "{self.schedule}"'
             raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
-        most = self.total_steps - self._falling()
-        if self.schedule == "wsd" and self.warmup_steps > most:
+        most = self.total_steps - decay_steps(self.schedule, self.total_steps, self.decay_fraction)
+        if self.schedule != "constant" and self.warmup_steps > most:
             wrong = f"{self.warmup_steps} is not legal with decay_fraction = {self.decay_fraction}"
             raise ConfigError.on("optimizer.warmup_steps", wrong, f"at most {most}, where the decay begins.")
 
@@ -92,14 +96,11 @@ class OptimizerChoice:
             last, span = self.total_steps - 1, self.total_steps - 1 - self.warmup_steps
             share = 0.0 if step >= last else (1 + math.cos(math.pi * (step - self.warmup_steps) / span)) / 2
         elif self.schedule == "wsd":
-            share = min(max((self.total_steps - 1 - step) / self._falling(), 0.0), 1.0)
+            falling = decay_steps(self.schedule, self.total_steps, self.decay_fraction)
+            share = min(max((self.total_steps - 1 - step) / falling, 0.0), 1.0)
         else:
             return self.lr
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
-
-    def _falling(self) -> int:
-        """Return the number of steps over which ``wsd`` decays."""
-        return max(round(self.total_steps * self.decay_fraction), 1)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether weight decay applies to the parameter called ``name`` of this ``shape``."""
@@ -131,6 +132,12 @@ class OptimizerChoice:
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0):
             wrong = f"{self.nesterov!r} is not legal with momentum = {self.momentum}"
             raise ConfigError.on("optimizer.nesterov", wrong, "true with a momentum above 0, or false.")
+
+
+def decay_steps(schedule: Schedule, total_steps: int, fraction: float = DECAY_FRACTION) -> int:
+    """Return the number of steps that the end of a schedule needs behind the warm-up."""
+    at_least = 0 if schedule == "constant" else 1
+    return max(round(total_steps * fraction), at_least) if schedule == "wsd" else at_least
 
 
 def _check_number(field: str, value: object, below: float = math.inf, most: float = math.inf) -> None:
