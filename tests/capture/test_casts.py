@@ -165,6 +165,56 @@ def test_fp16_computes_in_fp32_what_leaves_its_range(name: str) -> None:
     assert not bool(RANGE[name](torch.linspace(500.0, 1800.0, 32).view(4, 8).half()).isfinite().all())
 
 
+class Layer(nn.Module):
+    """A layer, and a loss of its 4,096 rows of 64, which is ``op`` of them and of signs."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.layer = op, nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x.to(self.layer.weight.dtype) * 5)
+        return self.op(h, torch.ones_like(h).where(x[:, :1] > 0, -1))
+
+
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda h, y: h.abs().mean(),
+    "mean over rows": lambda h, y: (h.abs() * 20).mean(0, keepdim=True).square().mean(),
+    "soft margin": F.soft_margin_loss,
+    "poisson": lambda h, y: F.poisson_nll_loss(h, y.exp()),
+    "hinge embedding": F.hinge_embedding_loss,
+    "multilabel soft margin": lambda h, y: F.multilabel_soft_margin_loss(h, y.clamp(min=0)) * 50,
+    "margin ranking": lambda h, y: F.margin_ranking_loss(h, -h, y),
+    "cosine embedding": lambda h, y: F.cosine_embedding_loss(h * 30, h.roll(1, 1) * 30, y[:, 0]),
+    "triplet": lambda h, y: F.triplet_margin_loss(h * 30, y, -h * 30),
+    "multi margin": lambda h, y: F.multi_margin_loss(h * 30, (y[:, 0] > 0).long()),
+    "multilabel margin": lambda h, y: F.multilabel_margin_loss(h * 30, (y > 0).long()),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_in_fp16_does_not_overflow_as_its_sum_would(name: str) -> None:
+    fields = {"x": torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))}
+    module = Layer(MEANS[name])
+    found = one_step(module, fields, "fp16")
+    truth = Oracle(module).step(fields)
+    for low in (found, Oracle(module, precision="fp16").step(fields)):
+        assert low.loss == pytest.approx(truth.loss, rel=2e-3)
+        assert all(bool(g.isfinite().all()) for g in low.gradients.values())
+
+
+HALVES = {"l1": F.l1_loss, "smooth l1": F.smooth_l1_loss, "mean": lambda h, y: h.abs().mean()}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_loss_that_the_model_itself_computes_in_fp16(name: str) -> None:
+    """Plain PyTorch has the same number."""
+    fields = {"x": torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))}
+    module = Layer(lambda h, y: HALVES[name](h.half(), y.half()))
+    assert one_step(module, fields, "fp32").loss == pytest.approx(float(module(**fields).detach()), rel=2e-3)
+
+
 def test_frozen_parameters_have_the_dtype_of_the_graph() -> None:
     module, fields = net(torch.float32, frozen=True), batch(torch.float32)
     compiled = Compiled(module, Plan.of(precision="bf16"), fields)

@@ -26,8 +26,6 @@ from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""This is the dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 

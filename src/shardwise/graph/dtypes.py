@@ -21,6 +21,11 @@ WIDE = {
 }  # fmt: skip
 
 
+LOW = (torch.bfloat16, torch.float16)
+GRADIENT_DTYPE = dict.fromkeys(LOW, torch.float32)
+"""This is the dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
+
+
 def name_dtypes(graph: fx.Graph, wide: bool) -> None:
     """Name the dtype of every op that would take torch's default; with ``wide``, replace narrow floats by doubles."""
     last = next((n for n in graph.nodes if n.op != "placeholder"), None)

@@ -24,7 +24,9 @@ _MATMULS = frozenset(
 _LOSSES = frozenset(
     (
         "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
-        "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss",
+        "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss",
+        "multi_margin_loss", "multilabel_margin_loss",
     )
 )  # fmt: skip
 _OVERFLOWING = frozenset(
