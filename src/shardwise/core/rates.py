@@ -69,6 +69,7 @@ class Machine:
     ``memory`` is the limit in bytes, over all stages of a pipeline together, for parameters, their gradients and
     optimizer states (``beside`` bytes per trainable element) and the activations saved for backward of ``live``
     microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the model is traced.
+    Gradients are summed over ranks as ``summed`` bytes an element; None means as they are kept.
     """
 
     rates: Rates
@@ -77,6 +78,7 @@ class Machine:
     beside: float = 12  # the gradient and Adam's two moments in fp32
     live: int = 1
     kind: str | None = None
+    summed: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.memory or 0, self.beside, self.live) < 0:

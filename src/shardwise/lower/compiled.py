@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
 from shardwise.capture.capture import LossFunction
+from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -245,7 +246,8 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
+        summed = COMPUTE_DTYPE[plan.data.reduce].itemsize if plan.data.reduce != "auto" else None
+        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices, summed)
 
     def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""
