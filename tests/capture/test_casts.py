@@ -28,10 +28,10 @@ class Net(nn.Module):
 
     table: Tensor
 
-    def __init__(self, branch: bool = False) -> None:
+    def __init__(self, branch: bool = False, running: bool = True) -> None:
         super().__init__()
-        self.branch = branch
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.branch, self.norm = branch, nn.BatchNorm1d(16, track_running_stats=running)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
         self.register_buffer("table", torch.randn(16, 16))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.bfloat16().to(dtype) for name, value in fields.items()}
 
 
-def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> VerifiedStep:
-    compiled = Compiled(module, Plan.of(precision=precision), fields)
-    choice = OptimizerChoice(lr=1e-3, eps=1e-4)
+def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str, dp: int = 1) -> VerifiedStep:
+    plan = Plan.of(Mesh.of(dp=dp), precision=precision)
+    compiled, choice = Compiled(module, plan, fields), OptimizerChoice(lr=1e-3, eps=1e-4)
     return run_ranks(
-        Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
+        plan.mesh, lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
     )[0][0]
 
 
@@ -87,6 +87,15 @@ def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, fro
     theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
     assert total_error(found.gradients, truth) <= 1.25 * total_error(theirs, truth) < 0.05
     assert all(found.buffers[n].dtype is torch.float32 for n in ("norm.running_mean", "table"))
+
+
+@pytest.mark.parametrize("precision", ["fp64", *LOW_PRECISIONS])
+def test_one_unit_with_a_norm_without_running_statistics_over_two_ranks(precision: str) -> None:
+    module, fields = Net(True, running=False), batch(torch.float32)
+    found = one_step(module, fields, precision, dp=2)
+    truth = Oracle(module).step(fields).gradients
+    theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
+    assert total_error(found.gradients, truth) <= max(1.25 * total_error(theirs, truth), 1e-10) < 0.05
 
 
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
