@@ -8,9 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardwise.capture.intercept import Intercept
+from shardwise.capture.keyed_calls import KeyedRandom
 from shardwise.core.errors import ShardwiseError
 from shardwise.ops import keyed_random as keyed
+from shardwise.ops.collectives import Env
 from shardwise.ops.keyed_random import (
+    between,
     keyed_bernoulli,
     keyed_dropout,
     keyed_mask,
@@ -19,6 +23,7 @@ from shardwise.ops.keyed_random import (
     keyed_uniform,
     keyed_uniform_bits,
 )
+from shardwise.ops.random_ops import random_of
 
 KNOWN = [
     [1638147788, 1369853783, 1121141474],
@@ -119,6 +124,39 @@ def test_uniform_normal_randint_bernoulli() -> None:
     assert i.dtype is torch.int64 and abs(_chi_square_z((i + 3).flatten().bincount(minlength=11).double())) < 5
     b = keyed_bernoulli(torch.full((100_000,), 0.3), 1, 2, 3)
     assert abs(_z(int(b.sum()), b.numel(), 0.3)) < 5 and set(b.tolist()) == {0.0, 1.0}
+
+
+def last_below(bound: float, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.itemsize == 2:
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        return every[every.double() < bound].max()
+    last = torch.tensor(bound, dtype=dtype)
+    return last if last.double() < bound else torch.nextafter(last, torch.tensor(-math.inf, dtype=dtype))
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1, 2), (-1, 0), (-3, -2.5), (0, 0.1), (100, 100.3), (-7, 9)])
+def test_uniform_values_stay_below_the_upper_bound(dtype: torch.dtype, low: float, high: float) -> None:
+    """What torch's arithmetic rounds up to the bound is the number before it, and nothing else changes."""
+    u = torch.tensor([0.0, 0.3, 1 - torch.finfo(dtype).eps / 2], dtype=dtype)
+    plain, values = u * (high - low) + low, between(u.clone(), low, high)
+    assert torch.equal(values, plain.where(plain.double() < high, last_below(high, dtype)))
+    assert bool((values.double() < high).all())
+    assert torch.equal(between(u.clone(), 0, 1), u)
+
+
+def test_uniform_draws_of_models_stay_below_the_upper_bound() -> None:
+    """Of a local graph, and of a forward that is run as it is: the same."""
+    shape = (4096, 8)
+    local = random_of(Env(seed=1), "uniform", 0, (0, 1), (), None, shape, torch.bfloat16, None, 1.0, 2.0)
+    random = KeyedRandom(1, [("uniform_", (0, 1))])
+    random.begin(0, 0)
+    with Intercept(random):
+        assert torch.equal(torch.empty(shape, dtype=torch.bfloat16).uniform_(1, 2), local)
+    assert (float(local.min()), float(local.max())) == (1, last_below(2, torch.bfloat16))
 
 
 # ---- the same everywhere -------------------------------------------------------------------------

@@ -280,6 +280,19 @@ def keyed_uniform(
     return top.to(dtype).mul_(2.0**-bits)
 
 
+def between(u: Tensor, low: float, high: float) -> Tensor:
+    """Turn uniform values in [0, 1) into values in [low, high), in place; none is rounded up to ``high``."""
+    scaled = u.mul_(high - low).add_(low)
+    return scaled.clamp_(max=_below(high, u.dtype)) if high > low else scaled
+
+
+def _below(bound: float, dtype: torch.dtype) -> float:
+    """Return the largest value of ``dtype`` below ``bound``."""
+    info, near = torch.finfo(dtype), math.nextafter(bound, -math.inf)
+    step = max(math.ldexp(info.eps, math.frexp(near)[1] - 1), info.smallest_normal * info.eps)
+    return math.floor(near / step) * step
+
+
 def _pairs(columns: Tensor | None) -> Tensor | None:
     """Return two columns, 2c and 2c + 1, for each column c."""
     return None if columns is None else torch.stack([2 * columns, 2 * columns + 1], -1).reshape(-1)

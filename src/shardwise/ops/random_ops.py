@@ -148,7 +148,7 @@ def random_of(
     dtype = dtype or torch.get_default_dtype()
     if kind == "normal":
         return keyed.keyed_normal(*key, columns=columns, dtype=dtype).mul_(b).add_(a)
-    return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
+    return keyed.between(keyed.keyed_uniform(*key, columns=columns, dtype=dtype), a, b)
 
 
 def bernoulli(
