@@ -1,8 +1,9 @@
 """Train the user's module on a single device in the ordinary way: this is the truth that a plan is compared with.
 
 It runs forward and ``backward()`` of the whole module, microbatch by microbatch, then clipping and a plain
-``torch.optim`` step.  Nothing here knows of graphs, plans or ranks; it shares with them only the hash behind random
-numbers, the way to intercept torch functions, and the rule that cuts a batch into microbatches.
+``torch.optim`` step.  Nothing here knows of graphs, plans or ranks; it shares with them only how a module and its loss
+are called, the hash behind random numbers, the way to intercept torch functions, and the rule that cuts a batch into
+microbatches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.core.errors import ShardwiseError
@@ -30,7 +32,6 @@ from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_no
 from shardwise.verify.promote import Promote64, default_dtype
 
 Fields = Mapping[str, Tensor]
-LossFunction = Callable[[Any, Fields], Tensor]
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """This makes an optimizer from parameter groups, as :mod:`torch.optim` takes them."""
 
@@ -57,9 +58,8 @@ class OracleStep:
 class Oracle:
     """Train a copy of ``module`` on one device.
 
-    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn`` the module
-    gets the fields that its forward names, and the loss is ``loss_fn(output, fields)``.  The module's mode (training or
-    not) is kept.
+    :class:`~shardwise.capture.capture.WithLoss` says how ``module`` and ``loss_fn`` are called, and what they may
+    return.  The module's mode (training or not) is kept.
 
     The loss of a step is sum_m w_m L_m over the microbatches, of which m holds rows ``shard_range(B, microbatches,
     m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets that are not
@@ -198,18 +198,8 @@ class Oracle:
         """Return the loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
-        if self.loss_fn is None:
-            output = module(**fields)
-        else:
-            output = self.loss_fn(module(**_accepted(module, fields)), fields)
-        if isinstance(output, Mapping):
-            output = output.get("loss")
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ShardwiseError(
-                f"forward returned {type(output).__name__} where a scalar loss, or an output with .loss, is needed"
-            )
-        return loss.reshape(()), self._losses.targets(loss)
+        loss = WithLoss(module, self.loss_fn)(fields)
+        return loss, self._losses.targets(loss)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -355,12 +345,3 @@ def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, 
 
 def _rows(fields: Fields) -> int:
     return next(v.shape[0] for v in fields.values() if v.dim())
-
-
-def _accepted(module: nn.Module, fields: Fields) -> Fields:
-    """Return the fields that the module's forward names, or all if it takes any keyword."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return fields
-    names = {p.name for p in parameters}
-    return {k: v for k, v in fields.items() if k in names}
