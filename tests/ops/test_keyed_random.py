@@ -215,7 +215,7 @@ def test_values_do_not_depend_on_the_dtype() -> None:
         low = keyed_uniform(*args, dtype=dtype)
         assert low.max() < 1 and (low.double() - u64).abs().max() < 2.0**-7
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        dropped = keyed_dropout(torch.ones(40, 30, dtype=dtype), 0.5, True, 1, 2, 3, (0, 1))
+        dropped = keyed_dropout(torch.ones(40, 30, dtype=dtype), 0.5, 1, 2, 3, (0, 1))
         assert torch.equal(dropped != 0, keyed_mask(0.5, *args))
 
 
@@ -224,7 +224,7 @@ def test_values_do_not_depend_on_the_dtype() -> None:
 
 def test_dropout_and_its_gradient() -> None:
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
-    y = keyed_dropout(x, 0.25, True, 1, 2, 3, (0, 1))
+    y = keyed_dropout(x, 0.25, 1, 2, 3, (0, 1))
     mask = keyed_mask(0.25, 1, 2, 3, (6, 8), (0, 1)).double()
     torch.testing.assert_close(y, x * mask / 0.75)
     (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -241,21 +241,20 @@ def test_dropout_saves_only_the_mask() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        keyed_dropout(torch.randn(10, 10, requires_grad=True), 0.5, True, 1, 2, 3, (0, 1))
+        keyed_dropout(torch.randn(10, 10, requires_grad=True), 0.5, 1, 2, 3, (0, 1))
     assert [(t.dtype, t.numel()) for t in saved] == [(torch.bool, 100)]
 
 
-def test_dropout_at_the_ends_and_outside_training() -> None:
+def test_dropout_at_the_ends() -> None:
     x = torch.randn(4, 5)
-    assert keyed_dropout(x, 0.5, False, 1, 2, 3) is x
-    assert keyed_dropout(x, 0.0, True, 1, 2, 3) is x
-    assert torch.equal(keyed_dropout(x, 1.0, True, 1, 2, 3), torch.nn.functional.dropout(x, 1.0))
+    assert keyed_dropout(x, 0.0, 1, 2, 3) is x
+    assert torch.equal(keyed_dropout(x, 1.0, 1, 2, 3), torch.nn.functional.dropout(x, 1.0))
     assert keyed_mask(0.0, 1, 2, 3, (3, 3)).all() and not keyed_mask(1.0, 1, 2, 3, (3, 3)).any()
-    assert keyed_dropout(torch.empty(0, 5), 0.5, True, 1, 2, 3, (0, 1)).shape == (0, 5)
+    assert keyed_dropout(torch.empty(0, 5), 0.5, 1, 2, 3, (0, 1)).shape == (0, 5)
 
 
 def test_mask_shape_drops_whole_channels() -> None:
-    y = keyed_dropout(torch.ones(4, 6, 5, 5), 0.5, True, 1, 2, 3, (0, 1), mask_shape=(4, 6, 1, 1))
+    y = keyed_dropout(torch.ones(4, 6, 5, 5), 0.5, 1, 2, 3, (0, 1), mask_shape=(4, 6, 1, 1))
     per_channel = (y != 0).flatten(2).sum(-1)
     assert set(per_channel.flatten().tolist()) == {0, 25}
 

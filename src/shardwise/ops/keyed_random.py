@@ -234,7 +234,6 @@ class _MaskedScale(torch.autograd.Function):
 def keyed_dropout(
     x: Tensor,
     p: float,
-    training: bool,
     seed: int,
     step: int,
     ordinal: int,
@@ -244,12 +243,11 @@ def keyed_dropout(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """Return ``x * mask / (1 - p)`` with the mask of :func:`keyed_mask`, or ``x`` itself if p = 0 or not ``training``;
-    p = 1 gives x * 0.
+    """Return ``x * mask / (1 - p)`` with the mask of :func:`keyed_mask`, or ``x`` itself if p = 0; p = 1 gives x * 0.
 
     ``mask_shape`` broadcasts to the shape of ``x``, which is the default: (N, C, 1, 1) drops whole channels.
     """
-    if not training or p == 0:
+    if p == 0:
         return x
     shape = mask_shape if mask_shape is not None else x.shape
     mask = keyed_mask(p, seed, step, ordinal, shape, batch, row_start, x.device, kind, columns)

@@ -43,7 +43,7 @@ def dropout(
     """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
     columns = _columns(env, grid, x.device)
     return keyed.keyed_dropout(
-        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
+        x, p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
     )
 
 
