@@ -1,7 +1,10 @@
-"""A microbatch weighs as much as it has targets, whatever views a loss passes through on its way out."""
+"""A microbatch weighs as much as it has targets, or as their classes weigh, whatever views a loss passes through on its
+way out."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness import Subject, parity
+import classes
+from harness import TOLERANCE, Run, Subject, errors, oracle_run, parity, plain_run, sharded_run
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.verify.verify import run_steps, run_threads
+
+PLAIN = OptimizerChoice("sgd", lr=0.0)
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda loss: loss,
@@ -36,3 +51,134 @@ def test_microbatches_of_unequal_targets(name: str) -> None:
     one = Subject(Scores(LOSSES[name]), {"x": x, "y": y})
     parity(one, dp=2, microbatches=2)
     assert one.trace.targets is not None
+
+
+# ---- weights of classes ----------------------------------------------------------------------------------------------
+
+CLASSES = 4
+WEIGHTS = torch.tensor([1.0, 9.0, 0.0, 0.5])
+
+
+class Weighted(nn.Module):
+    """A mean cross-entropy, of tokens, by weights of its classes that come from wherever ``how`` gets them."""
+
+    weights: Tensor
+
+    def __init__(self, how: str, smoothing: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.smoothing, self.table, self.head = how, smoothing, nn.Embedding(7, 8), nn.Linear(8, CLASSES)
+        self.register_buffer("weights", WEIGHTS)
+        self.chances = nn.Parameter(torch.tensor([0.3, 0.9, 0.2, 0.4]), requires_grad=False)
+
+    def weight(self, counts: Tensor) -> Tensor:
+        match self.how:
+            case "a frozen parameter":
+                return self.chances.exp()
+            case "of another parameter":
+                return self.head.bias.detach().exp()
+            case "a constant":
+                return WEIGHTS.to(self.table.weight.dtype)
+            case "a field":
+                return counts.to(self.table.weight.dtype).mean(0)
+        return self.weights
+
+    def forward(self, ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+        scores, weight = self.head(self.table(ids).tanh() * 3), self.weight(counts)
+        if self.how == "log-probabilities":
+            return F.nll_loss(scores.log_softmax(-1).mT, labels, weight)
+        if self.how == "of a view":
+            return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight).view(1)
+        return F.cross_entropy(scores.mT, labels, weight, label_smoothing=self.smoothing)
+
+
+def fields(rows: int = 6) -> dict[str, Tensor]:
+    """Targets of rows differ in weight and number; the third row has none, and the last only some of no weight."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, CLASSES, (rows, 3), generator=generator)
+    labels[0], labels[1, 1:], labels[2], labels[-1] = 1, -100, -100, 2
+    counts = torch.tensor([1, 5, 2, 3]).expand(rows, CLASSES).contiguous()  # a class's weight is the same in all rows
+    return {"ids": torch.randint(0, 7, (rows, 3), generator=generator), "labels": labels, "counts": counts}
+
+
+HOW = [
+    "a buffer",
+    "a frozen parameter",
+    "of another parameter",
+    "a constant",
+    "a field",
+    "log-probabilities",
+    "of a view",
+]
+
+
+def check(subject: Subject, truth: Run, ours: Run) -> None:
+    """The same loss and gradients as of the whole batch."""
+    found = errors(ours, truth)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("how", HOW)
+def test_microbatches_and_ranks_do_not_change_a_mean_over_weights_of_classes(how: str, smoothing: float) -> None:
+    """Against the plain module on the whole batch, not the oracle, which has to find the same by its own means."""
+    subject = Subject(Weighted(how, smoothing), fields())
+    truth = plain_run(subject)
+    for microbatches in (1, 2, 3, 6):
+        check(subject, truth, oracle_run(subject, microbatches))
+        for dp in (1, 2, 3):
+            check(subject, truth, sharded_run(subject, dp, microbatches))
+    assert subject.trace.opaque is None and subject.trace.targets is not None
+
+
+def test_another_mean_over_nothing_is_not_a_number() -> None:
+    """A cross-entropy that is not the loss, as on one device."""
+    module = Scores(lambda loss: loss * 2)
+    x, y = torch.randn(4, 4), torch.full((4,), -100)
+    subject = Subject(module, {"x": x, "y": y})
+    assert all(math.isnan(run.losses[0]) for run in (oracle_run(subject), sharded_run(subject, 2)))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("weights", 2), ("dims, all", 3), ("nll, dims", 2), ("nll, dims", 3)]
+)
+def test_where_ranks_share_the_classes(name: str, microbatches: int, tp: int) -> None:
+    """No rank has all the scores of a row; the batch axis is beside it."""
+    module, batch = classes.made(name, 31)
+    subject = Subject(copy.deepcopy(module), batch)
+    truth = plain_run(subject)
+    plan = Plan.of(precision="fp64", mesh=Mesh(()), microbatches=microbatches)
+    one = Compiled(subject.module, plan, subject.batch)
+    for dp, kind in ((1, "1d"), (2, "1d"), (1, "1d-sp")):
+        compiled = one.under(tensor_parallel(data_parallel(plan, dp), tp, kind))
+        step = run_threads(compiled, lambda comm: run_steps(compiled, comm, [subject.batch], PLAIN, None, 0))[0][0]
+        check(subject, truth, Run([step.loss], step.gradients, {}))
+
+
+class Staged(Weighted):
+    """The same behind blocks, which stages of a pipeline share."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+        h = self.table(ids)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).mT, labels, self.weight(counts))
+
+
+@pytest.mark.parametrize("how", ["a buffer", "a field", "of another parameter"])
+def test_stages_weigh_the_same_or_refuse(how: str) -> None:
+    """Every stage needs the weights of the microbatches, and only one may have the parameter that they follow from."""
+    plan = pipeline(Plan.of(precision="fp64", mesh=Mesh(()), microbatches=3), 2)
+    subject = Subject(Staged(how), fields())
+    compiled = Compiled(subject.module, plan, subject.batch)
+    if how == "of another parameter":
+        with pytest.raises(ConfigError, match="counts its targets with head.bias, which one stage has"):
+            compiled.programs(compiled.general, 3)
+    else:
+        step = run_threads(compiled, lambda comm: run_steps(compiled, comm, [subject.batch], PLAIN, None, 0))[0][0]
+        check(subject, plain_run(subject), Run([step.loss], step.gradients, {}))

@@ -21,7 +21,7 @@ from shardwise.parallel.data import batch_axes, placement
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
-COUNTER = 8  # the bytes of a count of targets, an int64
+COUNTER = 8  # the bytes of a count of targets, an int64, or of the sum of their weights, a double
 HOST = "cpu"
 """The device that is the host itself: both are then one memory."""
 

@@ -41,7 +41,7 @@ class Env:
     seed: int = 0
     step: int = 0
     ordinal: int = 0  # the ordinal of the first random op of the unit that runs
-    targets: Tensor | None = None  # the number of valid targets of the microbatch on all ranks together
+    targets: Tensor | None = None  # the number (or weight) of the microbatch's valid targets on all ranks together
     tape: Any = None  # the Tape of `units/selective_recompute.py` that keeps results of the unit that runs
     kind: str = ""  # the type of device that tensors on meta stand for, if their memory is measured
     again: bool = False  # whether the unit runs again for its backward, and only communicates what that reads

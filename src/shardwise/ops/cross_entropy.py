@@ -81,16 +81,22 @@ def _count(
 ) -> Tensor:
     """Return the number of valid targets on all ranks together, or the sum of their weights: a scalar."""
     if counted and env.targets is not None:
-        return env.targets.clamp(min=1)
+        return env.targets.where(env.targets != 0, 1)  # the loss is then 0, or that of smoothed targets of no weight
     widest = Backend.of(logits.device).widest_float
     if target.is_floating_point():
         count = logits.new_full((), logits.numel() // logits.shape[1], dtype=widest)
-    elif weight is None:
-        count = (target != ignore_index).sum().to(widest)
     else:
-        valid = target != ignore_index
-        count = (weight[target.where(valid, 0)] * valid).sum()
+        count = _weighed(target, weight, ignore_index).to(widest)
     return collectives.all_sum(env, count, spread, "targets of the cross-entropy")
+
+
+def _weighed(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return the number of valid targets, an int64 scalar, or the sum of the weights of their classes in fp64 (fp32 on
+    a device without it)."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return weight[target.where(valid, 0)].where(valid, 0).sum(dtype=Backend.of(target.device).widest_float)
 
 
 def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Tensor, Tensor]:
@@ -263,12 +269,17 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @own_op(communicates=True)
-def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
-    """Return the number of valid targets, an int64 scalar: this rank's, summed over ``axes``, which shard its rows."""
-    return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
+def valid_targets(
+    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = (), weight: Tensor | None = None
+) -> Tensor:
+    """Return the number of valid targets, or the sum of their classes' weights, as a scalar of 8 bytes: this rank's,
+    summed over ``axes``, which shard its rows."""
+    return collectives.all_sum(env, _weighed(target, weight, ignore_index), axes, "targets")
 
 
 @own_op(communicates=True)
-def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+def valid_targets_once(
+    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = (), weight: Tensor | None = None
+) -> Tensor:
     """Do the same for targets that every rank has: the first rank over the batch axes counts them, others return 0."""
-    return valid_targets(env, target, ignore_index, axes) * (env.index == 0)
+    return valid_targets(env, target, ignore_index, axes, weight) * (env.index == 0)

@@ -56,7 +56,8 @@ class StepResult:
     """This has 0-d device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and
     whether the step was skipped (not 0).
 
-    ``weight`` is the number that the loss is a mean over: the batch's targets for a mean cross-entropy, else its rows.
+    ``weight`` is the number that the loss is a mean over: the batch's targets for a mean cross-entropy, or the sum of
+    their classes' weights, else its rows.
     ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is the factor
     on the loss, and ``overflows`` the number of skipped steps in a row.  ``repeated`` says whether the stages had
     wrongly updated by their own norms; it is None if they had not updated so.  ``halted`` is not 0 if no step is taken
@@ -154,13 +155,13 @@ class BatchState:
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def weight(self, m: int) -> Tensor:
-        """Return w_m, the microbatch's share of targets, or of rows, as a 0-d device tensor."""
+        """Return w_m, the microbatch's share of targets (by weight), or of rows, as a 0-d device tensor."""
         if self.counts is None:
             first, last = shard_range(self.given.rows, self.microbatches, m)
             return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
         if self.weights is None:
             counts = self.counts.to(self.wide)
-            self.weights = counts / counts.sum()
+            self.weights = counts.where(counts != 0, 1) / counts.sum()  # as what divides the loss is not 0 either
         return self.weights[m]
 
     def seed(self, m: int, value: Tensor) -> Tensor:
@@ -169,7 +170,8 @@ class BatchState:
         return (weight if self.scale is None else weight * self.scale).to(value.dtype)
 
     def count(self, gathered: Gathered) -> Tensor:
-        """Return the number of valid targets in this rank's rows of each microbatch, 1-d, to be summed over ranks."""
+        """Return the number of valid targets in this rank's rows of each microbatch, or the sum of their weights, 1-d,
+        to be summed over ranks."""
         self.counts = torch.stack([self._counted(m, gathered) for m in range(self.microbatches)])
         return self.counts
 

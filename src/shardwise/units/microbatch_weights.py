@@ -1,5 +1,5 @@
-"""The weight w_m of a microbatch is its share of the batch's targets if the loss is a mean cross-entropy, else its
-share of rows.
+"""The weight w_m of a microbatch is its share of the batch's targets, or of their classes' weights, if the loss is a
+mean cross-entropy, else its share of rows.
 
 With these weights the sum of w_m L_m over microbatches is the loss of the whole batch, however its masks are spread.
 The function that counts targets is a slice of the captured graph, from the loss's targets back: a few ops on
@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 @dataclass
 class Targets:
-    """``count(env, *values)`` gives the number of valid targets in this rank's part of a microbatch, an int64 scalar.
+    """``count(env, *values)`` gives the number of valid targets in this rank's part of a microbatch, an int64 scalar,
+    or the sum of the weights of their classes.
 
     ``values`` are those of ``leaves`` (parameters), ``buffers``, ``constants`` and ``fields``, in this order. All ranks
     call it together, for it may communicate.
@@ -73,23 +74,19 @@ def summands(normal: Normal) -> set[fx.Node]:
     return found
 
 
-def unweighted(node: fx.Node | None) -> bool:
-    """Whether the mean of a cross-entropy is over the number of targets, and not over their class weights."""
-    return node is not None and given(node, "weight") is None
-
-
 def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
-    """Return the function that counts the valid targets of ``loss``: the part of the local graph that makes them.
+    """Return the function that counts the valid targets of ``loss``, by the weights of their classes if these have
+    weights: the part of the local graph that makes both.
 
     If every rank has all targets, the first rank counts them. Raises :class:`Uncapturable` if the count would depend on
     a buffer that an earlier microbatch writes.
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
-    own = node.target is cross_entropy.cross_entropy
-    target, ignore = (
-        (node.args[2], node.kwargs["ignore_index"]) if own else (node.args[1], given(node, "ignore_index", -100))
-    )
-    seen = _ancestors(target)
+    if node.target is cross_entropy.cross_entropy:
+        target, weight, ignore = *node.args[2:4], node.kwargs["ignore_index"]
+    else:
+        target, weight, ignore = node.args[1], given(node, "weight"), given(node, "ignore_index", -100)
+    seen = _ancestors(target) | (set() if weight is None else _ancestors(weight))
     captured = sharded.normal.captured
     places = [n for n in sharded.graph.nodes if n in seen and n.op == "placeholder" and n.name != "env"]
     kinds = [captured.parameters, captured.buffers, captured.constants, captured.fields]
@@ -109,7 +106,9 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     counter = cross_entropy.valid_targets if collectives.ROWS in sharding else cross_entropy.valid_targets_once
     env = next(iter(graph.nodes))
     axes = tuple(sorted(sharding - {collectives.ROWS}))
-    count = graph.call_function(counter, (env, copies[target], ignore, axes))
+    count = graph.call_function(
+        counter, (env, copies[target], ignore, axes, None if weight is None else copies[weight])
+    )
     graph.output(count)
     return Targets(
         fx.GraphModule(torch.nn.Module(), graph).forward,

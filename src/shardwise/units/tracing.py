@@ -19,7 +19,7 @@ from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
-from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of, unweighted
+from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of
 from shardwise.units.opaque import first_loss, opaque_unit
 from shardwise.units.split import split
 from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
@@ -71,7 +71,7 @@ def trace(
         sharded = shard(
             normal,
             find,
-            counted=entropy if unweighted(entropy) else None,
+            counted=entropy,
             summands=summands(normal),
             dropout=dropout,
             device=device,

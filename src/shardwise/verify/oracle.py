@@ -63,7 +63,7 @@ class Oracle:
 
     The loss of a step is sum_m w_m L_m over the microbatches, of which m holds rows ``shard_range(B, microbatches,
     m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets that are not
-    ignored, else its share of rows.
+    ignored, each by the weight of its class, else its share of rows.
 
     ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside the model:
     ``promotions`` counts them), ``fp32`` (parameters are fp32, buffers and inputs at least that), or ``bf16`` or
@@ -173,15 +173,14 @@ class Oracle:
                 )
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
-                if amount:
-                    first = first or amount
-                    share = value if amount == first else value * (amount / first)
-                    share = cast_buffer(share, self.precision) * self.loss_scale
-                    share.backward()  # type: ignore[no-untyped-call]
-            if amount:  # a microbatch without targets has a loss of 0/0, and no part in the batch's
-                loss += value.item() * (amount / first)
-                total += amount / first
-                self._collect()
+                first = first or amount or 1.0
+                factor = (amount or 1.0) / first  # where targets weigh nothing the loss is a sum
+                share = value if factor == 1 else value * factor
+                share = cast_buffer(share, self.precision) * self.loss_scale
+                share.backward()  # type: ignore[no-untyped-call]
+            loss += value.item() * factor
+            total += amount / first
+            self._collect()
         if len(counted) > 1:
             raise ShardwiseError(
                 "the loss is a mean cross-entropy in some microbatches and not in others: their weights are unknown"
@@ -194,12 +193,12 @@ class Oracle:
                     p.grad.div_(divisor)
         return loss / total
 
-    def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, int | None]:
-        """Return the loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
+    def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, float | None]:
+        """Return the loss, and the number of its targets (or the sum of their weights) if it is a mean cross-entropy;
+        call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
-        loss = WithLoss(module, self.loss_fn)(fields)
-        return loss, self._losses.targets(loss)
+        return self._losses.of(WithLoss(module, self.loss_fn)(fields))
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
