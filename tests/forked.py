@@ -45,6 +45,7 @@ ROOM = 1 << 16  # bytes for the command lines, and for the environments, that th
 KEPT = 8  # file descriptors, beside the standard ones, that a process can be given
 APART = 512  # a file descriptor beyond those that are given
 PLAIN = {"-u"}  # options of the interpreter that change nothing here
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # not every system has it
 
 
 class Server:
@@ -103,6 +104,11 @@ _unforked = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _server: Server | None = None
 
 
+def _execute_fresh(self, *given):
+    with on_cores(set(CORES)):  # the tests of this process keep to one
+        _unforked(self, *given)
+
+
 def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and later
     self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
     p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
@@ -113,7 +119,7 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     )
     program = None if shell or executable or preexec_fn else _program(words)
     if program is None:
-        _unforked(
+        _execute_fresh(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
         )  # fmt: skip
@@ -136,16 +142,30 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def install() -> None:
-    """From now on ``subprocess`` lets a server fork what this interpreter would run."""
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+def install(fork: bool = True) -> None:
+    """From now on ``subprocess`` lets a server fork what this interpreter would run, or starts a real one."""
+    subprocess.Popen._execute_child = _execute_child if fork else _execute_fresh  # type: ignore[attr-defined]
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Meanwhile this thread, and what it starts, runs on ``cores``; on all that there are if there is none."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextmanager
 def fresh() -> Iterator[None]:
     """Meanwhile ``subprocess`` starts real interpreters."""
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-    subprocess.Popen._execute_child = _unforked  # type: ignore[attr-defined]
+    install(fork=False)
     try:
         yield
     finally:
