@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
-from shardwise.graph.schema import tensors_in
+from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
 from shardwise.graph.sizes import known, of_data
 from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
@@ -176,18 +176,17 @@ class UnitRun:
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
         """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest."""
-        several = isinstance(node.meta["val"], tuple | list)
-        values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
+        layouts = node.meta["layout"] if isinstance(node.meta["val"], tuple | list) else [node.meta["layout"]]
         operands = tensors_in(args)
         most = max((o.numel() for o in operands), default=1)
         made: list[Any] = []
-        for one, placed in zip(values, layouts, strict=True):
+        for one, placed in zip(values_of(node), layouts, strict=True):
             if not isinstance(one, Tensor):
                 made.append(known(one, self.walk.env.rows, most))
                 continue
             shape = local_shape(one, placed, self.walk.env, most)
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
-        return made if several else made[0]
+        return as_result(node, made)
 
 
 class _StandIn(torch.autograd.Function):
@@ -217,8 +216,8 @@ def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
     found = {("f", name): place.meta for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)}
     for unit in trace.units:
         assert unit.graph is not None
-        mine = _outputs(unit.graph)
-        found.update((("b", n), u.meta) for n, u in zip(unit.updates, mine[len(unit.outputs) :], strict=True))
+        updated = outputs_of(unit.graph)[len(unit.outputs) :]
+        found.update((("b", n), u.meta) for n, u in zip(unit.updates, updated, strict=True))
         kinds = {"p": unit.parameters, "b": unit.buffers}
         for place in (n for n in unit.graph.nodes if n.op == "placeholder" and n.name[0] in kinds):
             kind = place.name[0]
@@ -231,11 +230,6 @@ def _depends_on_data(node: fx.Node) -> bool:
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
     return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
-
-
-def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
-    nodes: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-    return tuple(nodes)
 
 
 def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -19,7 +19,7 @@ from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
-from shardwise.graph.schema import differentiable, is_tensor, picks
+from shardwise.graph.schema import as_result, differentiable, is_tensor, picks
 from shardwise.graph.sizes import expression, of_data
 from shardwise.graph.torch_private import schema
 from shardwise.ops.collectives import ROWS
@@ -68,7 +68,7 @@ class Emitter(LocalGraph):
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
         value = node.meta["val"]
         new.meta["val"] = value
-        parameter = self.context.captured.parameters.get(node.name)
+        parameter = self.context.parameters.get(node)
         states = {group: one.states[node][0] for group, one in self.assignments.items()}
         # A field comes with all rows of this rank's part of the batch; axes that shard rows again take pieces of these.
         born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
@@ -105,9 +105,8 @@ class Emitter(LocalGraph):
     def local(self, node: fx.Node, form: OpSharding) -> fx.Node:
         """Emit an op by its strategies."""
         strategies = {group: one.strategies[node] for group, one in self.assignments.items()}
-        goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
+        goals, states = form.states(strategies)
         values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
-        states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
         layouts = [
             self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)
         ]
@@ -115,20 +114,17 @@ class Emitter(LocalGraph):
         call = form.call and form.call(strategies, values)
         if call is not None:
             args = fx.map_arg(call.args, lambda a: a if a.graph is self.graph else self.value[a])
-            result = layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-            new = self.emit(node, (self.env, *args), call.kwargs, result, call.function)
+            new = self.emit(node, (self.env, *args), call.kwargs, as_result(node, layouts), call.function)
         else:
             new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
-        several = isinstance(node.meta["val"], tuple | list)
-        new.meta["states"] = states if several else states[0]
+        new.meta["states"] = as_result(node, states)
         new.meta["alike"] = form.alike
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
         """Emit the same op on local operands."""
         args, kwargs = self.filled(node, solved.values)
-        several = isinstance(node.meta["val"], tuple | list)
-        return self.emit(node, args, kwargs, solved.layouts if several else solved.layout)
+        return self.emit(node, args, kwargs, as_result(node, solved.layouts))
 
     def number(self, node: fx.Node) -> Any:
         """Emit arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
@@ -152,11 +148,9 @@ class Emitter(LocalGraph):
         if (self.context.tensor.axes or node in self.of_batch) and self.large(node, operands):
             self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
         layouts = [Layout.replicated(s) for s in self.context.shapes(node)]
-        many = isinstance(node.meta["val"], tuple | list)
-        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])
-        states = dict.fromkeys(self.groups, "I")
-        new.meta["states"] = [states] * len(layouts) if many else states
-        if not many:
+        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), as_result(node, layouts))
+        new.meta["states"] = as_result(node, [dict.fromkeys(self.groups, "I")] * len(layouts))
+        if isinstance(node.meta["val"], Tensor):
             self.learn_sizes(new, node.meta["val"])
         return new
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.graph.aten_ops import FACTORS, Fact, may_share, named, permutation
-from shardwise.graph.schema import given, op_name
+from shardwise.graph.schema import given, op_name, outputs_of
 from shardwise.ops import collectives
 from shardwise.ops.own_op import own_op
 from shardwise.ops.weight_gradients import Factors, convolved, grouped
@@ -113,8 +113,7 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
     ("output", index)."""
     wanted = {_base(one.x) for one in found.values()}
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
-    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
-    places = (("input", inputs), ("output", outputs))
+    places = (("input", inputs), ("output", outputs_of(graph)))
     return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
 
 

@@ -23,7 +23,7 @@ from shardwise.parallel.tensor import Role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.recipe.pins import Pin, Pins, Places, check_table
+from shardwise.shard.recipe.pins import Pin, Pins, Places, check_table, used_parameters
 from shardwise.shard.recipe.walk import TensorWalk
 from shardwise.shard.sizes import ratio
 
@@ -66,11 +66,9 @@ class PinnedWalk(TensorWalk):
                 place, summed = (None, False) if found is None else found
                 (self.later if summed else self.facts)[node] = Fact(place, pin.text)
         else:
-            for node in self.context.normal.graph.nodes:
-                if node.op == "placeholder" and (name := self.context.captured.parameters.get(node.name)) is not None:
-                    layout = self.context.tensor.layouts.get(name)
-                    state = place_of(layout, self.axis, self.context.tensor.axes)
-                    self.facts[node] = Fact(state if isinstance(state, Shard) else None, name)
+            for node, name in self.context.parameters.items():
+                state = place_of(self.context.tensor.layouts.get(name), self.axis, self.context.tensor.axes)
+                self.facts[node] = Fact(state if isinstance(state, Shard) else None, name)
         for node, pin in self.about(self.pins.results):
             self.facts[node] = Fact(places.result(node, pin), pin.text)
             self.found.held[node] = self.facts[node].place or "I"
@@ -80,9 +78,7 @@ class PinnedWalk(TensorWalk):
         return [(node, by_axis[self.axis]) for node, by_axis in pins.items() if self.axis in by_axis]
 
     def birth(self, node: fx.Node) -> Placement:
-        if node.name not in self.context.captured.parameters:
-            return "I"
-        fact = self.facts.get(node)
+        fact = self.facts.get(node) if node in self.context.parameters else None
         return "I" if fact is None or fact.place is None else fact.place
 
     def visit(self, node: fx.Node) -> None:
@@ -117,14 +113,8 @@ class Following:
                 self.push(node)
         self.spread(BACKWARD)
         self.walk.context.notes.update(self.conflicts)
-        decided = self.walk.context.decided
-        for node in self.walk.context.normal.graph.nodes:
-            if (
-                node.op == "placeholder"
-                and node.users
-                and (name := self.walk.context.captured.parameters.get(node.name)) is not None
-            ):
-                decided.setdefault(name, {})[self.walk.axis] = self.why(self.facts.get(node))
+        for name, node in used_parameters(self.walk.context).items():
+            self.walk.context.decided.setdefault(name, {})[self.walk.axis] = self.why(self.facts.get(node))
 
     @staticmethod
     def why(fact: Fact | None) -> str:
@@ -240,7 +230,7 @@ class Following:
             has = known or waits
             assert has is not None
             if has.place is not None and has.place != place and (has.place.dim, has.pin) != (place.dim, by.pin):
-                what = self.walk.context.captured.parameters.get(node.name, "") if node.op == "placeholder" else ""
+                what = self.walk.context.parameters.get(node, "")
                 self.conflicts[
                     f"pins: {named(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim "
                     f"{place.dim}, and {has.pin} of dim "

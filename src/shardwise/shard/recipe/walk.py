@@ -67,12 +67,11 @@ class TensorWalk(OpenParameters):
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def birth(self, node: fx.Node) -> Placement:
-        name = self.context.captured.parameters.get(node.name)
+        name = self.context.parameters.get(node)
         if name is None or self.inert:
             return Shard(0) if self.role.rows and node.name in self.context.captured.fields else "I"
         if self.context.tensor.layouts is not None:
-            layout = self.context.tensor.layouts.get(name)
-            return place_of(layout, self.axis, self.context.tensor.axes)
+            return place_of(self.context.tensor.layouts.get(name), self.axis, self.context.tensor.axes)
         return self.leave_open(node)
 
     # ---- ops ---------------------------------------------------------------------------------------------------------

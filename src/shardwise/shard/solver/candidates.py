@@ -51,11 +51,7 @@ class Candidates(Chosen):
         self.cuts = Cuts(context, self.parts)
         self.places: dict[tuple[fx.Node, int], Places] = {}
         self.known: dict[Any, tuple[Strategy, ...]] = {}
-        self.parameters = {
-            n: self.seeds(n)
-            for n in context.normal.graph.nodes
-            if n.op == "placeholder" and n.name in context.captured.parameters
-        }
+        self.parameters = {n: self.seeds(n) for n in context.parameters}
         while True:
             before = sum(map(len, self.parameters.values()))
             self.walk()
@@ -102,7 +98,7 @@ class Candidates(Chosen):
 
     def resting(self, node: fx.Node) -> Placement:
         """Return the state of a parameter whose layout has been chosen before."""
-        name = self.context.captured.parameters[node.name]
+        name = self.context.parameters[node]
         layout = (self.context.tensor.layouts or {}).get(name)
         state = place_of(layout, self.axis, self.context.tensor.axes)
         return "R" if state == "I" and self.axis in self.context.tensor.summed.get(name, ()) else state
@@ -220,7 +216,6 @@ def learned(context: ShardingContext) -> set[fx.Node]:
     """Return the nodes that follow from parameters, frozen or not."""
     found: set[fx.Node] = set()
     for node in context.normal.graph.nodes:
-        mine = node.op == "placeholder" and node.name in context.captured.parameters
-        if mine or any(n in found for n in node.all_input_nodes):
+        if node in context.parameters or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found

@@ -18,6 +18,7 @@ from torch import fx
 
 from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.schema import values_of
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.ops.collectives import ROWS, Env
@@ -222,9 +223,8 @@ class CostModel:
         """Return the bytes of an op's results with a gradient, kept for backward of live microbatches; 0 for a view."""
         if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
-        value = node.meta["val"]
         found = 0
-        for i, tensor in enumerate(value if isinstance(value, tuple | list) else [value]):
+        for i, tensor in enumerate(values_of(node)):
             states = [s.results[i] for s in strategies] or ["I"] * len(self.axes)
             found += math.prod(self.piece(self.works.sizes(tensor), states)) * tensor.dtype.itemsize
         return found * self.live
@@ -277,19 +277,18 @@ class CostModel:
         return -(-size // parts) / size if size else 1.0
 
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:
-        value = node.meta["val"]
-        return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
+        return [self.works.sizes(v) for v in values_of(node)]
 
     def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
         """Return the collectives that an op makes by itself."""
         if form is None or form.call is None or not strategies:
             return []
-        values = []
+        given = []
         for k, (operand, _) in enumerate(form.operands):
             tensor = operand.meta["val"]
             shape = self.piece(self.works.sizes(tensor), [s.operands[k] for s in strategies])
-            values.append(stand_in(shape, tensor.dtype, self.context.carrying[operand]))
-        call = form.call(dict(zip(self.axes, strategies, strict=True)), values)
+            given.append(stand_in(shape, tensor.dtype, self.context.carrying[operand]))
+        call = form.call(dict(zip(self.axes, strategies, strict=True)), given)
         if call is None:
             return []
         args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes may be any

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from shardwise.graph.schema import is_tensor
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
+from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import OpSharding, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Strategy
 from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import Chosen
@@ -312,25 +312,25 @@ class Solver:
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
         """Return the assignment of each axis for the values of the variables."""
         chosen = {node: self.options[node][values[v]] for node, v in self.variables.items()}
-        out = {}
-        for a, axis in enumerate(self.prices.axes):
-            one = out[axis] = Assignment()
-            for node in self.context.normal.graph.nodes:
-                if node.op not in ("placeholder", "call_function") or (
-                    node.op == "call_function" and not is_tensor(node)
-                ):
-                    continue
-                form = self.forms.get(node)
-                if node.op == "placeholder":
-                    one.states[node] = (chosen[node][a],) if node in chosen else ("I",)
-                elif node not in self.forms:
-                    one.states[node] = (one.states[node.args[0]][node.args[1]],)
-                elif form is None:
-                    one.states[node] = ("I",) * len(self.context.shapes(node))
-                else:
-                    one.strategies[node] = chosen[node][a] if node in chosen else form.whole("I")
-                    one.states[node] = one.strategies[node].results
-        return out
+        return {
+            axis: _ChosenWalk(self.context, {node: choice[a] for node, choice in chosen.items()}).run()
+            for a, axis in enumerate(self.prices.axes)
+        }
+
+
+class _ChosenWalk(BatchWalk):
+    """This walk takes on one axis what has been ``chosen`` for an op or a parameter; everything else is whole."""
+
+    def __init__(self, context: ShardingContext, chosen: Mapping[fx.Node, Any]) -> None:
+        super().__init__(context)
+        self.chosen = chosen
+
+    def birth(self, node: fx.Node) -> Placement:
+        state: Placement = self.chosen.get(node, "I")
+        return state
+
+    def choose(self, form: OpSharding) -> Strategy:
+        return self.chosen.get(form.node) or form.whole("I")
 
 
 __all__ = ["Solved", "Solver"]

@@ -24,11 +24,7 @@ def decisions_of(context: ShardingContext, found: Mapping[str, Assignment]) -> D
         name: tuple({axis: one.strategies[node] for axis, one in found.items()} for node in nodes)
         for name, nodes in _named(context).items()
     }
-    parameters = {
-        node.name: {axis: one.states[node][0] for axis, one in found.items()}
-        for node in context.normal.graph.nodes
-        if node.op == "placeholder" and node.name in context.captured.parameters
-    }
+    parameters = {node.name: {axis: one.states[node][0] for axis, one in found.items()} for node in context.parameters}
     return Decisions(ops, parameters, context.rows)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
-from shardwise.graph.schema import is_tensor
+from shardwise.graph.schema import is_tensor, outputs_of
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk
@@ -27,9 +27,7 @@ class Flow:
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
-        self.values = [
-            n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)
-        ]
+        self.values = [n for n in context.normal.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
 
     def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
         """Return the placeholder or op that makes a value, and as which of its results."""
@@ -41,8 +39,7 @@ class Flow:
         for user in value.users:
             form = self.forms.get(user)
             if user.op == "output":
-                outputs: Any = user.args[0]
-                loss, *updates = outputs
+                loss, *updates = outputs_of(user.graph)
                 yield from [Reader(None, (), "P")] * (value is loss) + [Reader(None)] * (value in updates)
             elif form is not None:
                 yield Reader(user, tuple(i for i, (o, _) in enumerate(form.operands) if o is value))
@@ -76,7 +73,7 @@ def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> S
             assert steps is not None, (node, before, after)
             talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
             nbytes += sum(prices.copied(value, step) for step in steps)
-        if node.op == "placeholder" and node.name in prices.context.captured.parameters:
+        if node in prices.context.parameters:
             nbytes += prices.resting(node, states)
             once += prices.once(node, states)
     return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
