@@ -116,7 +116,7 @@ def capture(
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
             reason = str(error)
-        rows = next(iter(batch.values())).shape[0]
+        rows = rows_of(batch)
         try:
             captured = _export(wrapped, batch, rows)
         except ConfigError:
@@ -169,6 +169,11 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
     return copy.deepcopy(module, memo)
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a batch, which all of its fields have."""
+    return next(iter(batch.values())).shape[0]
 
 
 def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

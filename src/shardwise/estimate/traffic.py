@@ -19,9 +19,9 @@ from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.units.share import Share
-from shardwise.units.trace import Trace
+from shardwise.units.trace import NOT_CAPTURED, Trace
 
-_OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
+_OPAQUE = UnitTraffic(unknown=(NOT_CAPTURED,))
 
 
 @dataclass(frozen=True)

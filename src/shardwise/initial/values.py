@@ -109,7 +109,7 @@ class Values(Mapping[str, Tensor]):
         The one tensor is made for as long as this takes, and not at all if all boxes are empty.  Raises
         :class:`ShardwiseError` for a box that does not fit."""
         shape = tuple(self._tensors[name].shape)
-        everything = Box((0,) * len(shape), shape)
+        everything = Box.whole(shape)
         for box, out in goals:
             if len(box.start) != len(shape) or not everything.contains(box) or tuple(out.shape) != box.shape:
                 raise ShardwiseError(

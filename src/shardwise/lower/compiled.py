@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_of
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -234,7 +234,7 @@ class Compiled:
     @property
     def microbatch_rows(self) -> int:
         """The number of rows of each microbatch, on all ranks together."""
-        whole = self.batch_rows or next(iter(self.example.values())).shape[0]
+        whole = self.batch_rows or rows_of(self.example)
         return max(-(-whole // self.plan.microbatches), 1)
 
     def _machine(self) -> Machine:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.graph.torch_private import storage_key
 from shardwise.measure.meta_run import MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
-from shardwise.units.trace import Trace, Unit
+from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 from shardwise.units.weight_products import Product, find
 
 
@@ -68,7 +68,7 @@ def _opaque(trace: Trace, unit: Unit) -> UnitCost:
     """Return the cost of a unit that was not captured: only its parameters are known."""
     number = sum(p.numel for p in trace.parameters)
     rest = {f.name: 0 for f in fields(UnitCost)[3:-1]}
-    return UnitCost(unit.index, unit.name, number, **rest, unknown=("the whole model: it was not captured",))
+    return UnitCost(unit.index, unit.name, number, **rest, unknown=(NOT_CAPTURED,))
 
 
 # ---- the walk --------------------------------------------------------------------------------------------------------

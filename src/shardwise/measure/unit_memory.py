@@ -35,7 +35,7 @@ from shardwise.measure.meta_run import (
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_work import MetaStep, UnitWork
 from shardwise.ops.weight_gradients import Factors, Kernels
-from shardwise.units.trace import Trace, Unit
+from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ def profile(
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
-        return Profile(
-            tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units)
-        )
+        return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
     alone = microbatches == 1 and trace.precision != "fp16"
     walk = MetaRun.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
     with largest_sizes():

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_of
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
@@ -151,7 +151,7 @@ class Trainer:
 
     @property
     def _rows(self) -> int:
-        return next(iter(self.compiled.example.values())).shape[0]
+        return rows_of(self.compiled.example)
 
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
         """Return endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors).

@@ -31,6 +31,10 @@ DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
 
 
+NOT_CAPTURED = "the whole model: it was not captured"
+"""This stands among what is unknown of a model that is one opaque unit."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter that units compute with; tied parameters are one, under the first of their names.
