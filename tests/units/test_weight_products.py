@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness import Subject, parity
 from shardwise.graph.torch_private import TorchDispatchMode
 from shardwise.ops.collectives import Env
-from shardwise.ops.weight_gradients import Factors, accumulate, convolved
+from shardwise.ops.weight_gradients import Factors, Kernels, accumulate, convolved
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 from shardwise.units.weight_products import Multiplier, Operand, watch
@@ -160,7 +160,7 @@ def test_groups_of_rows(transposed: bool) -> None:
     goals = {n: torch.zeros(leaves[n].shape) for n in unit.products}
 
     def add(factors: Factors) -> None:
-        accumulate(goals[factors.weight], factors, True)
+        accumulate(goals[factors.weight], factors, True, Kernels("cpu"))
 
     later = watch(unit.products, [*map(Operand._make, operands)], add, add)
     torch.autograd.grad(loss, [leaves["before.bias"], *(o.y for _, o in later)])

@@ -54,11 +54,6 @@ class Values(Mapping[str, Tensor]):
             raise ConfigError(f'initial: "{unknown}" is no tensor of the model.{did_you_mean(unknown, self._tensors)}')
 
     @staticmethod
-    def of_module(module: nn.Module) -> Values:
-        """Return the values that a module has."""
-        return Values(module)
-
-    @staticmethod
     def of_mapping(module: nn.Module, values: Mapping[str, Tensor]) -> Values:
         """Return ``values`` by name, such as a state dict, and those of the module for what it lacks."""
         if isinstance(values, Values):

@@ -95,7 +95,7 @@ class Compiled:
             )
         if self._values is None:
             given = self.initial
-            self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
+            self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
@@ -120,7 +120,7 @@ class Compiled:
         StageSplit.of(found, self.plan)  # raises if the plan has stages, before the model is built
         # The model's code may hold tensors that are not registered, and it is run on a first batch.
         self.module = self.values.whole()
-        self._values = Values.of_module(self.module)
+        self._values = Values(self.module)
         self._traces.clear()
         self._captures = {}
         found = self.trace((), None)
@@ -134,7 +134,7 @@ class Compiled:
         if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
             with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
                 self.module = self.values.bare()
-                self.initial, self._values = None, Values.of_module(self.module)
+                self.initial, self._values = None, Values(self.module)
 
     def evaluation(self) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""

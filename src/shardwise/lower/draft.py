@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -41,11 +41,6 @@ class ProgramDraft:
         for i in positions:
             groups.setdefault(self.compute[i].microbatch, []).append(i)
         return list(groups.values())
-
-    def last(self, buffers: Sequence[Buffer]) -> int:
-        """Return the last position that writes any of ``buffers``."""
-        wanted = set(buffers)
-        return max(i for i, one in enumerate(self.compute) if wanted & set(one.writes))
 
     @cached_property
     def _turns(self) -> list[tuple[int, int]]:

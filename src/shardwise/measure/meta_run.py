@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -62,37 +61,21 @@ def largest_sizes() -> Any:
 
 
 class MetaRun:
-    """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units."""
+    """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units.
 
-    def __init__(self, trace: Trace, env: Env, device: str) -> None:
-        self.env, self.device, self.frozen = env, device, set(trace.frozen)
-        self.captured = _captured(trace)
+    It is rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.  ``tensor`` is its
+    place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`.
+    """
+
+    def __init__(
+        self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places, **env: Any
+    ) -> None:
+        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
+        place = parts - 1 if index is None else index
+        self.env = Env(Silent(), ("dp",), parts, place, rows, targets=counted, tensor=tensor, **env)
+        self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.live: dict[str, Tensor] = {}
-
-    @staticmethod
-    def of(
-        trace: Trace, rows: int, parts: int, device: str, index: int | None = None,
-        tensor: Places = MappingProxyType({}), **env: Any
-    ) -> MetaRun:  # fmt: skip
-        """Return the run of rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.
-
-        ``tensor`` is its place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`."""
-        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
-        return MetaRun(
-            trace,
-            Env(
-                Silent(),
-                ("dp",),
-                parts,
-                parts - 1 if index is None else index,
-                rows,
-                targets=counted,
-                tensor=tensor,
-                **env,
-            ),
-            device,
-        )
 
     def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
         """Make a unit's outputs live; return those through which gradients come back."""

@@ -59,7 +59,7 @@ def cost(
     places = check_walk("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
-    walk = MetaRun.of(trace, rows, parts, device, tensor=places)
+    walk = MetaRun(trace, rows, parts, device, tensor=places)
     with largest_sizes():
         return [_unit(walk, unit) for unit in trace.units]
 

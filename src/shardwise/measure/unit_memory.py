@@ -104,7 +104,7 @@ def profile(
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
     alone = microbatches == 1 and trace.precision != "fp16"
-    walk = MetaRun.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
+    walk = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone)
     with largest_sizes():
         return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split, recompute).run()), _count(trace, walk))
 
@@ -212,7 +212,9 @@ class _Profiler:
             work = UnitWork(self.step, unit, arguments)
             peak, _ = work.forward("alone")
             made, updates = work.made()
-            memory = UnitMemory(unit.index, unit.name, made, updates, alone=peak, unknown=work.names_of_unknown())
+            memory = UnitMemory(
+                unit.index, unit.name, made, updates, alone=peak, unknown=tuple(sorted(work.run.unknown))
+            )
             self.forwards[key] = memory, _forms(work.live, arguments)
         memory, forms = self.forwards[key]
         for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
@@ -259,7 +261,7 @@ class _Profiler:
                 again, more = work.forward("again")
             backward, grads = work.backward(given, before)
             found[name] = Way(forward, kept, again, kept + more, backward)
-            unknown |= {*work.names_of_unknown()}
+            unknown |= work.run.unknown
         return {**found, "unknown": tuple(sorted(unknown))}, grads
 
     def walk_parts(

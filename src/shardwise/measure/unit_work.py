@@ -152,6 +152,3 @@ class UnitWork(UnitBackward):
         except (NotImplementedError, RuntimeError) as error:
             self.run.unknown.add(f"backward of {failed_op(error)}")
             return [torch.empty_like(t) if isinstance(t, Tensor) else None for t in wanted]
-
-    def names_of_unknown(self) -> tuple[str, ...]:
-        return tuple(sorted(self.run.unknown))

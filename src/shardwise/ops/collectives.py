@@ -141,7 +141,7 @@ def local_rows(env: Env) -> int:
     return stop - start
 
 
-def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
+def row_start(env: Env, axes: Groups) -> int:
     """Return the first row of this rank in the microbatch, if ``axes`` shard its rows."""
     return shard_range(env.rows, *env.group(axes))[0]
 
@@ -224,7 +224,7 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
         pieces = in_memory(x.reshape(outer, len(sizes), most, inner).transpose(0, 1))
     else:
         pieces = x.new_zeros((len(sizes), outer, most, inner))
-        for i, piece in enumerate(x.reshape(outer, whole, inner).split(sizes, 1)):
+        for i, piece in enumerate(x.reshape(outer, whole, inner).split_with_sizes(sizes, 1)):
             pieces[i, :, : sizes[i]] = piece
     out = x.new_empty((outer, most, inner))
     env.wait(

@@ -263,12 +263,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @own_op(communicates=True)
-def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...]) -> Tensor:
     """Return the number of valid targets, an int64 scalar: this rank's, summed over ``axes``, which shard its rows."""
     return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
 
 
 @own_op(communicates=True)
-def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...]) -> Tensor:
     """Do the same for targets that every rank has: the first rank over the batch axes counts them, others return 0."""
     return valid_targets(env, target, ignore_index, axes) * (env.index == 0)

@@ -145,7 +145,9 @@ class Emitter(LocalGraph):
                 f"{node.target} depends on how a tensor lies in memory, which is different on several ranks"
             )
         operands = [a for a in node.all_input_nodes if is_tensor(a)]
-        if (self.context.tensor.axes or node in self.of_batch) and self.large(node, operands):
+        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
+        large = any(math.prod(shape) > 1 for shape in shapes)  # its cost is measured only when asked for
+        if (self.context.tensor.axes or node in self.of_batch) and large:
             self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
         layouts = [Layout.replicated(s) for s in self.context.shapes(node)]
         new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), as_result(node, layouts))
@@ -153,11 +155,6 @@ class Emitter(LocalGraph):
         if isinstance(node.meta["val"], Tensor):
             self.learn_sizes(new, node.meta["val"])
         return new
-
-    def large(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-        """Return whether an op handles more than single numbers; its cost is measured only when asked for."""
-        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
-        return any(math.prod(shape) > 1 for shape in shapes)
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Add nodes that read sizes which depend on data from ``new``, the tensor that has them."""

@@ -96,10 +96,6 @@ class LocalSizes:
                 nodes.append(size)
         return self.fold(operator.mul, [numbers, *nodes])
 
-    def local(self, times: int) -> Any:
-        """Return ``times`` this rank's number of rows."""
-        return self.fold(operator.mul, [self.local_rows, times])
-
 
 def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str, int]) -> list[Factor]:
     """Return the factors of a dim in which each of ``places``, (group, place), shards one; :class:`Unfit` if they

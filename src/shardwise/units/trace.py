@@ -216,7 +216,6 @@ class Trace:
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
     replicated: Sequence[tuple[str, str]] = ()
-    ones: tuple[str, ...] = ()
     beside: Beside = Beside()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

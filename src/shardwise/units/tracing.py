@@ -101,7 +101,6 @@ def trace(
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],
         replicated=tuple(sharded.replicated),
-        ones=ones,
         beside=_beside(module, batch, buckets, precision),
         tensor=sharded.tensor,
         decided=sharded.decided,

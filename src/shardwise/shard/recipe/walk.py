@@ -85,9 +85,7 @@ class TensorWalk(OpenParameters):
         if opened:
             self.decide(form, opened)
         states = [self.state(o) for o, _ in form.operands]
-        if self.context.tensor.layouts is not None:
-            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
-            self.by_rows(form, whole) or self.by_columns(form, whole)
+        self.note_shared_heads(form, states)
         if form.node in self.shared:
             return form.whole("R")
         found = self.column(form, states) or self.sharded(form, states)
@@ -104,6 +102,13 @@ class TensorWalk(OpenParameters):
             s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)
         ]
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
+
+    def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:
+        """Note whether several ranks compute a product alike, where its weight has been left whole before."""
+        if self.context.tensor.layouts is not None:
+            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
+            if self.by_rows(form, whole) is None:
+                self.by_columns(form, whole)
 
     def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
         """Return a form's strategy whose shards go together with those of other axes, or None."""

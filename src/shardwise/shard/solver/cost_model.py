@@ -144,26 +144,23 @@ class CostModel:
 
     def fits(self, value: Value, states: Sequence[Placement]) -> bool:
         """Return whether a tensor can be in these states, beside those of its rows."""
-        return self.beside(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
+        return self.fits_captured(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
 
-    def beside(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
-        """Return whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; a
-        single axis may have any name."""
+    def fits_captured(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
+        """Return whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes."""
         every = [(g, s) for g, s in states.items() if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
             if len(found) > 1 or not isinstance(found[0][1].pre, int):
                 try:
-                    places = [(g, self.context.behind_rows(states, s)) for g, s in found]
-                    axes = [g for g in states if g != ROWS]
-                    factored(shape[dim], places, self.ranks_of if len(axes) > 1 else dict.fromkeys(axes, 0))
+                    factored(shape[dim], [(g, self.context.behind_rows(states, s)) for g, s in found], self.ranks_of)
                 except Uncapturable:
                     return False
         return True
 
     def together(self, form: OpSharding, rows: Strategy, strategies: Mapping[str, Strategy]) -> bool:
         """Return whether an op's strategies over axes go together, and with its strategy on the rows."""
-        return self.where.together(form, {ROWS: rows, **strategies}, self.beside)
+        return self.where.together(form, {ROWS: rows, **strategies}, self.fits_captured)
 
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
         """Return the moves from states to goals; None where a state between them does not fit."""
@@ -219,7 +216,7 @@ class CostModel:
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
-    def kept(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> int:
+    def kept(self, node: fx.Node, strategies: Sequence[Strategy]) -> int:
         """Return the bytes of an op's results with a gradient, kept for backward of live microbatches; 0 for a view."""
         if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
@@ -279,7 +276,7 @@ class CostModel:
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:
         return [self.works.sizes(v) for v in values_of(node)]
 
-    def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
+    def exchanges(self, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
         """Return the collectives that an op makes by itself."""
         if form is None or form.call is None or not strategies:
             return []

@@ -28,7 +28,7 @@ from shardwise.shard.solver.candidates import Chosen
 from shardwise.shard.solver.cost_model import CostModel, Seconds, Value
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
-from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
+from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, Elimination, TooWide
 
 DIRECT = 1 << 18
 """A table of up to this number of elements says what all readers of a value make of it; beyond that each reader has its
@@ -125,7 +125,7 @@ class Solver:
         """Return whether what is chosen on the axes fits."""
         rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
-            return self.prices.beside(
+            return self.prices.fits_captured(
                 self.context.shape(node), {ROWS: rows.states[node][0], **dict(zip(axes, choice, strict=True))}
             )
         return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
@@ -149,8 +149,8 @@ class Solver:
 
     def op_cost(self, node: fx.Node, strategies: Choice) -> complex:
         form, prices = self.forms[node], self.prices
-        took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(node, form, strategies)))
-        return complex(took, prices.kept(node, form, strategies) if self.limited else 0)
+        took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(form, strategies)))
+        return complex(took, prices.kept(node, strategies) if self.limited else 0)
 
     def step(self, value: Value, step: Step) -> complex:
         """Return what a move costs."""
@@ -294,7 +294,7 @@ class Solver:
 
     def least(self, weights: Objective = SECONDS, limit: int = LIMIT) -> Solved:
         """Return the plan that costs least; ``limit`` is the most elements of a table."""
-        best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
+        best = Elimination(self.problem.sizes, weights.factors(self.problem.factors), limit).least()
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
         return self.solved(best.values)

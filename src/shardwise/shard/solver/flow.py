@@ -54,8 +54,8 @@ def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> S
     for node, form in flow.forms.items():
         strategies = [one.strategies[node] for one in axes if node in one.strategies]
         computing += prices.op(node, form, strategies)
-        talks += prices.exchanges(node, form, strategies)
-        nbytes += prices.kept(node, form, strategies)
+        talks += prices.exchanges(form, strategies)
+        nbytes += prices.kept(node, strategies)
     for node in flow.values:
         value, states = prices.value(node), tuple(one.states[node][0] for one in axes)
         goals = {

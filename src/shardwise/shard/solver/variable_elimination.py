@@ -69,16 +69,10 @@ class Gone(NamedTuple):
     taken: tuple[int, ...]
 
 
-def least(sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> Least:
-    """Return the least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
-
-    :class:`TooWide` is raised where a table would have more than ``limit`` elements.
-    """
-    return Elimination(sizes, factors, limit).least()
-
-
 class Elimination:
-    """This eliminates all variables; factors that share tables in the same way share what is computed of them.
+    """This eliminates all variables, with ``sizes`` values each, of the sum of ``factors``; those that share tables in
+    the same way share what is computed of them.  :class:`TooWide` is raised where a table would have more than
+    ``limit`` elements.
 
     Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is
     what is left when all are gone: it has one element.
@@ -123,6 +117,7 @@ class Elimination:
         self.kinds.append(Kind.of((1,), tuple((f.table, ()) for f in self.ended.values())))
 
     def least(self) -> Least:
+        """Return the least sum; of equal sums it is always the same one."""
         values = [0] * len(self.sizes)
         for variable, neighbours, kind, _ in reversed(self.gone):
             values[variable] = int(self.kinds[kind].best[tuple(values[n] for n in neighbours)])
@@ -189,11 +184,6 @@ def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]])
     return found
 
 
-def total(factors: Iterable[CostFactor], values: Sequence[int]) -> Any:
-    """Return the sum at some values."""
-    return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
-
-
 __all__ = [
     "LIMIT",
     "Elimination",
@@ -204,6 +194,4 @@ __all__ = [
     "Places",
     "Table",
     "TooWide",
-    "least",
-    "total",
 ]
