@@ -144,9 +144,11 @@ def test_stages_are_those_that_train_where_a_mask_of_ones_has_a_trace_of_its_own
     found = Forecast.of(given, compiled, device(1 << 40))
     ones, plan = compiled.trace(compiled.masks, 4), found.plan
     assert compiled.masks and len(ones.units) < len(compiled.general.units)
-    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.cut(ones).stage
-    assert compiled.cut(ones, plan.replace(prefetch=2)).stage == compiled.cut(ones).stage
-    trained = predict(ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.cut(one))
+    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.stages_of(ones).stage
+    assert compiled.stages_of(ones, plan.replace(prefetch=2)).stage == compiled.stages_of(ones).stage
+    trained = predict(
+        ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.stages_of(one)
+    )
     assert found.worst.peak == trained.peak and found.worst.program == trained.program
     assert found.peaks(plan) == [found.predict(plan, rank).peak_bytes for rank in range(2)]
 

@@ -16,7 +16,7 @@ from shardwise.backend import Backend
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import profile
-from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
+from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.wide import WideProduct, multiplies_wide
@@ -75,8 +75,8 @@ def gradient(case: str, dtype: torch.dtype, kernels: Kernels, microbatches: int 
     for m in range(microbatches):
         dy, x, rest = make()
         dy, x = dy.to(dtype), x.to(dtype)
-        accumulate(goal, Factors("w", dy, kind, x, dims, rest), m > 0, kernels)
-        accumulate(truth, Factors("w", dy.double(), kind, x.double(), dims, rest), True, PLAIN)
+        accumulate(goal, GradientFactors("w", dy, kind, x, dims, rest), m > 0, kernels)
+        accumulate(truth, GradientFactors("w", dy.double(), kind, x.double(), dims, rest), True, PLAIN)
     return goal, truth
 
 
@@ -99,7 +99,7 @@ def test_without_such_kernels_a_product_is_rounded_and_then_added(dtype: torch.d
     torch.manual_seed(0)
     dy, x, goal = torch.randn(21, 5).to(dtype), torch.randn(21, 4).to(dtype), torch.randn(5, 4)
     expected = goal + (dy.t() @ x)
-    accumulate(goal, Factors("w", dy, "linear", x, None, ()), True, PLAIN)
+    accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, PLAIN)
     assert torch.equal(goal, expected)
 
 
@@ -109,7 +109,7 @@ def test_products_of_the_goal_s_own_dtype_go_straight_to_it(dtype: torch.dtype) 
     dy, x = torch.randn(21, 5).to(dtype), torch.randn(21, 4).to(dtype)
     goals = [torch.zeros(5, 4, dtype=dtype) for _ in range(2)]
     for goal, kernels in zip(goals, (PLAIN, Kernels("cpu", missing)), strict=True):
-        accumulate(goal, Factors("w", dy, "linear", x, None, ()), True, kernels)
+        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, kernels)
     assert torch.equal(*goals)
 
 
@@ -194,7 +194,7 @@ def test_memory_is_predicted_without_the_copy(monkeypatch: pytest.MonkeyPatch) -
 def test_the_gradient_of_an_embedding_is_predicted_as_a_gpu_computes_it() -> None:
     """By way of a whole gradient in the dtype that computes."""
     goal, dy = torch.empty(1000, 8, device="meta"), torch.empty(3, 8, dtype=torch.bfloat16, device="meta")
-    factors = Factors("w", dy, "embedding", torch.zeros(3, dtype=torch.int64, device="meta"), None, (-1,))
+    factors = GradientFactors("w", dy, "embedding", torch.zeros(3, dtype=torch.int64, device="meta"), None, (-1,))
     for kernels, expected in ((Kernels("gpu"), 1000 * 8 * 2), (Kernels("cpu"), 3 * 8 * 4)):
         with StorageTracker("meta") as tracker:
             accumulate(goal, factors, True, kernels)

@@ -33,7 +33,7 @@ def outputs_of(graph: fx.Graph) -> Any:
     return next(iter(graph.find_nodes(op="output"))).args[0]
 
 
-def picks(node: fx.Node) -> bool:
+def selects_result(node: fx.Node) -> bool:
     """Return whether a node takes one of several results."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 

@@ -26,16 +26,16 @@ from shardwise.units.trace import Bucket
 BACKWARD = ("B", "I", "W")  # the kinds of tasks that are a backward or a part of one
 
 
-def steady(plan: Plan) -> int:
+def steady_batches(plan: Plan) -> int:
     """Return the number of batches of a program that shows all that a whole window does; it is 1 if each batch has a
     program of its own.
     """
     if plan.asynchronous:
-        return steady_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
+        return asynchronous_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
     return min(plan.pipeline.window, 3) if plan.post_validates else 1
 
 
-def steady_batches(window: int, ranks: int, microbatches: int) -> int:
+def asynchronous_batches(window: int, ranks: int, microbatches: int) -> int:
     """Return the same number for an asynchronous schedule."""
     return min(window, _reported(ranks, microbatches) + 3)
 

@@ -17,7 +17,7 @@ from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
 from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
-from shardwise.graph.sizes import known, of_data
+from shardwise.graph.sizes import depends_on_data, size_for_rows
 from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
 from shardwise.kernels.flop_counter import Meter
@@ -35,7 +35,7 @@ Places = Mapping[str, tuple[int, int]]
 """This maps each axis of tensor parallelism to its number of ranks and to the rank's index along it."""
 
 
-def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
+def check_numbers(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
     """Return ``tensor``, or, where it is None, the last rank along each axis, which has the most.
 
     Raises :class:`ConfigError`, whose message begins with ``what``, for numbers that the trace cannot take.
@@ -110,15 +110,15 @@ class UnitRun:
     in for them.  ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
     """
 
-    def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        self.walk, self.products = walk, products
-        self.meter = Meter(walk.device)
+    def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
+        self.run, self.products = run, products
+        self.meter = Meter(run.device)
         self.unknown: set[str] = set()
         self.weight_flops: dict[int, int] = {}
 
     def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
         values: dict[fx.Node, Any] = {}
-        feed = iter([self.walk.env, *arguments])
+        feed = iter([self.run.env, *arguments])
         last = _last_uses(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -142,8 +142,8 @@ class UnitRun:
                 result = self.placed(target)(*args, **kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
             self.unknown.add(str(target))
-            if node.target is recalled and self.walk.env.tape is not None:
-                self.walk.env.tape.kept[number] = None
+            if node.target is recalled and self.run.env.tape is not None:
+                self.run.env.tape.kept[number] = None
             return self.stand_in(node, args)
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
@@ -155,7 +155,7 @@ class UnitRun:
 
     def placed(self, target: Any) -> Any:
         """Return ``target`` as the device composes it."""
-        return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
+        return partial(COMPOSED[target], self.run.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
         """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest."""
@@ -165,9 +165,9 @@ class UnitRun:
         made: list[Any] = []
         for one, placed in zip(values_of(node), layouts, strict=True):
             if not isinstance(one, Tensor):
-                made.append(known(one, self.walk.env.rows, most))
+                made.append(size_for_rows(one, self.run.env.rows, most))
                 continue
-            shape = local_shape(one, placed, self.walk.env, most)
+            shape = local_shape(one, placed, self.run.env, most)
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
         return as_result(node, made)
 
@@ -212,7 +212,7 @@ def _depends_on_data(node: fx.Node) -> bool:
     """Return whether the size of a node's result depends on data."""
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
-    return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
+    return any(depends_on_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
 
 
 def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -78,7 +78,7 @@ Groups = Sequence[str]
 Way = Callable[[Env, Tensor, Any], Tensor]
 """How a value or its gradient is moved: a function of the Env, the tensor, and the axes or the factor to move over."""
 
-Factors = Sequence[tuple[int, Groups]]
+DimFactors = Sequence[tuple[int, Groups]]
 """The factors of a dim, major first: the size of each in elements, and the axes that shard it."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import Env, Factors, Groups, row_start
+from shardwise.ops.collectives import DimFactors, Env, Groups, row_start
 from shardwise.ops.local_ops import own_rows
 from shardwise.ops.own_op import own_op
 
@@ -24,7 +24,7 @@ def _row_start(env: Env, spread: Groups) -> int:
     return env.offset + row_start(env, spread)
 
 
-Grid = Sequence[Factors] | None
+Grid = Sequence[DimFactors] | None
 """The factors of each dim of one sample's tensor; None if no axis shards it."""
 
 
@@ -108,8 +108,8 @@ def attention(
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     # A query that may attend to nothing gives zeros, as in the fused kernels.
     dead = torch.isneginf(scores).all(-1, keepdim=True)
-    chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
+    probabilities = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return dropout(env, probabilities, p, ordinal, batch, spread, grid) @ v
 
 
 def random_like(

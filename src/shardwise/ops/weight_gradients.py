@@ -17,7 +17,7 @@ from shardwise.wide import WideProduct
 aten = torch.ops.aten
 
 
-class Factors(NamedTuple):
+class GradientFactors(NamedTuple):
     """The factors of the gradient of the parameter ``weight``.
 
     ``kind`` is a key of ``MULTIPLY``; ``rest`` are the arguments of that function after dY and X. ``dims`` is the
@@ -100,7 +100,7 @@ class _Convolution(torch.autograd.Function):
         return dx, None, db, *(None for _ in ctx.rest)
 
 
-def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels) -> None:
+def accumulate(goal: Tensor, factors: GradientFactors, add: bool, kernels: Kernels) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or ``add`` it.
 
     If the factors have a lower precision than ``goal``, the gradient is rounded to that first, except for products of

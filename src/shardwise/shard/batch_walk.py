@@ -27,7 +27,7 @@ class BatchWalk:
     def run(self) -> Assignment:
         for node in self.context.normal.graph.nodes:
             if node.op == "placeholder":
-                self.found.states[node] = (self.birth(node),)
+                self.found.states[node] = (self.initial_state(node),)
             elif node.op == "call_function" and is_tensor(node):
                 self.visit(node)
         return self.found
@@ -43,7 +43,7 @@ class BatchWalk:
             self.found.strategies[node] = strategy = self.choose(form)
             states[node] = strategy.results
 
-    def birth(self, node: fx.Node) -> Placement:
+    def initial_state(self, node: fx.Node) -> Placement:
         """Return the state with which a placeholder starts."""
         if node.name in self.context.captured.fields:
             return Shard(0)

@@ -19,8 +19,8 @@ from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
-from shardwise.graph.schema import as_result, differentiable, is_tensor, picks
-from shardwise.graph.sizes import expression, of_data
+from shardwise.graph.schema import as_result, differentiable, is_tensor, selects_result
+from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.graph.torch_private import schema
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
@@ -82,7 +82,7 @@ class Emitter(LocalGraph):
         self.value[node] = self.convert(new, states)
 
     def step(self, node: fx.Node) -> Any:
-        if picks(node):
+        if selects_result(node):
             source, index = self.value[node.args[0]], node.args[1]
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
@@ -129,7 +129,7 @@ class Emitter(LocalGraph):
     def number(self, node: fx.Node) -> Any:
         """Emit arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and not of_data(value):
+        if isinstance(value, torch.SymInt) and not depends_on_data(value):
             return self.sizes.node(value)
         new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
         if isinstance(value, torch.SymInt):
@@ -159,7 +159,7 @@ class Emitter(LocalGraph):
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Add nodes that read sizes which depend on data from ``new``, the tensor that has them."""
         for d, size in enumerate(value.shape):
-            if of_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
+            if depends_on_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
                 self.sizes.data[symbol] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values ----------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def shard(
     )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class Assignments(NamedTuple):
     """This is the assignment of each group of axes, the context, in which a recipe may have divided an axis into two,
     and what a solver decided."""
 
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
     decisions: Decisions | None = None
 
 
-def choose(context: ShardingContext) -> Choice:
+def choose(context: ShardingContext) -> Assignments:
     """Choose a strategy for each op on each group of axes."""
     batch, decisions = BatchWalk(context).run(), None
     tensor = context.tensor
@@ -110,7 +110,7 @@ def choose(context: ShardingContext) -> Choice:
             found, _ = recipe(context, batch)
     for axis in context.tensor.axes:
         postpone(context, axis, batch, found[axis])
-    return Choice(context, {ROWS: batch} | {axis: found[axis] for axis in context.tensor.axes}, decisions)
+    return Assignments(context, {ROWS: batch} | {axis: found[axis] for axis in context.tensor.axes}, decisions)
 
 
 def _pinned(context: ShardingContext, batch: Assignment) -> dict[str, Assignment]:
@@ -120,4 +120,4 @@ def _pinned(context: ShardingContext, batch: Assignment) -> dict[str, Assignment
     return found
 
 
-__all__ = ["Choice", "Sharded", "choose", "shard"]
+__all__ = ["Assignments", "Sharded", "choose", "shard"]

@@ -123,7 +123,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Beside:
+class UnbucketedBytes:
     """The bytes that a rank keeps besides its buckets: for each row of the batch, for the model's buffers, and on the
     host for the parameters that no unit reads."""
 
@@ -216,7 +216,7 @@ class Trace:
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
     replicated: Sequence[tuple[str, str]] = ()
-    beside: Beside = Beside()
+    beside: UnbucketedBytes = UnbucketedBytes()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     predicted: Callable[[], Seconds] | None = None
@@ -228,7 +228,7 @@ class Trace:
         """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
-    def everywhere(self, rows: int) -> list[str]:
+    def notes_without_rule(self, rows: int) -> list[str]:
         """Describe each op without a sharding rule in a line, with its cost for a microbatch of ``rows`` rows."""
         return [
             f"computed whole on every rank: {one.op} in {one.path or 'the model'} ({one.times}x): of {rows} rows "

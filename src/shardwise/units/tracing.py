@@ -22,7 +22,7 @@ from shardwise.shard.sharded import shard
 from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of, unweighted
 from shardwise.units.opaque import first_loss, opaque_unit
 from shardwise.units.split import split, with_backward
-from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
+from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
 """What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
@@ -124,7 +124,7 @@ def _normal(
     return captures[key]
 
 
-def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> Beside:
+def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> UnbucketedBytes:
     def nbytes(values: Iterable[Tensor]) -> int:
         return sum(v.numel() * v.element_size() for v in values)
 
@@ -132,7 +132,8 @@ def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket
         rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
         buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
     placed = {p.name for b in buckets for p in b.parameters}
-    return Beside(nbytes(rows), nbytes(buffers), nbytes(p for n, p in module.named_parameters() if n not in placed))
+    unused = [p for n, p in module.named_parameters() if n not in placed]
+    return UnbucketedBytes(nbytes(rows), nbytes(buffers), nbytes(unused))
 
 
 def _learning(units: list[Unit]) -> set[str]:

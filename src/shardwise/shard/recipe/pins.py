@@ -97,7 +97,7 @@ def _calls(node: fx.Node) -> dict[str, str]:
     return {call: str(path).removeprefix("module").removeprefix(".") for call, (path, _) in stack.items()}
 
 
-class Places:
+class PinnedPlaces:
     """This finds where the pins of one walk cut."""
 
     def __init__(self, walk: TensorWalk) -> None:
@@ -225,7 +225,7 @@ class Places:
         return place
 
 
-def check_table(context: ShardingContext, pins: Pins, places: Places) -> None:
+def check_table(context: ShardingContext, pins: Pins, places: PinnedPlaces) -> None:
     """Raise a :class:`ConfigError` that lists the parameters of several dims that no pin of a table is about."""
     left: dict[str, list[str]] = {}
     for name, node in used_parameters(context).items():

@@ -19,7 +19,7 @@ FAR = 200
 """The number of values through which a shard is followed at most."""
 
 
-class Cuts:
+class SplitPoints:
     """This finds cuts into ``parts`` pieces."""
 
     def __init__(self, context: ShardingContext, parts: int) -> None:

@@ -26,9 +26,9 @@ from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.recipe.lookahead import Ahead
+from shardwise.shard.recipe.lookahead import Lookahead
 from shardwise.shard.recipe.open_parameters import OpenParameters
-from shardwise.shard.recipe.split_points import Cuts
+from shardwise.shard.recipe.split_points import SplitPoints
 
 TABLE = 8
 """A table is split by rows if it has this number of rows or more for each rank."""
@@ -55,8 +55,8 @@ class TensorWalk(OpenParameters):
         self.shared: set[fx.Node] = set()  # products that several ranks compute alike: each uses a part of the result
         self.role, self.inert = known or Role(), known is None
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.cuts = Cuts(context, self.parts)
-        self.ahead = Ahead(context)
+        self.cuts = SplitPoints(context, self.parts)
+        self.ahead = Lookahead(context)
         self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, as others add to it
 
     @property
@@ -66,7 +66,7 @@ class TensorWalk(OpenParameters):
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
-    def birth(self, node: fx.Node) -> Placement:
+    def initial_state(self, node: fx.Node) -> Placement:
         name = self.context.parameters.get(node)
         if name is None or self.inert:
             return Shard(0) if self.role.rows and node.name in self.context.captured.fields else "I"
@@ -311,7 +311,7 @@ class TensorWalk(OpenParameters):
         """Return the largest number of ranks, a divisor of all, among which a dim can be shared out without gathers,
         and its cut."""
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
-            found = Cuts(self.context, number).split(form, weight, dim, result)
+            found = SplitPoints(self.context, number).split(form, weight, dim, result)
             whole = self.context.shape(form.operands[weight][0])[dim]
             if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
                 return number, found[1]

@@ -24,7 +24,7 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Strategy
 from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Chosen
+from shardwise.shard.solver.candidates import AxisOptions
 from shardwise.shard.solver.cost_model import CostModel, Seconds, Value
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
@@ -36,7 +36,7 @@ own."""
 LINK = 1 << 22
 """The most elements of a table of one reader; a weight that very many ops read in ways of their own needs more."""
 
-Choice = tuple[Any, ...]
+JointChoice = tuple[Any, ...]
 """The choice for an op is a :class:`Strategy` on each axis, and for a parameter a state on each."""
 
 
@@ -83,7 +83,7 @@ class Solver:
     bytes are left out."""
 
     def __init__(
-        self, context: ShardingContext, prices: CostModel, choices: Mapping[str, Chosen],
+        self, context: ShardingContext, prices: CostModel, choices: Mapping[str, AxisOptions],
         limited: bool = False, direct: int = DIRECT,
     ) -> None:  # fmt: skip
         self.context, self.forms, self.prices, self.choices = context, context.forms, prices, choices
@@ -91,13 +91,13 @@ class Solver:
         self.flow = Flow(context)
         self.variables: dict[fx.Node, int] = {}
         self.tables: dict[Any, Any] = {}
-        self.options: dict[fx.Node, Sequence[Choice]] = {}
+        self.options: dict[fx.Node, Sequence[JointChoice]] = {}
         self.problem = Problem()
         self.build()
 
     def build(self) -> None:
         """Add variables and tables of ops and parameters, then tables of the values between them."""
-        joint: dict[Any, Sequence[Choice]] = {}
+        joint: dict[Any, Sequence[JointChoice]] = {}
         for node in self.context.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
@@ -111,7 +111,7 @@ class Solver:
         for node in self.flow.values:
             self.connect(node)
 
-    def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[Choice]]) -> int:
+    def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[JointChoice]]) -> int:
         form = self.forms.get(node)
         key = (node if form is None else self.prices.works.key(node), tuple(map(id, own)))
         if form is None or key not in joint:
@@ -121,7 +121,7 @@ class Solver:
         self.variables[node] = self.problem.variable(joint[key])
         return self.variables[node]
 
-    def together(self, node: fx.Node, form: OpSharding | None, choice: Choice) -> bool:
+    def together(self, node: fx.Node, form: OpSharding | None, choice: JointChoice) -> bool:
         """Return whether what is chosen on the axes fits."""
         rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
@@ -130,7 +130,7 @@ class Solver:
             )
         return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
 
-    def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+    def rest(self, node: fx.Node, options: Sequence[JointChoice]) -> Any:
         """Return the table of what a parameter costs where it rests."""
         key = (self.prices.value(node), bool(node.users), tuple(options))
         if key not in self.tables:
@@ -141,13 +141,13 @@ class Solver:
         took = sum(map(self.prices.seconds, self.prices.once(node, states)))
         return complex(took, self.prices.resting(node, states) if self.limited else 0)
 
-    def op_table(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+    def op_table(self, node: fx.Node, options: Sequence[JointChoice]) -> Any:
         key = (self.prices.works.key(node), id(options))
         if key not in self.tables:
             self.tables[key] = np.array([self.op_cost(node, one) for one in options])
         return self.tables[key]
 
-    def op_cost(self, node: fx.Node, strategies: Choice) -> complex:
+    def op_cost(self, node: fx.Node, strategies: JointChoice) -> complex:
         form, prices = self.forms[node], self.prices
         took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(form, strategies)))
         return complex(took, prices.kept(node, strategies) if self.limited else 0)
@@ -189,7 +189,7 @@ class Solver:
                 self.problem.factors.append(CostFactor((variable,), np.where(legal, 0.0, math.inf)))
 
     @staticmethod
-    def state(choice: Choice, index: int) -> Placements:
+    def state(choice: JointChoice, index: int) -> Placements:
         return tuple(one.results[index] if isinstance(one, Strategy) else one for one in choice)
 
     def moves(
@@ -325,7 +325,7 @@ class _ChosenWalk(BatchWalk):
         super().__init__(context)
         self.chosen = chosen
 
-    def birth(self, node: fx.Node) -> Placement:
+    def initial_state(self, node: fx.Node) -> Placement:
         state: Placement = self.chosen.get(node, "I")
         return state
 

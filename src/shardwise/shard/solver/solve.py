@@ -25,7 +25,7 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Candidates, Chosen
+from shardwise.shard.solver.candidates import AxisOptions, Candidates
 from shardwise.shard.solver.cost_model import CostModel, Seconds
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.decisions import check_taken, take_up
@@ -202,7 +202,7 @@ class _Several:
         except (TooWide, Unfit):
             return None
 
-    def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
+    def solved(self, chosen: Mapping[str, AxisOptions], limit: int = LIMIT) -> Solved:
         found = Solver(self.context, self.prices, chosen, self.limited).least(self.weights, limit)
         self.seen.append(found.assignments)
         return found
