@@ -20,7 +20,7 @@ from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.stages import StageSplit
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 
 TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
 
@@ -301,6 +301,6 @@ def test_auto_goes_by_the_rows_of_a_batch_not_of_the_example() -> None:
     assert rows == 2 and predicted(found.compiled) == predicted(Compiled(found.compiled.module, found.plan, whole))
 
 
-def predicted(compiled: Compiled) -> Seconds:
+def predicted(compiled: Compiled) -> MicrobatchCost:
     assert compiled.general.predicted is not None
     return compiled.general.predicted()

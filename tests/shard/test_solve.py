@@ -38,7 +38,7 @@ from shardwise.shard.emit import Emitter
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import Assignments, choose
 from shardwise.shard.solver.candidates import AxisOptions, Candidates
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
@@ -269,7 +269,9 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
         real = traffic(emitter.graph, env, [True])
         for backward, found in ((False, real.forward), (True, real.backward)):
             ours = Counter(
-                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in foretold.talks if t.backward == backward
+                (t.kind, tuple(names[i] for i in t.groups), t.nbytes)
+                for t in foretold.collectives
+                if t.backward == backward
             )
             assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
         sharded += bool(emitter.layouts)
@@ -300,7 +302,7 @@ def emitted(choice: Assignments) -> Emitter:
 
 def by(
     normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine
-) -> tuple[Assignments, Seconds]:
+) -> tuple[Assignments, MicrobatchCost]:
     tensor = TensorParallelSpec(axes, recipe, None, plan, (), machine)
     found = choose(ShardingContext(normal, find, tensor, device=torch.device("cuda")))
     prices = CostModel(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")

@@ -29,7 +29,7 @@ from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
@@ -298,7 +298,7 @@ class Forecast:
         self.compiled = self._traced(plan).under(plan)
         self.note = note if self.note is None else f"{self.note}; {note}"
 
-    def _solved(self, plan: Plan) -> Seconds:
+    def _solved(self, plan: Plan) -> MicrobatchCost:
         predicted = self._traced(plan).general.predicted
         assert predicted is not None
         return predicted()

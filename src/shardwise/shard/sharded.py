@@ -29,7 +29,7 @@ from shardwise.shard.emit import Emitter
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
 from shardwise.shard.recipe.walk import recipe
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.decisions import decisions_of
 from shardwise.shard.solver.op_cost import Repeats, repeats
 from shardwise.shard.solver.solve import predicted, solve
@@ -56,7 +56,7 @@ class Sharded:
     decided: dict[str, dict[str, str]]
     notes: dict[str, None]
     tensor: Mapping[str, int]
-    predicted: Callable[[], Seconds]
+    predicted: Callable[[], MicrobatchCost]
     repeats: Repeats
     decisions: Decisions | None
 

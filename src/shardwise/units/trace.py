@@ -23,7 +23,7 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.sizes import local_shape
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.microbatch_weights import Targets
 
@@ -219,7 +219,7 @@ class Trace:
     beside: UnbucketedBytes = UnbucketedBytes()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    predicted: Callable[[], Seconds] | None = None
+    predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
 

@@ -43,7 +43,7 @@ class Value(NamedTuple):
     rows: Placement
 
 
-class Talk(NamedTuple):
+class Collective(NamedTuple):
     """This is a collective of a whole of ``nbytes`` bytes over the axes ``groups`` (by number)."""
 
     backward: bool
@@ -53,16 +53,16 @@ class Talk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """These are the seconds of one microbatch on the slowest rank; ``talks`` are its collectives, ``once`` those at the
-    end of its step, and ``nbytes`` the bytes that it keeps: parameters with gradients and optimizer state, results of
-    ops, and what moves make of these."""
+class MicrobatchCost:
+    """These are the seconds of one microbatch on the slowest rank, its ``collectives``, those at the end of its step
+    (``once``), and the bytes that it keeps: parameters with gradients and optimizer state, results of ops, and what
+    moves make of these."""
 
     computing: float
     communicating: float
-    talks: tuple[Talk, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
-    once: tuple[Talk, ...] = ()
+    once: tuple[Collective, ...] = ()
 
     @property
     def total(self) -> float:
@@ -80,7 +80,7 @@ class CostModel:
         axes: Mapping[str, int] | None = None, *, beside: float = 12,
         live: int = 1,
     ) -> None:  # fmt: skip
-        self.context, self.batch, self.rates, self.rows, self.kind, self.state, self.live = (
+        self.context, self.batch, self.rates, self.rows, self.kind, self.state_bytes, self.live = (
             context,
             batch,
             rates,
@@ -167,7 +167,7 @@ class CostModel:
         found = path(_Priced(self, value), states, goals)
         return tuple(found) if all(self.fits(value, step.result) for step in found) else None
 
-    def talks(self, value: Value, step: Step) -> Iterator[Talk]:
+    def collectives(self, value: Value, step: Step) -> Iterator[Collective]:
         """Yield the collectives of a move."""
         there, back = collectives.kinds(getattr(collectives, step.name), dual(step))
         whole = self.piece(value.shape, step.result if step.name == "gather" else step.states)
@@ -175,9 +175,9 @@ class CostModel:
         if step.name in CUTTING:
             nbytes = self.padded(value, step, whole, nbytes)
         if there:
-            yield Talk(False, there, step.groups, nbytes)
+            yield Collective(False, there, step.groups, nbytes)
         if back and value.grad:
-            yield Talk(True, back, step.groups, nbytes)
+            yield Collective(True, back, step.groups, nbytes)
 
     def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
         """Return the bytes of a whole, including the padding of uneven pieces."""
@@ -194,20 +194,18 @@ class CostModel:
         """Return the number of ranks over the axes ``groups``, which are numbers."""
         return math.prod(self.parts[i] for i in groups)
 
-    def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Talk]:
+    def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Collective]:
         """Yield the all-reduce at the end of the step of a parameter's gradient that is a partial sum until then; the
         step is taken to have one microbatch."""
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
-            yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
+            yield Collective(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
 
-    def seconds(self, talk: Talk) -> float:
-        return self.rates.collective(
-            talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups)
-        )
+    def seconds(self, one: Collective) -> float:
+        return self.rates.collective(one.kind, one.nbytes, [self.axes[i] for i in one.groups], self.ranks(one.groups))
 
     def _step(self, value: Value, step: Step) -> float:
-        return sum(self.seconds(talk) for talk in self.talks(value, step))
+        return sum(self.seconds(one) for one in self.collectives(value, step))
 
     def steps(self, value: Value, states: Placements, goals: Iterable[Placements]) -> frozenset[Step] | None:
         """Return all moves that make a value what its users want; None where there is no way."""
@@ -236,7 +234,7 @@ class CostModel:
         if not node.users:
             return 0
         value = self.value(node)
-        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
+        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state_bytes * value.grad))
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
@@ -276,7 +274,7 @@ class CostModel:
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:
         return [self.works.sizes(v) for v in values_of(node)]
 
-    def exchanges(self, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
+    def exchanges(self, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Collective]:
         """Return the collectives that an op makes by itself."""
         if form is None or form.call is None or not strategies:
             return []
@@ -293,7 +291,7 @@ class CostModel:
         env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})
         found = exchanges(env, call.function, args, call.kwargs)
         number = self.axes.index
-        return [Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
+        return [Collective(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from shardwise.shard.op_spec import OpSharding, Placement, Strategy
 from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import AxisOptions
-from shardwise.shard.solver.cost_model import CostModel, Seconds, Value
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost, Value
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
 from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, Elimination, TooWide
@@ -52,7 +52,7 @@ class Solved(NamedTuple):
     limit of memory takes fewer seconds than ``bound``, where that is known."""
 
     assignments: dict[str, Assignment]
-    seconds: Seconds
+    seconds: MicrobatchCost
     bound: float | None = None
 
     @property

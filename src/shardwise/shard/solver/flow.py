@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from shardwise.graph.schema import is_tensor, outputs_of
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk
+from shardwise.shard.solver.cost_model import Collective, CostModel, MicrobatchCost
 
 
 class Reader(NamedTuple):
@@ -47,14 +47,14 @@ class Flow:
                 yield Reader(None)
 
 
-def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
+def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> MicrobatchCost:
     """Return what a microbatch takes under assignments, whoever chose them."""
     axes = [found[axis] for axis in prices.axes]
-    computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
+    computing, collectives, once, nbytes = 0.0, list[Collective](), list[Collective](), 0
     for node, form in flow.forms.items():
         strategies = [one.strategies[node] for one in axes if node in one.strategies]
         computing += prices.op(node, form, strategies)
-        talks += prices.exchanges(form, strategies)
+        collectives += prices.exchanges(form, strategies)
         nbytes += prices.kept(node, strategies)
     for node in flow.values:
         value, states = prices.value(node), tuple(one.states[node][0] for one in axes)
@@ -71,9 +71,10 @@ def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> S
         for before, after in ((made, {states}), (states, goals)):
             steps = prices.steps(value, before, after)
             assert steps is not None, (node, before, after)
-            talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
+            collectives += [one for step in sorted(steps, key=repr) for one in prices.collectives(value, step)]
             nbytes += sum(prices.copied(value, step) for step in steps)
         if node in prices.context.parameters:
             nbytes += prices.resting(node, states)
             once += prices.once(node, states)
-    return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
+    communicating = sum(map(prices.seconds, (*collectives, *once)))
+    return MicrobatchCost(computing, communicating, tuple(collectives), nbytes, tuple(once))

@@ -26,7 +26,7 @@ from shardwise.shard.op_spec import Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import AxisOptions, Candidates
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.decisions import check_taken, take_up
 from shardwise.shard.solver.flow import Flow, seconds
@@ -158,7 +158,7 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
     )
 
 
-def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
+def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> MicrobatchCost:
     """Return the predicted seconds of a microbatch under given assignments."""
     return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
@@ -231,7 +231,7 @@ class _Several:
             self.prices.rows,
             self.prices.kind,
             {name: math.prod(self.prices.parts)},
-            beside=self.prices.state,
+            beside=self.prices.state_bytes,
             live=self.prices.live,
         )
         try:
