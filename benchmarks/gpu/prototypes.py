@@ -76,7 +76,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
     """Time dW += dYᵀ X of a Llama-1B's MLP, with bf16 factors and an fp32 sum; the error is that of one addition to
     zero, against fp64.
     """
-    from shardwise.ops.weight_gradients import Factors, accumulate
+    from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 
     place = _place(device)
     tokens, out, width = (64, 48, 32) if tiny else (4096, 5632, 2048)
@@ -96,7 +96,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
         aten.addmm.dtype_out(goal, dy.t(), x, fp32, out=goal)
 
     def shardwise() -> None:
-        accumulate(goal, Factors("w", dy, "linear", x, None, ()), True)
+        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, Kernels("cpu"))
 
     ways: Ways = {
         "rounded to bf16, then added": rounded,

@@ -9,7 +9,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Timetable, first, homes, read, written
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import rank_of, timetable
+from shardwise.parallel.schedule import stage_ranks, timetable
 from timetables import SYNCHRONOUS, numbers
 
 TWO = ("F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1")
@@ -28,7 +28,7 @@ def test_every_schedule_can_be_written_down(name: str) -> None:
     for ranks, m, v in numbers(name, 4, 9):
         table = timetable(name, ranks, m, v)
         assert read(written(table), ranks, v, m) == table
-        assert homes(table) == tuple(rank_of(name, stage, ranks) for stage in range(ranks * v))
+        assert homes(table) == stage_ranks(name, ranks, ranks * v)
         for fewer in range(1, m):
             left = first(table, fewer)
             assert read(written(left), ranks, v, fewer) == left

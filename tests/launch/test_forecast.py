@@ -20,7 +20,7 @@ from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.stages import StageSplit
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 
 TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
 
@@ -144,9 +144,11 @@ def test_stages_are_those_that_train_where_a_mask_of_ones_has_a_trace_of_its_own
     found = Forecast.of(given, compiled, device(1 << 40))
     ones, plan = compiled.trace(compiled.masks, 4), found.plan
     assert compiled.masks and len(ones.units) < len(compiled.general.units)
-    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.cut(ones).stage
-    assert compiled.cut(ones, plan.replace(prefetch=2)).stage == compiled.cut(ones).stage
-    trained = predict(ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.cut(one))
+    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.stages_of(ones).stage
+    assert compiled.stages_of(ones, plan.replace(prefetch=2)).stage == compiled.stages_of(ones).stage
+    trained = predict(
+        ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.stages_of(one)
+    )
     assert found.worst.peak == trained.peak and found.worst.program == trained.program
     assert found.peaks(plan) == [found.predict(plan, rank).peak_bytes for rank in range(2)]
 
@@ -299,6 +301,6 @@ def test_auto_goes_by_the_rows_of_a_batch_not_of_the_example() -> None:
     assert rows == 2 and predicted(found.compiled) == predicted(Compiled(found.compiled.module, found.plan, whole))
 
 
-def predicted(compiled: Compiled) -> Seconds:
+def predicted(compiled: Compiled) -> MicrobatchCost:
     assert compiled.general.predicted is not None
     return compiled.general.predicted()

@@ -176,6 +176,14 @@ def test_a_stage_that_does_not_wait_sums_its_norm_over_its_own_ranks(gpt: Trace)
         assert norms == [("dp", "tp"), ("pp",)] * 2 + [("pp", "dp", "tp")]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zbv", "pipedream-2bw"])
+def test_what_is_sent_is_freed_once(gpt: Trace, schedule: Any) -> None:
+    plan = pipeline(data_parallel(Plan.of(microbatches=4), 2), 2, schedule)
+    programs = lower(gpt, plan)
+    check(programs, plan.mesh)
+    assert any(one.frees for program in programs for one in program.instructions if one.op is Op.SEND)
+
+
 def test_a_transfer_waits_for_one_before_it_in_its_queue_that_writes_what_it_reads() -> None:
     """It is posted only when its operand is there; what computes has its operands anyway."""
     x, y = BufferKind.GRAD.of(0), BufferKind.GRAD.of(1)

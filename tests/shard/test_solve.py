@@ -36,9 +36,9 @@ from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.rules import find
-from shardwise.shard.sharded import Choice, choose
-from shardwise.shard.solver.candidates import Candidates, Chosen
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.sharded import Assignments, choose
+from shardwise.shard.solver.candidates import AxisOptions, Candidates
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
@@ -107,7 +107,7 @@ def prepared(normal: Normal, tensor: TensorParallelSpec) -> tuple[ShardingContex
     return context, BatchWalk(context).run()
 
 
-def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
+def thinned(draw: random.Random, one: AxisOptions, most: int) -> AxisOptions:
     """Up to three choices of everything, together no more than ``most`` plans."""
     counts = dict.fromkeys((*one.strategies, *one.states), 1)
     for node in draw.sample(list(counts), len(counts)):
@@ -120,10 +120,10 @@ def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
         return (every[0], *draw.sample(every[1:], count - 1)) if count > 1 else every[:1]
 
     strategies = {n: some(every, counts[n]) for n, every in one.strategies.items()}
-    return Chosen(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
+    return AxisOptions(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
 
 
-def every_plan(context: ShardingContext, chosen: Mapping[str, Chosen]) -> Any:
+def every_plan(context: ShardingContext, chosen: Mapping[str, AxisOptions]) -> Any:
     """All assignments that there are, made without the solver."""
     axes = list(chosen)
     own = [
@@ -262,14 +262,16 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
         own = Rates(1e9, 1e9, link or SPREAD[0])
         context = ShardingContext(normal, find, TensorParallelSpec(axes, recipe, None, plan, pins, Machine(own, rows)))
         context, assignments, _ = choose(context)
-        emitter = emitted(Choice(context, assignments))
+        emitter = emitted(Assignments(context, assignments))
         foretold = seconds(CostModel(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
         names = tuple(axes)
         env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
         real = traffic(emitter.graph, env, [True])
         for backward, found in ((False, real.forward), (True, real.backward)):
             ours = Counter(
-                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in foretold.talks if t.backward == backward
+                (t.kind, tuple(names[i] for i in t.groups), t.nbytes)
+                for t in foretold.collectives
+                if t.backward == backward
             )
             assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
         sharded += bool(emitter.layouts)
@@ -292,13 +294,15 @@ def whole_model(name: str, layers: int) -> Normal:
     return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
 
 
-def emitted(choice: Choice) -> Emitter:
+def emitted(choice: Assignments) -> Emitter:
     emitter = Emitter(choice.context, choice.assignments)
     emitter.run()
     return emitter
 
 
-def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Choice, Seconds]:
+def by(
+    normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine
+) -> tuple[Assignments, MicrobatchCost]:
     tensor = TensorParallelSpec(axes, recipe, None, plan, (), machine)
     found = choose(ShardingContext(normal, find, tensor, device=torch.device("cuda")))
     prices = CostModel(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")

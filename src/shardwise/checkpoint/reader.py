@@ -113,7 +113,7 @@ class Checkpoint:
         for file in {piece.file for piece in record.pieces}:
             self._check_header(file)  # before memory is allocated
         values = torch.empty(record.shape, dtype=record.dtype)
-        self.load([Piece(name, record.shape, Box((0,) * len(record.shape), record.shape), values)])
+        self.load([Piece(name, record.shape, Box.whole(record.shape), values)])
         return values
 
     def record(self, name: str) -> TensorRecord:

@@ -20,7 +20,7 @@ from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.launch.folder import plan_of
 from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
-from shardwise.lower.versions import steady_batches
+from shardwise.lower.versions import asynchronous_batches
 from shardwise.parallel.schedule import check_schedule, timetable
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
@@ -167,7 +167,7 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
         texts, norm = given.timetable, given.norm
         if traits(schedule).asynchronous:  # several batches, since a single step does not show the steady state
-            microbatches *= steady_batches(given.window, ranks, microbatches)
+            microbatches *= asynchronous_batches(given.window, ranks, microbatches)
     found = []
     for one in pipelines:
         name = schedule if one.schedule is None else one.schedule

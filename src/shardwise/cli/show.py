@@ -23,7 +23,7 @@ from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
 from shardwise.lower.stages import EVERYWHERE, StageSplit
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
@@ -53,7 +53,7 @@ def run(
     trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), Backend.here().kind)
-    batches = steady(plan)
+    batches = steady_batches(plan)
     programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:
         what = "A step" if batches == 1 else f"{batches} batches of a window"
@@ -65,7 +65,7 @@ def run(
     if json:
         print_json({**_plain(plan, trace, rows, costs, programs, units, step), "links": plan.mesh.links(per_host)})
     else:
-        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host, units, step)
+        _show(config, plan, trace, rows, costs, programs, compiled.stages_of(trace), per_host, units, step)
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
@@ -111,7 +111,7 @@ def _plain(
         "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and axes else {}),
         "without_rule": [one._asdict() for one in trace.without_rule(rows)],
-        "notes": [*trace.notes, *trace.everywhere(rows)],
+        "notes": [*trace.notes, *trace.notes_without_rule(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
 
@@ -144,7 +144,7 @@ def _show(
         *unit_table(plan.mesh, units),
         *step_tables(plan, step),
     )
-    for note in [*trace.notes, *trace.everywhere(rows)]:
+    for note in [*trace.notes, *trace.notes_without_rule(rows)]:
         console.print(Text(f"note: {note}"))
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, divisors
 from shardwise.core.optim import APPLIES, decay_steps
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
@@ -244,8 +244,8 @@ def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> 
     for key in SAME_ROWS:
         size = draft[key]
         if size > left if most else left % size:
-            divisors = ", ".join(str(n) for n in range(1, left + 1) if left % n == 0)
-            draft.refuse(key, f"at most {left}, {what}{over}" if most else f"a divisor of {what}{over}: {divisors}")
+            one_of = f"a divisor of {what}{over}: {divisors(left)}"
+            draft.refuse(key, f"at most {left}, {what}{over}" if most else one_of)
             return False
         left, over = left // size, f" over {key} = {size}" if size > 1 else over
     return True
@@ -329,8 +329,7 @@ def _shards(draft: ConfigDraft, ranks: int) -> None:
     if not draft.sound(key, "parallel.zero"):
         return
     if ranks % groups:
-        legal = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        draft.refuse(key, f"a divisor of parallel.dp = {ranks}: {legal}")
+        draft.refuse(key, f"a divisor of parallel.dp = {ranks}: {divisors(ranks)}")
     elif draft["parallel.zero"] and ranks // groups == 1:
         smallest = f"parallel.dp of at least {2 * groups}" + (f" with {key} = {groups}" if groups > 1 else "")
         draft.refuse("parallel.zero", f"0, or {smallest}", "There is one rank to shard over")

@@ -42,6 +42,11 @@ class Box:
         if len(self.start) != len(self.stop):
             raise ShardwiseError(f"a box from {self.start} to {self.stop} has two numbers of dims")
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the extent on each dim, which is 0 if stop is not beyond start."""

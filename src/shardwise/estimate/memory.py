@@ -116,7 +116,7 @@ def _pools(
         )
 
 
-def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
+def gradient_dtypes(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
     """Return the dtypes of the slots to which backward writes gradients, by parameter; the gradients of other
     parameters go to their buckets' buffers."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
@@ -213,7 +213,7 @@ class ProgramSizes:
                 return self.gradients(one, self.unit(one).gradients)
             case Op.BACKWARD_INPUT:
                 deferred = {BufferKind.DEFERRED.of(u, m): {"": self.way(one).deferred}}
-                return {**self.gradients(one, self.unit(one).passed), **deferred}
+                return {**self.gradients(one, self.unit(one).input_gradients), **deferred}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.BACKUP:

@@ -13,13 +13,13 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.core.tensor_options import tensor_axes
-from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
+from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, gradient_dtypes, rows_of
 from shardwise.estimate.states import bucket_states
 from shardwise.estimate.subject import Subject
 from shardwise.estimate.timeline import Timeline, by_category, timeline
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import REPLICAS
 from shardwise.parallel.pipeline import PIPELINE
@@ -107,7 +107,7 @@ def predict(
             f"memory: the plan's precision is {plan.numeric.precision}, and the model was traced in {general.precision}"
         )
     cut = split(general, plan)
-    batches = steady(plan)
+    batches = steady_batches(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]
     subject = _Memory(traces, plan, choice, rows, device, common, profiled, cut)
@@ -130,7 +130,8 @@ class _Memory(Subject):
         envs = self.envs(rank)
         parts, split = envs[0].parts, any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {
-            "microbatches": len(self.sizes), "index": envs[0].index, "goals": goals(trace, plan), "split": split,
+            "microbatches": len(self.sizes), "index": envs[0].index, "split": split,
+            "gradient_dtypes": gradient_dtypes(trace, plan),
             "tensor": envs[0].tensor, "recompute": plan.memory.recompute,
         }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))

@@ -13,7 +13,7 @@ import psutil
 from shardwise.backend import Backend
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.units.trace import Trace
 
@@ -35,7 +35,8 @@ def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
     log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
     if trainer.comm.rank != 0:
         return
-    programs = trainer.compiled.programs(trainer.compiled.general, trainer.plan.microbatches, steady(trainer.plan))
+    compiled, plan = trainer.compiled, trainer.plan
+    programs = compiled.programs(compiled.general, plan.microbatches, steady_batches(plan))
     (run.folder / "program.txt").write_text(
         "\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8"
     )

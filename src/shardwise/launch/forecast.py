@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Fit, FitChoices, nearest
-from shardwise.estimate.memory import goals
+from shardwise.estimate.memory import gradient_dtypes
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.lower.compiled import Compiled, solves, traced_for
@@ -29,7 +29,7 @@ from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
@@ -113,14 +113,14 @@ class Forecast:
             self._known[plan, rank] = predict(
                 lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
                 rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common,
-                profiled=self._profiled, split=compiled.cut,
+                profiled=self._profiled, split=compiled.stages_of,
             )  # fmt: skip
         return self._known[plan, rank]
 
     def peaks(self, plan: Plan) -> list[int]:
         """Return, for each stage of the pipeline, the peak bytes of the rank that needs most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
-        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).cut(trace, plan))
+        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).stages_of(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
@@ -131,7 +131,7 @@ class Forecast:
         options: dict[str, Any] = {
             "microbatches": plan.microbatches,
             "index": 0,
-            "goals": goals(trace, plan),
+            "goals": gradient_dtypes(trace, plan),
             "split": True,
         }
         options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.memory.recompute}
@@ -298,7 +298,7 @@ class Forecast:
         self.compiled = self._traced(plan).under(plan)
         self.note = note if self.note is None else f"{self.note}; {note}"
 
-    def _solved(self, plan: Plan) -> Seconds:
+    def _solved(self, plan: Plan) -> MicrobatchCost:
         predicted = self._traced(plan).general.predicted
         assert predicted is not None
         return predicted()

@@ -86,7 +86,7 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
 def settle_by_costs(forecast: Forecast) -> None:
     """Do as :func:`settle` where nothing trains, by the units' FLOPs and memory traffic instead of measured times."""
     trace, _ = forecast.profile()
-    ratio, found = forecast.compiled.own_rates().flops_per_byte, {}
+    ratio, found = forecast.compiled.device_rates().flops_per_byte, {}
     for c in cost(trace, trace.rows or 2, device=forecast.device.kind):
         traffic = ratio * c.forward_bytes
         f, i, w = c.forward_flops + traffic, c.input_flops + 2 * traffic, float(c.weight_flops)
@@ -157,7 +157,7 @@ def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str,
     within a step, and the engine is dropped afterwards.
     """
     plan = forecast.plan
-    cut = forecast.compiled.cut(forecast.compiled.general)
+    cut = forecast.compiled.stages_of(forecast.compiled.general)
     plan = plan.replace(schedule=AUTO, timetable=written(_halved(cut.tasks(plan.microbatches))))
     compiled = forecast.compiled.under(plan)
     alone = AloneCommunicator(plan.mesh, comm.rank, comm.device)
@@ -264,7 +264,7 @@ def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
 def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:
     """Return the costs of the units that a stage can have, with the bytes that each needs for a microbatch."""
     trace, profile = forecast.profile()
-    cut = forecast.compiled.cut(trace)
+    cut = forecast.compiled.stages_of(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
     again = forecast.plan.memory.recompute != "none"

@@ -22,7 +22,7 @@ from shardwise.backend import Backend
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.initial.values import Values
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
@@ -112,7 +112,7 @@ class Run(Ready):
             return step + 1
         every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
         stop = min(train.steps, step + plan.pipeline.window, *(step + n - step % n for n in every))
-        return min(stop, step + steady(plan)) if self._measures(step) and not self._traced(step, stop) else stop
+        return min(stop, step + steady_batches(plan)) if self._measures(step) and not self._traced(step, stop) else stop
 
     def _traced(self, step: int, stop: int) -> list[int]:
         return [at for at in self.config.train.trace_steps if step <= at < stop]

@@ -21,7 +21,7 @@ from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 
 from .forecast import Forecast, uncollected
 from .left_open import left_open
@@ -129,7 +129,7 @@ def check_plan(config: Config, device: torch.device) -> None:
         return
     with config.answering():
         compiled = _compiled(config, Backend.of(device).kind, device=device)
-        compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
+        compiled.programs(compiled.general, compiled.plan.microbatches, steady_batches(compiled.plan))
 
 
 def _compiled(

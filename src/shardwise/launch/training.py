@@ -24,7 +24,7 @@ from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.pipeline import role
+from shardwise.parallel.pipeline import stages_in_words
 from shardwise.parallel.tensor import across_hosts
 from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
@@ -74,7 +74,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
         timeout = max(timeout, DEVICE_TIMEOUT)
     with room_to_start(device):
         comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
-    progress.take(role(plan, comm.rank))
+    progress.take(stages_in_words(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     backend = Backend.of(comm.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -30,7 +30,7 @@ from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.measure.unit_traffic import communicating_axes
 from shardwise.ops.collectives import Env
@@ -95,7 +95,7 @@ class Compiled:
             )
         if self._values is None:
             given = self.initial
-            self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
+            self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
@@ -120,7 +120,7 @@ class Compiled:
         StageSplit.of(found, self.plan)  # raises if the plan has stages, before the model is built
         # The model's code may hold tensors that are not registered, and it is run on a first batch.
         self.module = self.values.whole()
-        self._values = Values.of_module(self.module)
+        self._values = Values(self.module)
         self._traces.clear()
         self._captures = {}
         found = self.trace((), None)
@@ -134,7 +134,7 @@ class Compiled:
         if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
             with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
                 self.module = self.values.bare()
-                self.initial, self._values = None, Values.of_module(self.module)
+                self.initial, self._values = None, Values(self.module)
 
     def evaluation(self) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""
@@ -192,7 +192,7 @@ class Compiled:
         """Return the costs of the general trace's units in FLOPs, by which it is cut into stages."""
         key = id(self.general)
         if key not in self._weights:
-            self._weights[key] = weights_of(self.general, self.devices, self.own_rates())
+            self._weights[key] = weights_of(self.general, self.devices, self.device_rates())
         return self._weights[key]
 
     @property
@@ -200,7 +200,7 @@ class Compiled:
         """The kind of device that the model is compiled for."""
         return self.kind or Backend.of(self.device).kind
 
-    def own_rates(self) -> Rates:
+    def device_rates(self) -> Rates:
         """Return the assumed rates of the devices and links in the precision of the plan."""
         across = axes_across(self.plan.mesh, self.per_host or self.plan.mesh.size)
         return self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
@@ -234,7 +234,7 @@ class Compiled:
     @property
     def microbatch_rows(self) -> int:
         """The number of rows of each microbatch, on all ranks together."""
-        whole = self.batch_rows or next(iter(self.example.values())).shape[0]
+        whole = self.batch_rows or rows_in(self.example)
         return max(-(-whole // self.plan.microbatches), 1)
 
     def _machine(self) -> Machine:
@@ -245,9 +245,9 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
+        return Machine(self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
 
-    def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
+    def stages_of(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""
         if plan is None or plan is self.plan:
             return StageSplit.of(one, self.plan, self._stages)
@@ -261,7 +261,7 @@ class Compiled:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(
-                    one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches
+                    one, plan, buckets=self.buckets, cut=self.stages_of(one), training=self.training, batches=batches
                 )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
@@ -279,9 +279,9 @@ class Compiled:
         out to need more.
         """
         one, plan = self.general, self.plan
-        programs = [*self.programs(one, plan.microbatches, steady(plan))]
+        programs = [*self.programs(one, plan.microbatches, steady_batches(plan))]
         if self.training:
-            programs += lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=False)
+            programs += lower(one, plan, buckets=self.buckets, cut=self.stages_of(one), training=False)
         return communicators(programs, plan.mesh, self.beside_programs(one))
 
     def beside_programs(self, one: Trace) -> list[tuple[Axes, str]]:

@@ -53,7 +53,7 @@ def carried(plan: Plan) -> Timetable:
     return read(options.timetable, plan.mesh.axis_size(PIPELINE), options.stages_per_rank, plan.microbatches)
 
 
-def role(plan: Plan, rank: int) -> str:
+def stages_in_words(plan: Plan, rank: int) -> str:
     """Return the stages of a rank in words, ``stage 1`` or ``stages 0, 3``; "" where there is no pipeline."""
     size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
     if size == 1:

@@ -264,11 +264,8 @@ def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | N
 
 def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tuple[int, ...]:
     """Return the rank of each stage: that of the ``order``, if there is one, else the schedule's."""
-    return homes(order) if order else tuple(rank_of(name, stage, ranks) if ranks > 1 else 0 for stage in range(stages))
-
-
-def rank_of(name: str, stage: int, ranks: int) -> int:
-    """Return the rank that has a stage under a schedule."""
+    if order or ranks == 1:
+        return homes(order) if order else (0,) * stages
     check_choice("schedule", name, SCHEDULES)
     place = v_shape if SCHEDULES[name].v_shaped else looped
-    return place(stage, ranks)
+    return tuple(place(stage, ranks) for stage in range(stages))

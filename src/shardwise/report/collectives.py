@@ -13,7 +13,7 @@ from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.traffic import TrafficMoment
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Cause, Traffic, UnitTraffic, by_cause
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import batch_axes
@@ -135,7 +135,7 @@ def unit_table(mesh: Mesh, found: Sequence[Caused]) -> list[Any]:
 
 def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
     """Return one table for each rank that communicates."""
-    batches, tables = steady(plan), []
+    batches, tables = steady_batches(plan), []
     when = "a step" if batches == 1 else f"{batches} batches of a window"
     for rank in dict.fromkeys(one.rank for one in found):
         own = [one for one in found if one.rank == rank]

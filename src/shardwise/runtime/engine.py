@@ -79,7 +79,7 @@ class Engine:
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
-        self.cut = compiled.cut(trace)
+        self.cut = compiled.stages_of(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
-from shardwise.ops.weight_gradients import Factors, accumulate
+from shardwise.ops.weight_gradients import GradientFactors, accumulate
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
@@ -62,7 +62,7 @@ class Gradients:
         goal = self._goals[name]
         goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
-    def add_product(self, factors: Factors) -> None:
+    def add_product(self, factors: GradientFactors) -> None:
         """Add the product of ``factors`` in the same way; it is computed straight into the buffer."""
         accumulate(self._goals[factors.weight], factors, self._reach(factors.weight), self._memory.kernels)
 

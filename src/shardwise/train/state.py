@@ -109,7 +109,7 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
 
 def _whole(name: str, value: Tensor) -> Piece:
     shape = tuple(value.shape)
-    return Piece(name, shape, Box((0,) * len(shape), shape), value.detach())
+    return Piece(name, shape, Box.whole(shape), value.detach())
 
 
 def _replicated(engine: Engine) -> Iterator[Piece]:

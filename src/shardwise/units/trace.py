@@ -23,12 +23,16 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.sizes import local_shape
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.microbatch_weights import Targets
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
+
+
+NOT_CAPTURED = "the whole model: it was not captured"
+"""This stands among what is unknown of a model that is one opaque unit."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Beside:
+class UnbucketedBytes:
     """The bytes that a rank keeps besides its buckets: for each row of the batch, for the model's buffers, and on the
     host for the parameters that no unit reads."""
 
@@ -212,11 +216,10 @@ class Trace:
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
     replicated: Sequence[tuple[str, str]] = ()
-    ones: tuple[str, ...] = ()
-    beside: Beside = Beside()
+    beside: UnbucketedBytes = UnbucketedBytes()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    predicted: Callable[[], Seconds] | None = None
+    predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
 
@@ -225,7 +228,7 @@ class Trace:
         """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
-    def everywhere(self, rows: int) -> list[str]:
+    def notes_without_rule(self, rows: int) -> list[str]:
         """Describe each op without a sharding rule in a line, with its cost for a microbatch of ``rows`` rows."""
         return [
             f"computed whole on every rank: {one.op} in {one.path or 'the model'} ({one.times}x): of {rows} rows "

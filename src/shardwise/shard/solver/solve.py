@@ -25,8 +25,8 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Candidates, Chosen
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.solver.candidates import AxisOptions, Candidates
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.decisions import check_taken, take_up
 from shardwise.shard.solver.flow import Flow, seconds
@@ -158,7 +158,7 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
     )
 
 
-def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
+def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> MicrobatchCost:
     """Return the predicted seconds of a microbatch under given assignments."""
     return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
@@ -202,7 +202,7 @@ class _Several:
         except (TooWide, Unfit):
             return None
 
-    def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
+    def solved(self, chosen: Mapping[str, AxisOptions], limit: int = LIMIT) -> Solved:
         found = Solver(self.context, self.prices, chosen, self.limited).least(self.weights, limit)
         self.seen.append(found.assignments)
         return found
@@ -231,7 +231,7 @@ class _Several:
             self.prices.rows,
             self.prices.kind,
             {name: math.prod(self.prices.parts)},
-            beside=self.prices.state,
+            beside=self.prices.state_bytes,
             live=self.prices.live,
         )
         try:
