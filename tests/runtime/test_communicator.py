@@ -258,6 +258,21 @@ def test_available_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "x86-64" in str(shared.available(mesh))
 
 
+@pytest.mark.parametrize(("limit", "free"), [("max", 8000 << 10), ("5000000", 5_000_000 - 3_000_000 + 1_200_000)])
+def test_memory_that_the_kernel_can_take_back_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, free: int
+) -> None:
+    """In a control group that is cached files, which count as used."""
+    monkeypatch.setattr(segments, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(segments, "CONTROL_GROUP", tmp_path)
+    for name, text in {
+        "meminfo": "MemTotal:       9000 kB\nMemAvailable:   8000 kB\nHugePages_Total:       0\n",
+        "memory.max": limit, "memory.current": "3000000", "memory.stat": "anon 5\ninactive_file 1200000\nslab 7\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    assert segments.available_memory() == free
+
+
 def test_an_arena_refuses_what_does_not_fit_and_finds_its_own() -> None:
     arena = segments.Arena()
     with pytest.raises(ShardwiseError, match="MiB wanted"):

@@ -338,10 +338,10 @@ class _WorkHandle:
         self._position, self._finish = position, finish
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self._work is None:
             return
-        self._communicator._wait(work, self._call, self._position)
+        self._communicator._wait(self._work, self._call, self._position)
+        self._work = None
         if self._finish is not None:
             self._finish()
 

@@ -150,10 +150,11 @@ class Progress:
             self._marks = Marks(lambda: backend.event(device), self._passed)
 
     def leave(self) -> None:
-        """Stop following the device."""
+        """Stop following the device: from now on only the host's progress counts."""
         if self._marks is not None:
             self._marks.close()
-        self._marks = None
+            self._marks, self._issued, self._until = None, 0, 0
+            self._write()
 
     @property
     def asked_to_stop(self) -> bool:

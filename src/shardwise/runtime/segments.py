@@ -20,6 +20,7 @@ from shardwise.core.errors import ShardwiseError
 
 BLOCK = 64 << 20  # bytes of address space per segment of an arena; pages are taken only when touched
 ALIGNMENT = 64  # bytes
+MEMINFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 class Segment:
@@ -97,10 +98,16 @@ def available_memory() -> int:
     """Return the bytes that this process can still take: the machine's, or less where a control group sets a limit."""
     free = 1 << 62
     with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
+        free = _numbers(MEMINFO).get("MemAvailable:", free >> 10) << 10
     with suppress(OSError, ValueError):  # "max" where there is no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        # What is used includes files that the kernel has cached and forgets as soon as memory is short.
+        cached = _numbers(CONTROL_GROUP / "memory.stat").get("inactive_file", 0)
+        free = min(free, limit - used + cached)
     return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line of a file, by the word that stands before it."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

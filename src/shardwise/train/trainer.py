@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline import role
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
-from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 
 
@@ -204,7 +204,7 @@ class Trainer:
         asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
         request to stop takes effect there.  Other schedules take one step after the other.
         """
-        size = self.plan.pipeline.window if self.plan.overlaps else 1
+        size, batches = self.plan.pipeline.window if self.plan.overlaps else 1, exactly(number, batches)
         for start in range(0, number, size):
             if self.stopping:
                 return
