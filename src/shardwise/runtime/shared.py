@@ -36,7 +36,7 @@ from shardwise.runtime.communicator import (
     ordered_sum,
 )
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
-from shardwise.runtime.segments import Segment, available_memory, map_segment, unsupported
+from shardwise.runtime.segments import Segment, map_segment, unsupported
 
 START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes that are summed and written back at a time, while they are in the cache
@@ -46,17 +46,14 @@ SPINS, FEW_SPINS = 300, 10
 NAP = 0.01  # the most seconds that it sleeps before it looks at the counters, the clock and the peers
 
 
-def available(mesh: Mesh, nbytes: int = 0) -> str | None:
-    """Return why ``mesh`` cannot communicate through shared memory with ``nbytes`` of buffers on each rank, or None."""
+def available(mesh: Mesh) -> str | None:
+    """Return why ``mesh`` cannot communicate through shared memory, or None."""
     reason = unsupported()
     if reason is not None:
         return reason
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and int(local) < mesh.size:
         return f"shared memory needs all ranks on one host; of {mesh.size} only {local} are on this one"
-    wanted, free = mesh.size * nbytes, available_memory()
-    if wanted > free:
-        return f"shared memory: {wanted >> 20} MiB wanted, {free >> 20} MiB of memory are available"
     return None
 
 

@@ -275,7 +275,7 @@ class _Meeting:
 class _World:
     """This is the state that the threads of all ranks share."""
 
-    def __init__(self, size: int, timeout: float, first_use_blocks: bool = False) -> None:
+    def __init__(self, size: int, timeout: float, first_use_blocks: bool) -> None:
         self.size, self.timeout, self.first_use_blocks = size, timeout, first_use_blocks
         self._lock = threading.Lock()
         self._started: dict[Members, set[int]] = {}  # the ranks that have reached the first use of each
