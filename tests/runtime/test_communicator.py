@@ -21,7 +21,8 @@ from torch.distributed import TCPStore
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime import segments, shared
-from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
+from shardwise.runtime.call import CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import run_ranks
 

@@ -20,7 +20,7 @@ from shardwise.core.communicators import CONTROL, Members
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.runtime.communicator import Call, CommunicationTimeout
+from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.connect import connect
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.threads import run_ranks

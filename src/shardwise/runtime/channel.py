@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.runtime.bell import Rope
-from shardwise.runtime.communicator import Call, CommunicationError
+from shardwise.runtime.call import Call
 from shardwise.runtime.segments import Arena, Segment, map_segment
 
 PIECE = 8 << 20  # the most bytes of a piece, which bounds the work of one step and the staging memory
@@ -253,12 +253,14 @@ class Channel:
             try:
                 segment = self._board.segment(rank, control[entry + FD])
             except OSError as error:
-                raise self._error(operation.call, f"the memory of rank {rank} cannot be mapped: {error}") from error
+                reason = f"the memory of rank {rank} cannot be mapped: {error}"
+                raise operation.call.error(reason, self._board.rank) from error
             return segment[start : start + nbytes].view(operation.dtype)
 
         for member, rank in enumerate(self._ranks):
             if self._board.controls[rank][self._bases[member] + slot + SIGNATURE] != operation.signature:
-                raise self._error(operation.call, f"rank {rank} has posted another operation, size or dtype here")
+                reason = f"rank {rank} has posted another operation, size or dtype here"
+                raise operation.call.error(reason, self._board.rank)
         operation.work(source, piece.start, piece.stop)
         self._worked += 1
         self._own[self._bases[self._me] + DONE] = self._worked
@@ -275,6 +277,3 @@ class Channel:
                     assert piece.shared is not None
                     piece.of(piece.operation.result).copy_(piece.shared)
             piece.operation.remaining -= 1
-
-    def _error(self, call: Call, reason: str) -> CommunicationError:
-        return CommunicationError(reason, rank=self._board.rank, operation=str(call), what=call.what)

@@ -20,25 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.core.communicators import CONTROL
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.bell import Bell, Rope
+from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
-from shardwise.runtime.communicator import (
-    Call,
-    CommunicationError,
-    CommunicationTimeout,
-    Communicator,
-    Handle,
-    OnWait,
-    as_bytes,
-    ordered_sum,
-)
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes, ordered_sum
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
 from shardwise.runtime.segments import Segment, map_segment, unsupported
 
-START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes that are summed and written back at a time, while they are in the cache
 LINE = 64  # bytes of a cache line: two ranks never write to the same one
 # How often a waiting rank looks at the counters before it sleeps; the second, where another rank needs its core.
@@ -202,13 +192,11 @@ class SharedMemoryCommunicator(Communicator):
         detail: str = "",
     ) -> Handle:
         """Post an :class:`Operation`: ``x`` gives its size and dtype, and ``shared`` is what the others may read."""
-        pair = call.kind in ("send", "receive")
-        key = (call.group.ranks, call.channel if pair else call.lane)
+        key = (call.group.ranks, call.queue)
         channel = self._channels.get(key)
         if channel is None:
-            name = f"message {call.channel}" if pair else f"lane {call.lane}"
-            channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
-        kind = "message" if pair else call.kind
+            channel = self._channels[key] = Channel(self._board, *key)
+        kind = "message" if call.pair else call.kind
         signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())
         operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, result, reads_only)
         channel.post(operation)
@@ -243,10 +231,6 @@ class SharedMemoryCommunicator(Communicator):
             if idle and self.on_wait is not None:
                 self.on_wait(None)
 
-    def _limit(self, call: Call) -> float:
-        """Return the time-out in seconds: on the control lane a rank may be late by what it does outside of a step."""
-        return max(self.timeout, START_TIMEOUT) if call.lane == CONTROL else self.timeout
-
     def _sleep(self) -> None:
         """Sleep until another rank has published something, but no longer than a moment."""
         own = self._board.controls[self.rank]
@@ -265,11 +249,9 @@ class SharedMemoryCommunicator(Communicator):
         late = channel.late()  # after `gone`: what a rank has posted before it went still counts
         lost = gone.intersection(late)
         if lost:
-            reason = f"rank {', '.join(map(str, sorted(lost)))} is gone"
-            raise CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
+            raise call.error(f"rank {', '.join(map(str, sorted(lost)))} is gone", self.rank, late)
         if time.monotonic() > deadline:
-            reason = f"no end after {self._limit(call):g} s"
-            raise CommunicationTimeout(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
+            raise call.error(f"no end after {self._limit(call):g} s", self.rank, late, CommunicationTimeout)
 
 
 class _SharedHandle:

@@ -24,15 +24,8 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import (
-    Call,
-    CommunicationError,
-    CommunicationTimeout,
-    Communicator,
-    Handle,
-    as_bytes,
-    ordered_sum,
-)
+from shardwise.runtime.call import Call, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator, Handle, as_bytes, ordered_sum
 from shardwise.runtime.handed import Handed
 
 T = TypeVar("T")
@@ -179,11 +172,9 @@ class ThreadCommunicator(Communicator):
         if self.first_use_blocks and call.members not in self._prepared:
             self._world.start(call, self.rank)
             self._prepared.add(call.members)
-        pair = call.kind in ("send", "receive")
-        kind = f"{'message' if pair else 'collective'} on {self.device.type}"
-        channel = (kind, call.group.ranks, call.channel if pair else call.lane)
+        channel = (self.device.type, call.group.ranks, call.queue)
         position = self._posted[channel] = self._posted.get(channel, -1) + 1
-        agreed = f"{'message' if pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
+        agreed = f"{'message' if call.pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
         snapshot = x.clone()
         if out is not None:
             as_bytes(out).fill_(0xFF)
@@ -209,23 +200,14 @@ class ThreadCommunicator(Communicator):
         while self._unseen:
             intact, call = self._unseen.pop(0)
             if not bool(intact):
-                raise CommunicationError(
-                    "a tensor of a pending operation was written before wait()",
-                    rank=self.rank,
-                    operation=str(call),
-                    what=call.what,
-                )
+                raise call.error("a tensor of a pending operation was written before wait()", self.rank)
 
     def _await(self, meeting: _Meeting, call: Call) -> None:
         self._pause(call.lane)
-        if self.on_wait is not None and not meeting.over.is_set():
-            self.on_wait(str(call))
-            try:
-                self._world.wait(meeting, call, self.rank)
-            finally:
-                self.on_wait(None)
-        else:
+        if meeting.over.is_set():
             self._world.wait(meeting, call, self.rank)
+        else:
+            self._noted(call, self._world.wait, meeting, call, self.rank)
 
 
 class _ThreadHandle:
@@ -297,12 +279,7 @@ class _World:
             meeting, _ = self._meetings[key]
             if meeting.agreed != agreed:
                 others = ", ".join(map(str, meeting.inputs))
-                raise CommunicationError(
-                    f"rank {rank} has {agreed} where rank {others} has {meeting.agreed}",
-                    rank=rank,
-                    operation=str(call),
-                    what=call.what,
-                )
+                raise call.error(f"rank {rank} has {agreed} where rank {others} has {meeting.agreed}", rank)
             meeting.inputs[rank] = x
             last = len(meeting.inputs) == len(ranks)
             if last:
@@ -328,8 +305,8 @@ class _World:
             )
             self._stop_if_failed(call, rank)
             if come != ranks:
-                missing, reason = sorted(ranks - come), f"stuck in the start of its communicator ({call.members})"
-                raise CommunicationTimeout(reason, rank=rank, operation=str(call), what=call.what, missing=missing)
+                reason = f"stuck in the start of its communicator ({call.members})"
+                raise call.error(reason, rank, sorted(ranks - come), CommunicationTimeout)
 
     def wait(self, meeting: _Meeting, call: Call, rank: int) -> None:
         on_time = meeting.over.wait(self.timeout)
@@ -340,21 +317,9 @@ class _World:
         if meeting.complete:
             return
         if ended:
-            raise CommunicationError(
-                f"rank {', '.join(map(str, ended))} has ended",
-                rank=rank,
-                operation=str(call),
-                what=call.what,
-                missing=missing,
-            )
+            raise call.error(f"rank {', '.join(map(str, ended))} has ended", rank, missing)
         assert not on_time
-        raise CommunicationTimeout(
-            f"no end after {self.timeout:g} s",
-            rank=rank,
-            operation=str(call),
-            what=call.what,
-            missing=missing,
-        )
+        raise call.error(f"no end after {self.timeout:g} s", rank, missing, CommunicationTimeout)
 
     def leave(self, rank: int) -> None:
         """Note that the rank is done, and end the waits for what it has not posted."""
@@ -385,9 +350,7 @@ class _World:
 
     def _stop_if_failed(self, call: Call, rank: int) -> None:
         if self._failure is not None:
-            raise CommunicationError(
-                f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
-            )
+            raise call.error(f"rank {self._failure[0]} has failed", rank)
 
 
 def _message(inputs: list[Tensor]) -> list[Tensor]:
