@@ -29,7 +29,7 @@ from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.post_validation import PostValidatingInterpreter
-from shardwise.runtime.whole_state import WholeState, aliases
+from shardwise.runtime.whole_state import WholeState, first_names
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
@@ -103,13 +103,13 @@ class Engine:
         buffers = {
             n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()
         }
-        self.names = aliases(module)
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.whole = WholeState(
-            comm, plan, optimizer, self.memory, module, trace.buckets, self.holders, self.updating, self.unused
-        )
+            comm, plan, optimizer, self.memory, first_names(module), trace.buckets, self.holders, self.updating,
+            self.unused,
+        )  # fmt: skip
         kind = PostValidatingInterpreter if plan.post_validates else Interpreter
         self.interpreter = kind(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import placement
@@ -28,18 +29,19 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeState:
-    """This is the state of ``module`` that the ranks have together; its parameters lie in ``buckets``.
+    """This is the state of a module that the ranks have together; its parameters lie in ``buckets``.
 
     ``holders`` gives, by bucket, the coordinates on the pipeline axis that have it; ``updating`` gives, by buffer, the
     coordinate that keeps it up to date: other buffers are the same everywhere.  ``unused`` are the parameters that
-    no unit reads, on the host.
+    no unit reads, on the host.  ``first_names`` are those of :func:`first_names`: the module itself is not kept, as its
+    memory is needed.
     """
 
     comm: Communicator
     plan: Plan
     choice: OptimizerChoice
     memory: RankMemory
-    module: nn.Module
+    first_names: Mapping[str, str]
     buckets: Sequence[Bucket]
     holders: Mapping[int, Sequence[int]]
     updating: Mapping[str, int]
@@ -96,29 +98,30 @@ class WholeState:
 
         With ``rank``, only that rank gets it, and the others get an empty dict.
         """
-        first = self.first_names
-        wanted = set(first.values())
+        wanted = set(self.first_names.values())
         values = {name: value for name, value in self.collect(rank) if name in wanted}
         if rank not in (None, self.comm.rank):
             return {}
         # Names of one tied tensor get tensors of their own, as if each had been copied.
-        return {name: values[one] if name == one else values[one].clone() for name, one in first.items()}
-
-    @property
-    def first_names(self) -> dict[str, str]:
-        """Map every name in the module's state dict to the first name of the same tensor."""
-        every = aliases(self.module)
-        return {name: every[name] for name in self.module.state_dict(keep_vars=True)}
+        return {name: values[one] if name == one else values[one].clone() for name, one in self.first_names.items()}
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Map every name of a parameter or buffer to the first name of the same tensor."""
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Map every name in a module's state dict to the first name of the same tensor.
+
+    Raises :class:`ConfigError` where the state has more than parameters and buffers, as that could not be collected.
+    """
     first: dict[int, str] = {}
     named: list[tuple[str, Any]] = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {name: first.setdefault(id(value), name) for name, value in named}
+    every = {name: first.setdefault(id(value), name) for name, value in named}
+    state = module.state_dict(keep_vars=True)
+    if strange := state.keys() - every.keys():
+        wrong = f'its state has "{min(strange)}", which is no parameter or buffer of that name'
+        raise ConfigError.on("model", wrong, "modules without extra state")
+    return {name: every[name] for name in state}
 
 
 def _master_dtype(bucket: Bucket) -> torch.dtype:

@@ -81,8 +81,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def aliases(engine: Engine) -> dict[str, str]:
     """Return, for the other names of tied parameters and buffers, the name under which they are saved."""
-    own = engine.compiled.module.state_dict(keep_vars=True)
-    return {name: engine.names[name] for name in own if engine.names[name] != name}
+    return {name: first for name, first in engine.whole.first_names.items() if name != first}
 
 
 def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False) -> Iterator[Piece]:
