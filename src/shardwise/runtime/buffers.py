@@ -80,8 +80,7 @@ class BucketMemory:
         common = sharded and param is not None
         if param is None:
             param = comm.allocate(rest.numel, bucket.dtype)
-        own = param if param.numel() == held.numel else param[held.start : held.stop]
-        wide = bucket.wide
+        own, wide = part(param, held), bucket.wide
         if not bucket.learns:
             master = own
         elif host:
@@ -131,11 +130,6 @@ class BucketMemory:
         assert self.taken is not None
         return Segment(self.master[first:last], self.taken[first:last], span.decays, span.start)
 
-    @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Return the bucket's parameters by name."""
-        return {p.name: p for p in self.bucket.parameters}
-
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
         of ``flat``, which begins with element ``origin``."""
@@ -154,18 +148,18 @@ class BucketMemory:
     def own_gradient(self) -> Tensor:
         """Return this rank's ``shard`` of the gradient, whoever else has it."""
         assert self.grad is not None
-        return self.grad if self.grad.numel() == self.shard.numel else self.grad[self.shard.start : self.shard.stop]
+        return part(self.grad, self.shard)
 
     @property
     def final_gradient(self) -> Tensor:
         """Return the held range of the gradient, which the optimizer is given."""
         assert self.grad is not None
-        return self.grad if self.grad.numel() == self.held.numel else self.grad[self.held.start : self.held.stop]
+        return part(self.grad, self.held)
 
     @property
     def own_parameters(self) -> Tensor:
         """Return the held range of the parameters."""
-        return self.param[self.held.start : self.held.stop] if self.resident else self.param
+        return part(self.param, self.held)
 
     @torch.no_grad()
     def load(self, values: Values) -> None:
@@ -207,6 +201,11 @@ class BucketMemory:
         return {e.name: flat[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
 
 
+def part(flat: Tensor, where: FlatShard) -> Tensor:
+    """Return the range ``where`` of a whole bucket; ``flat`` may also be this range alone."""
+    return flat if flat.numel() == where.numel else flat[where.start : where.stop]
+
+
 def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tensor:
     """Return this rank's local part of a whole parameter."""
     if parameter.layout is None:
@@ -221,9 +220,8 @@ def boxes(
     bucket: Bucket, layout: FlatBuffer, mesh: Mesh, rank: int, flat: Tensor, origin: int, start: int, stop: int
 ) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
     """Yield what :meth:`BucketMemory.boxes` does, for any ``rank``, whose bucket has this ``layout``."""
-    parameters = {p.name: p for p in bucket.parameters}
     for entry, first, last in entry_ranges(layout, start, stop):
-        parameter = parameters[entry.name]
+        parameter = bucket.by_name[entry.name]
         for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
             yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
 

@@ -312,6 +312,13 @@ def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
     return numbers
 
 
+def host_gather(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
+    """Return the ``numbers``, a CPU tensor, of every rank, in rank order; all ranks call it.  It uses no device."""
+    found = torch.zeros(comm.mesh.size, *numbers.shape, dtype=numbers.dtype)
+    found[comm.rank] = numbers
+    return host_sum(comm, found, what)
+
+
 def _real(x: Tensor) -> Tensor:
     """Return an alias that has complex numbers as pairs of real ones, which can be summed instead."""
     return torch.view_as_real(x.detach()) if x.is_complex() else x

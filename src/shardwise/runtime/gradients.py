@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.weight_gradients import Factors, accumulate
 from shardwise.parallel.data import SHARDS
-from shardwise.runtime.buffers import RankMemory
+from shardwise.runtime.buffers import RankMemory, part
 from shardwise.runtime.communicator import Communicator, Handle
 
 
@@ -102,7 +102,7 @@ class Gradients:
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
-        own = x[memory.shard.start : memory.shard.stop] if x.numel() == memory.layout.numel else x
+        own = part(x, memory.shard)
         if not one.scatters:
             return comm.all_reduce(own if memory.rule.state == "S" else x, one.axes, lane=lane, what=what)
         out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
@@ -113,7 +113,7 @@ class Gradients:
         memory = self._memory.buckets[one.bucket]
         self._complete(one.bucket, one.slot)
         self._written |= {(p.name, -1) for p in memory.bucket.parameters}
-        summed = self._memory.unreduced.views(one.slot, memory)[0][memory.held.start : memory.held.stop]
+        summed = part(self._memory.unreduced.views(one.slot, memory)[0], memory.held)
         goal = memory.final_gradient
         goal.copy_(summed) if one.first else goal.add_(summed)
 
