@@ -265,12 +265,12 @@ class Pool:
             nbytes = max((memory.layout.numel * self.dtype(memory).itemsize for memory in needed), default=0)
             if slot < len(self.slots) and self.slots[slot].numel() >= nbytes:
                 continue
-            new = self.comm.allocate(nbytes, torch.uint8) if self.shared else self._private(nbytes)
+            if self.shared:
+                new = self.comm.allocate(nbytes, torch.uint8)
+            else:
+                new = torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
             self.slots[slot : slot + 1] = [new]
             self._views = {key: view for key, view in self._views.items() if key[0] != slot}
-
-    def _private(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
     def views(self, slot: int, memory: BucketMemory) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a bucket in a slot: flat, and its parameters by name in their local shapes, outside autograd."""

@@ -25,10 +25,10 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
-from shardwise.runtime.interpreter import Interpreter
+from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
-from shardwise.runtime.post_validation import PostValidatingInterpreter
+from shardwise.runtime.post_validation import PostValidatedRun
 from shardwise.runtime.whole_state import WholeState, first_names
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
@@ -110,12 +110,12 @@ class Engine:
             comm, plan, optimizer, self.memory, first_names(module), trace.buckets, self.holders, self.updating,
             self.unused,
         )  # fmt: skip
-        kind = PostValidatingInterpreter if plan.post_validates else Interpreter
-        self.interpreter = kind(
+        self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
             per_parameter=per_parameter,
             strict=strict, offload=plan.memory.offloads_activations,
+            runs=PostValidatedRun if plan.post_validates else Run,
         )  # fmt: skip
 
     def leads(self, bucket: int) -> bool:
@@ -128,10 +128,6 @@ class Engine:
         """
         mesh = self.comm.mesh
         return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
-
-    def _compute_dtype(self, name: str) -> torch.dtype:
-        module = self.compiled.module
-        return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.numeric.precision)
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
@@ -175,11 +171,11 @@ class Engine:
         """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
-        for parameter in {
-            p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused
-        }.values():
-            value = local_part(self.unused[parameter.name], parameter, self.comm)
-            self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
+        read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
+        for name, parameter in read.items():
+            value, precision = local_part(self.unused[name], parameter, self.comm), compiled.plan.numeric.precision
+            dtype = shadow_dtype(compiled.module, name, compiled.module.get_parameter(name), precision)
+            self.memory.leaves[name] = value.to(self.comm.device, dtype)
         program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 

@@ -38,8 +38,9 @@ class Recording(Protocol):
 
 @dataclass
 class Interpreter(RankContext):
-    """This runs the programs of a rank; ``recorder`` is told when each instruction runs."""
+    """This runs the programs of a rank, each as one of ``runs``; ``recorder`` is told when each instruction runs."""
 
+    runs: type[Run] = field(kw_only=True)
     recorder: Recording | None = None
     # By the id of the program, which is kept so that no other program gets that id.
     _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
@@ -64,11 +65,7 @@ class Interpreter(RankContext):
         caller must take all results: other ranks wait for this one.
         """
         self.memory.reserve(program)
-        return self.begin(traces, program, given).run()
-
-    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
-        """Return a run of the program that has not executed anything yet."""
-        return Run(self, traces, program, given)
+        return self.runs(self, traces, program, given).run()
 
 
 @dataclass

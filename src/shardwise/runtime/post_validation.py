@@ -8,24 +8,14 @@ it has computed of the next batch since then.  Lowering says where these instruc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.program import Program
 from shardwise.core.repeat import repeated
-from shardwise.runtime.batch import StepInput
-from shardwise.runtime.interpreter import Interpreter, Operation, Run
-from shardwise.units.trace import Trace
-
-
-class PostValidatingInterpreter(Interpreter):
-    """This runs the programs of a plan under which updates are validated later."""
-
-    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
-        return PostValidatedRun(self, traces, program, given)
+from shardwise.runtime.interpreter import Operation, Run
 
 
 @dataclass
