@@ -101,9 +101,9 @@ def test_threads(mesh: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["messages", "messages_both_ways", "many_outstanding", "subgroups_side_by_side"])
-@pytest.mark.parametrize("rendezvous", [False, True])
-def test_threads_with_delays(case: str, rendezvous: bool) -> None:
-    run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, rendezvous=rendezvous)
+@pytest.mark.parametrize("sends_wait", [False, True])
+def test_threads_with_delays(case: str, sends_wait: bool) -> None:
+    run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, sends_wait=sends_wait)
 
 
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
@@ -221,7 +221,7 @@ def test_a_missing_wait_shows() -> None:
             run_ranks(Mesh.of(dp=2), lambda c, kind=kind: write(c, kind))
 
 
-def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
+def test_only_sends_that_wait_find_one_that_relies_on_buffering() -> None:
     def both_send_first(c: Communicator) -> float:
         x = torch.tensor([float(c.rank)])
         c.send(x, 1 - c.rank).wait()
@@ -231,7 +231,7 @@ def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
 
     assert run_ranks(Mesh.of(pp=2), both_send_first) == [1.0, 0.0]
     with pytest.raises(CommunicationTimeout, match="send"):
-        run_ranks(Mesh.of(pp=2), both_send_first, rendezvous=True, timeout=0.3)
+        run_ranks(Mesh.of(pp=2), both_send_first, sends_wait=True, timeout=0.3)
 
 
 def test_on_wait_of_threads_names_the_rank() -> None:

@@ -74,7 +74,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
         timeout = max(timeout, DEVICE_TIMEOUT)
     with room_to_start(device):
         comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
-    progress.take(role(plan, comm.rank))
+    progress.set_role(role(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     backend = Backend.of(comm.device)

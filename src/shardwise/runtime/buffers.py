@@ -111,11 +111,11 @@ class BucketMemory:
         return self.comm.allocate((self.held if self.rule.grad == "S" else self.layout).numel, self.bucket.wide)
 
     @cached_property
-    def taken(self) -> Tensor | None:
+    def optimizer_gradient(self) -> Tensor | None:
         """Return what the optimizer takes: the held range of the gradient, on the host if the step is taken there."""
         if not self.learns:
             return None
-        return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.final_gradient
+        return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.held_gradient
 
     @cached_property
     def updates(self) -> list[Update]:
@@ -127,8 +127,8 @@ class BucketMemory:
 
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start
-        assert self.taken is not None
-        return Segment(self.master[first:last], self.taken[first:last], span.decays, span.start)
+        assert self.optimizer_gradient is not None
+        return Segment(self.master[first:last], self.optimizer_gradient[first:last], span.decays, span.start)
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
@@ -145,19 +145,19 @@ class BucketMemory:
         return self.bucket.learns
 
     @property
-    def own_gradient(self) -> Tensor:
+    def shard_gradient(self) -> Tensor:
         """Return this rank's ``shard`` of the gradient, whoever else has it."""
         assert self.grad is not None
         return part(self.grad, self.shard)
 
     @property
-    def final_gradient(self) -> Tensor:
+    def held_gradient(self) -> Tensor:
         """Return the held range of the gradient, which the optimizer is given."""
         assert self.grad is not None
         return part(self.grad, self.held)
 
     @property
-    def own_parameters(self) -> Tensor:
+    def held_parameters(self) -> Tensor:
         """Return the held range of the parameters."""
         return part(self.param, self.held)
 
@@ -175,14 +175,14 @@ class BucketMemory:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the held range of the parameters up to date with the masters."""
-        own = self.own_parameters
+        own = self.held_parameters
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
 
     def _changed(self, scaled: bool) -> list[Tensor]:
         """Return all that an update changes; with a ``scaled`` loss that includes the gradient."""
         found = [tensor for update in self.updates for tensor in update.optimizer.changed()]
-        return [*found, self.final_gradient] if scaled and not self.host else found
+        return [*found, self.held_gradient] if scaled and not self.host else found
 
     @torch.no_grad()
     def backup(self, scaled: bool) -> list[Tensor]:

@@ -28,7 +28,7 @@ def ranks_of_a_host(comm: Communicator) -> int:
     return int(host_gather(comm, local, "the ranks of a host").min())
 
 
-def tell(comm: Communicator, text: str, what: str) -> list[str]:
+def gather_texts(comm: Communicator, text: str, what: str) -> list[str]:
     """Return at most :data:`TEXT` bytes of each rank's text, in rank order; all ranks call this together."""
     mine = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
     rows = host_gather(comm, mine, what).tolist()
@@ -42,7 +42,7 @@ def check_apart(comm: Communicator) -> None:
     Only NVIDIA's cards can be told apart; for others the backend's library reports it at their first communicator.
     """
     backend = Backend.of(comm.device)
-    cards = tell(comm, backend.uuid(comm.device), "the devices of all ranks")
+    cards = gather_texts(comm, backend.uuid(comm.device), "the devices of all ranks")
     for card in dict.fromkeys(filter(None, cards)):
         ranks = [rank for rank, one in enumerate(cards) if one == card]
         if len(ranks) > 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.repeat import repeated
-from shardwise.runtime.interpreter import Operation, Run
+from shardwise.runtime.interpreter import Executor, Run
 
 
 @dataclass
@@ -35,7 +35,7 @@ class PostValidatedRun(Run):
         super().__post_init__()
         self.repeated = repeated(self.program.instructions)
 
-    def operations(self) -> Mapping[Op, Operation]:
+    def operations(self) -> Mapping[Op, Executor]:
         return {**super().operations(), Op.BACKUP: self.backup, Op.VALIDATE: self.validate}
 
     def positions(self) -> Iterator[int]:

@@ -190,12 +190,12 @@ class Progress:
         self._waiting_for = what.encode() if what else b""
         self._write()
 
-    def tell(self, notice: str) -> None:
+    def notify(self, notice: str) -> None:
         """Record something that the user has to know."""
         self._notice = notice.encode()
         self._write()
 
-    def take(self, role: str) -> None:
+    def set_role(self, role: str) -> None:
         """Record this rank's part of a pipeline."""
         self._role = role.encode()
         self._write()

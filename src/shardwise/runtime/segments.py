@@ -23,7 +23,7 @@ ALIGNMENT = 64  # bytes
 MEMINFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-class Segment:
+class SharedSegment:
     """A segment is ``nbytes`` of zeroed shared memory; ``fd`` must stay open while other processes may map it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -54,7 +54,7 @@ class Arena:
     """An arena allocates buffers in segments of this process, and never gives them back."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         self._used = 0  # bytes used of the last segment
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -64,7 +64,7 @@ class Arena:
                 raise ShardwiseError(
                     f"shared memory: {nbytes >> 20} MiB wanted, {free >> 20} MiB of memory are available"
                 )
-            self._segments.append(Segment(max(BLOCK, nbytes)))
+            self._segments.append(SharedSegment(max(BLOCK, nbytes)))
             self._used = 0
         start = self._used
         self._used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT

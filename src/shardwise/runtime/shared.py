@@ -22,12 +22,12 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh
-from shardwise.runtime.bell import Bell, Rope
 from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
 from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes, ordered_sum
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
-from shardwise.runtime.segments import Segment, map_segment, unsupported
+from shardwise.runtime.segments import SharedSegment, map_segment, unsupported
+from shardwise.runtime.wakeup import Waker, WakeupPipe
 
 CHUNK = 256 << 10  # bytes that are summed and written back at a time, while they are in the cache
 LINE = 64  # bytes of a cache line: two ranks never write to the same one
@@ -63,10 +63,10 @@ class SharedMemoryCommunicator(Communicator):
             raise ShardwiseError(reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes")
         super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
         self._store = met.store  # rank 0 may host it: it must outlive the start of the others
-        self._control = Segment(CONTROL_BYTES)
+        self._control = SharedSegment(CONTROL_BYTES)
         self._spins = SPINS if mesh.size <= len(os.sched_getaffinity(0)) else FEW_SPINS
-        self._bell = Bell()
-        self._board, self._health = _meet(met, self._control, self._bell)
+        self._pipe = WakeupPipe()
+        self._board, self._health = _meet(met, self._control, self._pipe)
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
         self._active: dict[Channel, None] = {}
         self._common: set[int] = set()  # addresses of buffers that are one piece of memory for all members of a group
@@ -111,7 +111,7 @@ class SharedMemoryCommunicator(Communicator):
         self._health.close()
         self._control.close()
         self._board.close()
-        self._bell.close()
+        self._pipe.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -237,7 +237,7 @@ class SharedMemoryCommunicator(Communicator):
         own[ASLEEP] = 1
         try:
             if not self._advance():  # what came before others could see that this rank sleeps
-                self._bell.sleep(NAP)
+                self._pipe.sleep(NAP)
         finally:
             own[ASLEEP] = 0
 
@@ -285,16 +285,16 @@ class _Health:
         self._ranks.clear()
 
 
-def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health]:
-    """Exchange addresses through the store, map the control segments of all ranks, and open a rope to each bell.
+def _meet(met: Rendezvous, control: SharedSegment, pipe: WakeupPipe) -> tuple[Board, _Health]:
+    """Exchange addresses through the store, map the control segments of all ranks, and open a waker of each.
 
     If this fails on any rank, all ranks raise :class:`ShardwiseError`, so that all can choose another backend.
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, bell.fd]))
-    pids, controls, ropes, verdict = [], [], {}, ""
+    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, pipe.fd]))
+    pids, controls, wakers, verdict = [], [], {}, ""
     for rank in range(met.size):
-        peer_host, pid, fd, bell_fd = json.loads(met.store.get(f"address/{rank}"))
+        peer_host, pid, fd, pipe_fd = json.loads(met.store.get(f"address/{rank}"))
         pids.append(pid)
         try:
             if peer_host != host:
@@ -302,7 +302,7 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
             memory = control.memory if rank == met.rank else map_segment(pid, fd)
             controls.append(memoryview(memory).cast("B").cast("q"))
             if rank != met.rank:
-                ropes[rank] = Rope(pid, bell_fd)
+                wakers[rank] = Waker(pid, pipe_fd)
         except OSError as error:
             verdict = f"rank {met.rank} cannot map the memory of rank {rank}: {error}"
     met.store.set(f"verdict/{met.rank}", verdict)
@@ -310,7 +310,7 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
     if any(verdicts):
         raise ShardwiseError("shared memory: " + "; ".join(filter(None, verdicts)))
     health = _Health({rank: pid for rank, pid in enumerate(pids) if rank != met.rank})
-    return Board(met.rank, pids, controls, ropes), health
+    return Board(met.rank, pids, controls, wakers), health
 
 
 def _sum_everywhere(call: Call, x: Tensor) -> Work:

@@ -15,12 +15,12 @@ from shardwise.core.plan import Plan
 from shardwise.parallel.data import placement
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import RankMemory
-from shardwise.runtime.collect import LANE, Spread
+from shardwise.runtime.collect import LANE, BucketSpread
 from shardwise.runtime.communicator import Communicator
 from shardwise.units.trace import Bucket
 
 
-class Described(NamedTuple):
+class TensorSpec(NamedTuple):
     """This is the shape and dtype of a whole tensor, which are known before it is collected."""
 
     shape: tuple[int, ...]
@@ -47,12 +47,12 @@ class WholeState:
     updating: Mapping[str, int]
     unused: Mapping[str, Tensor]
 
-    def describe(self) -> dict[str, Described]:
+    def describe(self) -> dict[str, TensorSpec]:
         """Return the shape and dtype of every tensor that :meth:`collect` yields, by name."""
         tensors = {**self.unused, **self.memory.buffers}
-        found = {name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+        found = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
         for bucket in self.buckets:
-            found |= {one.name: Described(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
+            found |= {one.name: TensorSpec(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
         return found
 
     def collect(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +81,7 @@ class WholeState:
         mine = self.comm.mesh.index(self.comm.rank, PIPELINE) == root
         held = self.memory.buckets[bucket.index].master if mine else None
         goals = {one.name: torch.empty(one.shape, dtype=dtype) for one in bucket.parameters} if keeps else {}
-        spread = Spread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
+        spread = BucketSpread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
         spread.fill(held, dtype, goals, f"parameters of bucket {bucket.index}")
         return goals
 

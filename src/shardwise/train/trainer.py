@@ -101,7 +101,7 @@ class Trainer:
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if self._record is not None:
-            self._record.take(role(plan, self.comm.rank))
+            self._record.set_role(role(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
         self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
