@@ -29,7 +29,7 @@ from shardwise.models import Llama
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.progress import Progress, read_record, record_path
-from shardwise.runtime.whole_state import Described, WholeState
+from shardwise.runtime.whole_state import TensorSpec, WholeState
 from shardwise.train.trainer import NonFiniteError
 
 EXPLOSIVE = """
@@ -154,8 +154,8 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
     """What a lone rank would save that has ``state``."""
 
     class Known(WholeState):
-        def describe(self) -> dict[str, Described]:
-            return {name: Described(tuple(value.shape), value.dtype) for name, value in state.items()}
+        def describe(self) -> dict[str, TensorSpec]:
+            return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in state.items()}
 
         def collect(self, rank: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
             yield from state.items()

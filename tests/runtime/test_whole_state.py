@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from shardwise import OptimizerChoice, Plan
 from shardwise.checkpoint.container import write_as_they_come
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
 from shardwise.data.loader import rank_rows
 from shardwise.launch.results import save_weights
 from shardwise.lower.compiled import Compiled
@@ -26,7 +29,9 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.runtime.whole_state import aliases
+from shardwise.runtime.whole_state import first_names
+from shardwise.train.trainer import Trainer
+from zoo import Blocks
 
 BASE = Plan.of(microbatches=2)
 PLANS: dict[str, Callable[[], Plan]] = {
@@ -80,7 +85,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
         assert set(mine) == (set(truth) if number == last else set())
     assert all(torch.equal(found[last][1][key], truth[key]) for key in truth)
     written = load_file(tmp_path / "w.safetensors")
-    assert set(written) == {name for name in truth if aliases(made.module)[name] == name} != set(truth)
+    assert set(written) == {name for name in truth if first_names(made.module)[name] == name} != set(truth)
     assert all(torch.equal(value, truth[key]) for key, value in written.items())
 
 
@@ -169,3 +174,30 @@ def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
         for _, value in engine.whole.collect():
             del value
         assert between < tracker.peak <= step
+
+
+def test_a_trainer_keeps_nothing_of_the_module_that_it_was_given() -> None:
+    """Its memory is for gradients and optimizer state; names of tied tensors are known all the same."""
+    module = GPT(vocabulary=31, width=24, layers=1, heads=6, context=8)
+    ids = torch.randint(0, 31, (6, 8))
+    alone = AloneCommunicator(Mesh.of(dp=1), 0, torch.device("cpu"))
+    trainer = Trainer(module, ADAM, Plan.of(), {"input_ids": ids, "labels": ids}, comm=alone)
+    left = [weakref.ref(parameter) for parameter in module.parameters()]
+    names = list(module.state_dict())
+    del module
+    gc.collect()
+    assert not any(one() is not None for one in left)
+    assert list(trainer.state_dict()) == names
+
+
+class Extra(Blocks):
+    """A module whose state has more than tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+
+def test_a_state_that_cannot_be_collected_is_refused_before_training() -> None:
+    made = Compiled(Extra(5), Plan.of(), {name: torch.randn(4, 5) for name in "xy"})
+    with pytest.raises(ConfigError, match='model: its state has "_extra_state", which is no parameter or buffer'):
+        Engine(made, AloneCommunicator(Mesh.of(dp=1), 0, torch.device("cpu")), ADAM)

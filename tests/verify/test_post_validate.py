@@ -121,9 +121,9 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("home", "ranks"),
     [
-        ((1, 0), {"rendezvous": True}),
+        ((1, 0), {"sends_wait": True}),
         ((0, 1, 1, 0), {"delay_seed": 3}),
-        ((0, 2, 1, 1, 0, 2), {"delay_seed": 4, "rendezvous": True}),
+        ((0, 2, 1, 1, 0, 2), {"delay_seed": 4, "sends_wait": True}),
     ],
 )
 def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) -> None:

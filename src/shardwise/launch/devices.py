@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.estimate.devices import here
 from shardwise.report.tables import plural, size
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.connect import check_possible, tell
+from shardwise.runtime.connect import check_possible, gather_texts
 
 if TYPE_CHECKING:
     from .forecast import Forecast
@@ -162,7 +162,7 @@ def cards_of(comm: Communicator) -> list[Card]:
         return []
     return [
         Card(**json.loads(one))
-        for one in tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")
+        for one in gather_texts(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")
     ]
 
 
@@ -191,7 +191,7 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
     mine, held = cards[comm.rank], ""
     if comm.rank in short:
         held = occupied(mine.free, mine.total, mine.name, uuid=Backend.of(comm.device).uuid(comm.device), own=family())
-    first = tell(comm, held, "who holds the memory of the devices")[short[0]]
+    first = gather_texts(comm, held, "who holds the memory of the devices")[short[0]]
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
     # The advice has to go by the free memory alone.
     bounded = replace(found, config=replace(found.config, train=replace(found.config.train, memory_gib=None)))

@@ -159,7 +159,7 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield the engine's buffers with their categories, whole ones before those that may be ranges of them."""
     memory = engine.memory
     parameters = [
-        *(b.own_parameters if b.common else b.param for b in memory.buckets.values()),
+        *(b.held_parameters if b.common else b.param for b in memory.buckets.values()),
         *memory.slots.slots,
         *memory.stashes.slots,
         *memory.buffers.values(),
@@ -172,11 +172,12 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if one is not None
     )
     for bucket in memory.buckets.values():
-        own = bucket.own_parameters
+        own = bucket.held_parameters
         if bucket.master.data_ptr() != own.data_ptr():
             yield "optimizer", bucket.master
-        if bucket.taken is not None and bucket.grad is not None and not _inside(bucket.taken, bucket.grad):
-            yield "gradients", bucket.taken
+        given = bucket.optimizer_gradient
+        if given is not None and bucket.grad is not None and not _inside(given, bucket.grad):
+            yield "gradients", given
         for update in bucket.updates:
             yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
 

@@ -26,7 +26,7 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import stages_in_words
 from shardwise.parallel.tensor import across_hosts
-from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
@@ -74,7 +74,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
         timeout = max(timeout, DEVICE_TIMEOUT)
     with room_to_start(device):
         comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
-    progress.take(stages_in_words(plan, comm.rank))
+    progress.set_role(stages_in_words(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     backend = Backend.of(comm.device)
@@ -148,22 +148,19 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     """Predict what the plan needs on the rank with the least memory; raise ConfigError on all ranks if it is more."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
-    told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
-    told[:3, comm.rank] = torch.tensor([device.budget, device.memory, host.budget], dtype=torch.float64)
-    if comm.rank == 0 and (kept := plan_of(Path(config.train.run_dir))) is not None:
-        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor.bytes], dtype=torch.float64)
-    host_sum(comm, told, "the memory of all ranks")
-    before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
-    found = Forecast.of(
-        config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before
-    )
+    kept = plan_of(Path(config.train.run_dir)) if comm.rank == 0 else None
+    way, nbytes = (0, 0) if kept is None else (Before.of(kept).way + 1, kept.tensor.bytes)
+    mine = torch.tensor([device.budget, device.memory, host.budget, way, nbytes], dtype=torch.float64)
+    budgets, memories, hosts, ways, kept_bytes = host_gather(comm, mine, "the memory of all ranks").T.tolist()
+    before = Before(int(ways[0]) - 1, int(kept_bytes[0])) if ways[0] else None
+    found = Forecast.of(config, compiled, scarcest(device, budgets, memories, cards), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan.mesh, per_host)) is not None else []
     found.compiled.general.notes += [note] if (note := mixed(cards)) is not None else []
     check_free(comm, cards, found)
     found.check()
-    found.check_host(int(told[2].min()))
+    found.check_host(int(min(hosts)))
     return found
 
 

@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline import stages_in_words
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
-from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 
 
@@ -101,7 +101,7 @@ class Trainer:
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if self._record is not None:
-            self._record.take(stages_in_words(plan, self.comm.rank))
+            self._record.set_role(stages_in_words(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
         self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
@@ -205,7 +205,7 @@ class Trainer:
         asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
         request to stop takes effect there.  Other schedules take one step after the other.
         """
-        size = self.plan.pipeline.window if self.plan.overlaps else 1
+        size, batches = self.plan.pipeline.window if self.plan.overlaps else 1, exactly(number, batches)
         for start in range(0, number, size):
             if self.stopping:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,11 @@ class Bucket:
     learns: bool = True
     axes: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Parameter]:
+        """The parameters by name."""
+        return {p.name: p for p in self.parameters}
 
     @property
     def numel(self) -> int:
