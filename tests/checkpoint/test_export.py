@@ -147,7 +147,7 @@ def test_a_plain_module(tmp_path: Path) -> None:
         weights.read("norm.bais")
 
 
-def test_where_export_may_not_write(tmp_path: Path) -> None:
+def test_where_export_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = saved(Tied(), tmp_path / "run", transformers=False)
     out = tmp_path / "out"
     out.mkdir()
@@ -156,6 +156,14 @@ def test_where_export_may_not_write(tmp_path: Path) -> None:
         export(checkpoint, out)
     (out / "mine").unlink()
     assert export(checkpoint, out), "an empty folder is fine"
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for path in (Path("."), here, Path("../here")):
+        with pytest.raises(ConfigError, match="is the current folder; legal: a new folder, or another empty one"):
+            export(checkpoint, path)
+    monkeypatch.undo()
+    here.rmdir()
     path = tmp_path / "run" / "step_00000001" / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -308,3 +316,11 @@ def test_other_wrong_sources(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             read_weights(folder)
         assert str(caught.value).startswith(str(folder))
+
+
+def test_an_alias_of_a_tensor_that_the_index_leaves_out(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1), "x": torch.ones(1)}, tmp_path / "model-1.safetensors", metadata={"y": "x"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ConfigError, match="missing: y$"):
+        load_weights(tmp_path, nn.ParameterDict({"a": torch.zeros(1), "y": torch.zeros(1)}))

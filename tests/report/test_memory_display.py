@@ -86,6 +86,12 @@ def test_chart_is_to_scale(number: int, width: int) -> None:
     assert "activations" in legend
 
 
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_a_chart_has_a_column_in_any_terminal(width: int) -> None:
+    rows = printed(chart(account(), width, 18 * GIB)).splitlines()[1 : HEIGHT + 1]
+    assert all(len(row.split("|")[1]) <= 1 for row in rows) and SHADES["optimizer"] in rows[-1]
+
+
 def test_chart_shows_the_budget_where_it_is_near() -> None:
     one = account()
     assert "budget" not in printed(chart(one, 80)) and "budget" not in printed(chart(one, 80, 100 * GIB))

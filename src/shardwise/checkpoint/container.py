@@ -181,25 +181,27 @@ def write_as_they_come(
 ) -> None:
     """Write ``tensors`` (key, shape, dtype) from ``values``, which come one at a time in any order; others are skipped.
 
-    All values are consumed even after a write has failed, because producing them may be a collective; that OSError is
-    raised at the end.  A value that is missing or has another shape or dtype raises :class:`ShardwiseError`.
+    All values are consumed even after something has failed, because producing them may be a collective; the first
+    failure is raised at the end: an OSError of a write, or :class:`ShardwiseError` for a dtype that no file holds and
+    for a value that is missing or has another shape or dtype.
     """
     entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
-    failure: OSError | None = None
+    failure: OSError | ShardwiseError | None = None
     missing = set(entries)
     with ExitStack() as stack:
-        start = header(list(entries.values()), metadata)
         try:
+            start = header(list(entries.values()), metadata)
             file = stack.enter_context(path.open("wb"))
             file.write(start)
-        except OSError as error:
+        except (OSError, ShardwiseError) as error:
             failure = error
         for key, value in values:
             if key not in entries or failure is not None:
                 continue
             missing.discard(key)
             if (tuple(value.shape), value.dtype) != (entries[key].shape, entries[key].dtype):
-                raise ShardwiseError(f"{key} is {tuple(value.shape)} {value.dtype}: it was to be {entries[key]}")
+                failure = ShardwiseError(f"{key} is {tuple(value.shape)} {value.dtype}: it was to be {entries[key]}")
+                continue
             try:
                 file.seek(len(start) + entries[key].start)
                 file.write(bytes_of(value))

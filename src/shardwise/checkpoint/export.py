@@ -40,6 +40,8 @@ def export(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not empty; legal: a new or empty folder")
+    if out.resolve() == Path.cwd():  # it would be replaced under the feet of the process
+        raise ConfigError(f"{out}: is the current folder; legal: a new folder, or another empty one")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes: {shard_bytes} is not legal; legal: 1 or more")
     checkpoint.verify()

@@ -141,7 +141,7 @@ def _from_files(path: Path, files: list[Path], where: Mapping[str, str] | None) 
         entries, metadata = read_header(file)
         chosen = entries.keys() if where is None else [name for name in entries if where.get(name) == file.name]
         held.update({name: (file, entries[name]) for name in chosen})
-        aliases.update({alias: name for alias, name in metadata.items() if name in entries and alias not in entries})
+        aliases.update({alias: name for alias, name in metadata.items() if name in chosen and alias not in entries})
     for name, one in (where or {}).items():
         if name not in held:
             raise FileError(path / one, f"holds no tensor {name!r}, which {INDEX} says is there")

@@ -59,7 +59,12 @@ def role(plan: Plan, rank: int) -> str:
     if size == 1:
         return ""
     where = stage_ranks(plan.pipeline.schedule, size, size * plan.pipeline.stages_per_rank, carried(plan))
-    own = [str(stage) for stage, home in enumerate(where) if home == place]
+    return stages_of(where, place)
+
+
+def stages_of(homes: Sequence[int], place: int) -> str:
+    """Return the stages at a place in the pipeline in words; ``homes`` are the places of all stages."""
+    own = [str(stage) for stage, home in enumerate(homes) if home == place]
     return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
 
 

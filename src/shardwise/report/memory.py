@@ -144,7 +144,7 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     name, scale = unit(top)
     labels = [f"{top * (row + 1) / HEIGHT / scale:.1f} " for row in range(HEIGHT)]
     left = max(map(len, labels))
-    columns, peak = _columns(account, width - left - 1)
+    columns, peak = _columns(account, max(1, width - left - 1))
     found = _present(account)
     before = left + 1 + peak
     text = Text(" " * before + "v peak" if peak + 6 <= len(columns) else " " * (before - 5) + "peak v")
