@@ -22,7 +22,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.numeric_options import NumericOptions
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data import Loader, PackedWindows
+from shardwise.data.loader import Loader
+from shardwise.data.windows import PackedWindows
 from shardwise.models import GPT, Llama
 
 torch.set_num_threads(1)

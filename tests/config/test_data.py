@@ -11,8 +11,9 @@ import torch
 from shardwise.config import Config, Data, Hardware, build_data, build_dataset, build_model, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.data import Joined, Loader, Mixture, one_pass
 from shardwise.data.bpe import train_tokenizer
+from shardwise.data.loader import Loader, one_pass
+from shardwise.data.mixture import Joined, Mixture
 
 ONE = Mesh.of(dp=1)
 TINY = [

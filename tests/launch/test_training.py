@@ -17,7 +17,8 @@ from shardwise.config import Config, Hardware, build_dataset, build_model, load_
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data import Loader, sample_order
+from shardwise.data.loader import Loader
+from shardwise.data.order import sample_order
 from shardwise.initial.initial import record
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate

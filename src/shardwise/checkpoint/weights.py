@@ -213,18 +213,6 @@ def fit_weights(path: Path, module: nn.Module) -> Fitting:
     return Fitting({name: tied[id(value)] for name, value in state.items()}, weights.read)
 
 
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Fill ``module`` with what :func:`fit_weights` finds for it; it stays unchanged where that raises."""
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    bare = [name for name, value in state.items() if value.is_meta]
-    if bare:
-        raise ConfigError(f'model.weights = "{path}": without memory in the model: {_few(bare)}')
-    found = fit_weights(path, module)
-    with torch.no_grad():
-        for name in found:
-            state[name].copy_(found[name])
-
-
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
     """Return the state that a transformers model's own loader makes of a folder; None where it does not fit exactly.
 

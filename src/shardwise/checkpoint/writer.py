@@ -33,19 +33,11 @@ from .staging import LEAST_BYTES, Staging, Stream, runs_of
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A save under way: the bytes of this rank, and the seconds for which ``save`` held up training."""
-
-    step: int
-    nbytes: int
-    stall_seconds: float
-
-
-@dataclass(frozen=True)
 class Saved:
     """The end of a save: ``path`` is the checkpoint, or ``error`` says why there is none.
 
-    ``seconds`` lasts from the call of ``save`` to the end on all ranks; ``nbytes`` is what all ranks wrote.
+    ``stall_seconds`` are those for which ``save`` held up training, and ``seconds`` last from its call to the end on
+    all ranks; ``nbytes`` is what all ranks wrote.
     """
 
     step: int
@@ -141,7 +133,7 @@ class CheckpointWriter:
         )
         return self._staging.nbytes
 
-    def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Saving:
+    def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> None:
         """Copy the values of ``pieces`` aside and begin to write them; afterwards the values may change.
 
         All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and at least one rank
@@ -173,7 +165,6 @@ class CheckpointWriter:
             job.filled.set()
             if not streaming:
                 self._thread.start()
-        return Saving(step, job.nbytes, job.stall)
 
     @property
     def under_way(self) -> bool:

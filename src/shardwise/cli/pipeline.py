@@ -146,9 +146,7 @@ def run_draw(
     json: bool,
 ) -> None:
     """Draw the simulations of the pipelines, one above the other."""
-    drawings = [
-        drawing(*simulated(options), options.norm or "barrier") for options in resolved(path, overrides, pipelines)
-    ]
+    drawings = [drawing(*simulated(options), str(options.norm)) for options in resolved(path, overrides, pipelines)]
     _deliver(drawings, None, out, trace, json)
 
 

@@ -38,9 +38,7 @@ OF_NAME = r"(?<=\.)(?!\d)"
 """This matches the places where the name of a parameter or unit may be broken into lines."""
 
 
-def run(
-    path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None, per_host: int | None = None
-) -> None:
+def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None, per_host: int | None) -> None:
     """Capture the model and print what a step of the plan does, or draw it into ``picture``; nothing is trained."""
     if picture is not None:
         check_format(picture, "--picture")

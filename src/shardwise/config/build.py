@@ -14,9 +14,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
-from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
+from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
 from shardwise.data.tokenise import OnProgress
+from shardwise.data.tokenizer import open_tokenizer
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel

@@ -38,12 +38,11 @@ class Fragment(NamedTuple):
     """A fragment is the text of one document, or a part of it.
 
     ``digest`` is the SHA-256 of the whole document, or None if it has to be computed from ``text``, which is then the
-    whole document; ``first`` and ``last`` say whether the document begins and ends here; ``path`` is its file.
+    whole document; ``last`` says whether the document ends here; ``path`` is its file.
     """
 
     text: bytes
     digest: bytes | None = None
-    first: bool = True
     last: bool = True
     path: str = ""
 
@@ -115,9 +114,7 @@ def _text(span: Span) -> Fragment:
     with open(span.path, "rb") as file:
         start, stop = (_cut(file, place, size) for place in (span.start, span.stop))
         file.seek(start)
-        return Fragment(
-            file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size, span.path
-        )
+        return Fragment(file.read(stop - start), bytes.fromhex(span.digest), span.stop == size, span.path)
 
 
 def _cut(file: BinaryIO, place: int, size: int) -> int:

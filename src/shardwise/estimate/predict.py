@@ -40,7 +40,6 @@ class Prediction:
     """
 
     rank: int
-    device: str
     program: Program
     timeline: Timeline
     persistent: Mapping[Buffer, int]
@@ -154,7 +153,7 @@ class _Memory(Subject):
             host[Category.TEMPORARY] = max(here.steps.values(), default=0) + kept
         unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
         at = describe(found.instructions[found.at], trace)
-        return Prediction(rank, self.device, program, found, there.persistent, host, at, unknown)
+        return Prediction(rank, program, found, there.persistent, host, at, unknown)
 
 
 def describe(one: Instruction, trace: Trace) -> str:

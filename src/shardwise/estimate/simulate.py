@@ -63,13 +63,6 @@ class Costs:
                 raise ConfigError.on(f"costs.{name}", wrong, f"{wanted} finite numbers of at least 0.")
             object.__setattr__(self, name, values)
 
-    @classmethod
-    def uniform(
-        cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0
-    ) -> Costs:
-        """Return the costs of equal stages, with one byte of activations each."""
-        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
-
     @property
     def stages(self) -> int:
         return len(self.forward)
@@ -87,10 +80,9 @@ class Simulation:
     ``seconds`` is the time of the step.  Under ``barrier`` it is from the first task to the end of the slowest
     optimizer step; under ``post-validate`` the longest that any rank takes from its first task to the end of its own
     optimizer step, as steps follow each other at that period.  ``work`` has the seconds that each rank computes, its
-    optimizer step included.  ``peak_activations`` is, for each rank, the most pairs (stage, microbatch) that are
-    between F and the end of B or W at once, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as
-    (rank, place in its list), of tasks that each started when the one before had ended or arrived; the last ends the
-    step.
+    optimizer step included.  ``peak_bytes`` is, for each rank, the most bytes of activations at once.  ``critical``
+    is the path, as (rank, place in its list), of tasks that each started when the one before had ended or arrived; the
+    last ends the step.
     """
 
     timetable: Timetable
@@ -98,7 +90,6 @@ class Simulation:
     stop: tuple[Floats, ...]
     seconds: float
     work: Floats
-    peak_activations: tuple[int, ...]
     peak_bytes: tuple[float, ...]
     critical: tuple[tuple[int, int], ...]
 
@@ -148,7 +139,7 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
     start, stop = tuple(map(np.array, events.start)), tuple(map(np.array, events.stop))
     table = costs.seconds
     work = step + [sum(table[kind][stage] for kind, stage, _ in tasks) for tasks in timetable]
-    return Simulation(timetable, start, stop, float(seconds), work, *_peaks(timetable, costs), events.path(last))
+    return Simulation(timetable, start, stop, float(seconds), work, _peaks(timetable, costs), events.path(last))
 
 
 class _Events:
@@ -251,11 +242,8 @@ def _words(task: Task) -> str:
     return f"{task.kind} of stage {task.stage} and microbatch {task.microbatch}"
 
 
-def _peaks(timetable: Timetable, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return each rank's most activations alive at once, and their most bytes: F takes them, B or W releases them."""
+def _peaks(timetable: Timetable, costs: Costs) -> tuple[float, ...]:
+    """Return each rank's most bytes of activations at once: F takes them, B or W releases them."""
     taken = {"F": costs.activations, "W": [-x for x in costs.weight_activations], "B": [-x for x in costs.activations]}
     taken["I"] = [kept - held for kept, held in zip(costs.weight_activations, costs.activations, strict=True)]
-    counted = {"F": 1, "I": 0, "W": -1, "B": -1}
-    counts = [max(accumulate(counted[kind] for kind, _, _ in tasks)) for tasks in timetable]
-    sizes = [max(accumulate(taken[kind][stage] for kind, stage, _ in tasks)) for tasks in timetable]
-    return tuple(counts), tuple(sizes)
+    return tuple(max(accumulate(taken[kind][stage] for kind, stage, _ in tasks)) for tasks in timetable)

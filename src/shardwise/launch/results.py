@@ -150,21 +150,21 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
-    """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank`` writes.
+def save_weights(whole: WholeState, path: Path) -> None:
+    """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and rank 0 writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
     """
-    if whole.comm.rank != rank:
-        for _ in whole.collect(rank):
+    if whole.comm.rank != 0:
+        for _ in whole.collect(0):
             continue
         return
     names, described = whole.first_names, whole.describe()
     tensors = [(name, *described[name]) for name, first in names.items() if name == first]
     part = path.with_suffix(".part")
     tied = {name: first for name, first in names.items() if name != first}
-    write_as_they_come(part, tensors, whole.collect(rank), {"format": "pt", **tied})
+    write_as_they_come(part, tensors, whole.collect(0), {"format": "pt", **tied})
     part.replace(path)
 
 

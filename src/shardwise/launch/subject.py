@@ -15,7 +15,7 @@ from shardwise.config.build import LossFunction
 from shardwise.core.devices import DeviceModel
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.data import Loader
+from shardwise.data.loader import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
