@@ -17,12 +17,12 @@ from shardwise.core.timetable import read
 from shardwise.estimate.devices import Device
 from shardwise.estimate.simulate import simulate
 from shardwise.launch import ordering
-from shardwise.launch.folder import PLAN
 from shardwise.launch.forecast import Forecast
-from shardwise.launch.ordering import SCHEDULE, chosen_before, settle
+from shardwise.launch.ordering import chosen_before, settle
 from shardwise.launch.subject import forecast, load_anywhere, subject
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN, SCHEDULE
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 

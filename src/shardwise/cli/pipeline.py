@@ -22,6 +22,7 @@ from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
 from shardwise.lower.versions import steady_batches
 from shardwise.parallel.schedule import check_schedule, timetable
+from shardwise.report.files import writing
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, plural, print_json, show
@@ -266,12 +267,8 @@ def _deliver(
     if out is not None:
         picture(drawings).write(out, "--out")
     if trace is not None:
-        try:
-            trace.parent.mkdir(parents=True, exist_ok=True)
+        with writing(trace, "--perfetto"):
             trace.write_text(jsonlib.dumps(perfetto(traced or drawings)) + "\n", encoding="utf-8")
-        except OSError as error:
-            words = f"cannot be written: {error.strerror or error}"
-            raise ConfigError(f"--perfetto {trace}: {words}; legal: a file in a writable folder") from None
     if json:
         print_json({"drawings": [one.to_dict() for one in drawings]})
         return

@@ -16,13 +16,12 @@ from shardwise.config.sections import SECTIONS
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
-from shardwise.report.lines import parsed_line
+from shardwise.report.files import METRICS, PLAN, RESULT, WEIGHTS, parsed_line, write_whole
 
 from .monitor import RANKS_LOCK
 
 CHECKPOINTS = "checkpoints"
-PLAN = "plan.toml"
-LEFT = ("metrics.jsonl", "weights.safetensors")  # worth keeping even without a checkpoint
+LEFT = (METRICS, WEIGHTS)  # worth keeping even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
 SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
@@ -57,7 +56,7 @@ def prepare_folder(config: Config) -> FoundRun:
     configuration, naming the keys, or has taken more than ``train.steps``.
     """
     folder = Path(config.train.run_dir)
-    finished = (folder / "result.json").exists()
+    finished = (folder / RESULT).exists()
     path = latest(folder / CHECKPOINTS)
     if path is None:
         left = finished or any((folder / name).exists() and (folder / name).stat().st_size for name in LEFT)
@@ -147,7 +146,5 @@ def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     kept = [values for values in read_lines(path) if values["step"] < before]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, "".join(json.dumps(values) + "\n" for values in kept))
     return kept

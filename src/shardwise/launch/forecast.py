@@ -28,12 +28,12 @@ from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN
 from shardwise.report.tables import size
 from shardwise.shard.solver.cost_model import Seconds
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
-from .folder import PLAN
 from .left_open import OPEN, WAYS, Before, left_open
 
 

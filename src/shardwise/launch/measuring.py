@@ -19,6 +19,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
 from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.report.files import MEMORY
 from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
 
@@ -26,7 +27,6 @@ from .forecast import Forecast
 from .forecast_shown import account, headline
 from .results import write_json
 
-MEMORY = "memory.json"
 """The file in the run's folder that rank 0 writes the prediction and the measurement to."""
 
 

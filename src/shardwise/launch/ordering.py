@@ -31,6 +31,7 @@ from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN, SCHEDULE
 from shardwise.report.tables import size
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.alone import AloneCommunicator
@@ -39,11 +40,10 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
 
-from .folder import PLAN, plan_of
+from .folder import plan_of
 from .forecast import Forecast
 from .results import write_json
 
-SCHEDULE = "schedule.json"
 """The file in the run's folder that rank 0 writes the choice to."""
 WARMUP, STEPS, PINGS = 1, 3, 5
 TOO_LARGE = b"too large"

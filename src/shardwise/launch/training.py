@@ -26,12 +26,13 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
 from shardwise.parallel.tensor import across_hosts
+from shardwise.report.files import PLAN
 from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, mixed, room_to_start
-from .folder import PLAN, plan_of
+from .folder import plan_of
 from .forecast import Forecast, uncollected
 from .left_open import Before
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes

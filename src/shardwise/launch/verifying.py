@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.report.files import CONFIG
+
 from .rank import rank_process
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def main() -> None:
 
         from .results import write_json
 
-        config = load_config(run_dir / "config.toml")
+        config = load_config(run_dir / CONFIG)
         torch.set_num_threads(config.train.threads)
         comm = connect(build_plan(config).mesh, torch.device("cpu"), on_wait=progress.wait)
         try:

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from .lines import parsed_line
+from .files import ABOUT, EVALUATIONS, METRICS, parsed_line
 from .tables import count, decimal, duration, pairs, show, size
 
 RECENT = 20  # the number of steps whose median speed is shown
@@ -56,10 +56,10 @@ class Display:
 
     def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
         self._console, self._steps, self._start = console, steps, start
-        self._evaluations, self._evaluated, self._first = Follower(run_dir / "evaluations.jsonl"), first, first
-        self._about = run_dir / "about.json"
+        self._evaluations, self._evaluated, self._first = Follower(run_dir / EVALUATIONS), first, first
+        self._about = run_dir / ABOUT
         self._described = False
-        self._follower = Follower(run_dir / "metrics.jsonl")
+        self._follower = Follower(run_dir / METRICS)
         self._recent: deque[Metrics] = deque(maxlen=RECENT)
         self._shown = float("-inf")
         self._bar = _Bar(console, steps, start) if console.is_terminal else None

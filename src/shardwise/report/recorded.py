@@ -14,8 +14,8 @@ from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
+from .files import parsed_line
 from .kinds import kind_of
-from .lines import parsed_line
 from .simulated import drawing
 from .timetable import COMPUTE, Drawing, TimeBox, mark_critical
 
