@@ -15,7 +15,7 @@ from saving_of_checkpoints import blank, cut_pieces, flat_pieces, load, on_ranks
 
 import shardwise.checkpoint.container as container
 import shardwise.checkpoint.staging as staging
-from shardwise.checkpoint.atoms import Gather, Piece, dtype_names
+from shardwise.checkpoint.atoms import DTYPES, Gather, Piece
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -51,7 +51,7 @@ def test_saved_on_n_ranks_loaded_on_m(tmp_path: Path, n: int, m: int, staging: i
 
 
 def test_every_dtype_and_the_files_are_safetensors(tmp_path: Path) -> None:
-    for name, dtype in dtype_names().items():
+    for name, dtype in DTYPES.items():
         bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
         tensors = {
             "x": bits.view(dtype).reshape(2, 3),

@@ -18,7 +18,7 @@ from .container import write_file
 from .folder import sync_folder
 from .manifest import TensorRecord
 from .reader import Checkpoint
-from .weights import INDEX, MODEL, SINGLE, aliases_of
+from .weights import INDEX, MODEL, SINGLE, aliases_of, model_tensors
 
 SHARD_BYTES = 5 * 2**30  # the most bytes of one file
 
@@ -94,16 +94,10 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorRecord]:
     """Return the model's tensors by their names in the model, with the dtypes that they are written in."""
-    found = {}
-    for name, one in checkpoint.tensors.items():
-        if name.startswith(MODEL):
-            chosen = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
-            found[name.removeprefix(MODEL)] = TensorRecord(one.shape, chosen, ())
-    if not found:
-        raise ConfigError(
-            f"{checkpoint.path}: holds no tensor whose name begins with {MODEL!r}: there is no model to export"
-        )
-    return found
+    return {
+        name: TensorRecord(one.shape, dtype if dtype is not None and one.dtype.is_floating_point else one.dtype, ())
+        for name, one in model_tensors(checkpoint).items()
+    }
 
 
 def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:

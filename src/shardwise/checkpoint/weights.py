@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
-from .container import Entry, read_header
+from .container import Entry, opened, read_header
 from .folder import MANIFEST
+from .manifest import TensorRecord
 from .reader import Checkpoint
 from .strict import Fields, FileError, parse_json, read_bytes
 
@@ -102,12 +102,18 @@ def _pickled(names: Iterable[str]) -> str:
 def _from_checkpoint(path: Path) -> Weights:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
-    held = {name.removeprefix(MODEL): one for name, one in checkpoint.tensors.items() if name.startswith(MODEL)}
-    if not held:
-        raise FileError(path, f"holds no tensor whose name begins with {MODEL!r}")
+    held = model_tensors(checkpoint)
     shapes = {name: one.shape for name, one in held.items()}
     dtypes = {name: one.dtype for name, one in held.items()}
     return Weights(path, shapes, dtypes, aliases_of(checkpoint), lambda name: checkpoint.read(MODEL + name))
+
+
+def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
+    """Return the records of the model's tensors by their names in the model; raise ConfigError where there are none."""
+    held = {name.removeprefix(MODEL): one for name, one in checkpoint.tensors.items() if name.startswith(MODEL)}
+    if not held:
+        raise FileError(checkpoint.path, f"holds no tensor whose name begins with {MODEL!r}: there is no model")
+    return held
 
 
 def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
@@ -153,12 +159,8 @@ def _from_files(path: Path, files: list[Path], where: Mapping[str, str] | None) 
 
 
 def _read(file: Path, name: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-    except (SafetensorError, OSError) as error:
-        raise FileError(file, f"cannot be read: {error}") from error
+    with opened(file) as read:
+        return read(name)
 
 
 class Fitting(Mapping[str, Tensor]):

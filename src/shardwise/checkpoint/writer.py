@@ -279,23 +279,20 @@ class CheckpointWriter:
         name = names.rank_file(self.rank)
         if not job.entries:
             return RankRecord.of(job.pieces, [], None, 0, "", job.problem)
-        file: HashedFile | None = None
         try:
-            file = HashedFile(part / name)
-            head = header(job.entries, {"format": "pt", "step": str(job.step), "rank": str(self.rank)})
-            file.write(head)
-            while (chunk := job.stream.take()) is not None:
-                file.write(chunk)
-            whole = file.nbytes == len(head) + job.nbytes
-            file.sync()
+            with HashedFile(part / name) as file:
+                head = header(job.entries, {"format": "pt", "step": str(job.step), "rank": str(self.rank)})
+                file.write(head)
+                while (chunk := job.stream.take()) is not None:
+                    file.write(chunk)
+                whole = file.nbytes == len(head) + job.nbytes
+                file.sync()
             error = job.problem or (None if whole else "the values were not staged to the end")
             return RankRecord.of(job.pieces, job.entries, name, file.nbytes, file.sha256, error)
         except Exception as failed:
             return RankRecord.of([], [], name, 0, "", f"{part / name}: {_words(failed)}")
         finally:
             job.stream.give_up()
-            if file is not None:
-                file.close()
 
     def _commit(self, job: _Job, part: Path, records: list[RankRecord]) -> End:
         """Complete the checkpoint, on rank 0, and then remove those that need not be kept."""

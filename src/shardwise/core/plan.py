@@ -108,7 +108,7 @@ class Plan:
         lines += [f"vertical_sync = {str(self.pipeline.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.pipeline.stages)}"]
         lines += ["timetable = [", *(f"    {_quote(text)}," for text in self.pipeline.timetable), "]"]
-        lines += [f"{key} = {_quote(values[key])}" for key in WORDS]
+        lines += [f"{key} = {_quote(values[key])}" for key in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]
         lines += ["", "[pins]", *(f"{_quote(pattern)} = {_quote(text)}" for pattern, text in self.tensor.pins)]
@@ -150,12 +150,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """These options each take one of the listed words."""
 
-COUNTS = ("prefetch", "stages_per_rank", "window", "tensor_bytes")
-WORDS = (
-    "recompute", "precision", "schedule", "norm", "tensor", "tensor_plan", "dropout", "offload", "gathered", "reduced",
-    "reduce",
-)  # fmt: skip
-"""TOML has the counts and the words in these orders, so that it stays the same as in files of old runs."""
+COUNTS = tuple(key for key, (_, option) in OPTIONS.items() if "least" in option.metadata)
+"""These options are each an integer."""
 
 
 def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.core.layout import shard_sizes
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
@@ -127,7 +128,7 @@ def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
 def _scalars(precision: str) -> int:
     """Return the bytes of the loss, the norm and the wish to stop; of whether steps are halted; and of the loss scale,
     its counters, and the scale of the step."""
-    return 3 * (8 if precision == "fp64" else 4) + 4 + (16 if precision == "fp16" else 0)
+    return 3 * scalar_bytes(precision) + 4 + (16 if precision == "fp16" else 0)
 
 
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
@@ -169,7 +170,7 @@ class ProgramSizes:
         self.microbatches = self.microbatches or len(self.traces)
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
-        self.scalar = 8 if trace.precision == "fp64" else 4
+        self.scalar = scalar_bytes(trace.precision)
         self.norms = self.scalar * norms_of(trace)  # the bytes of one rank's
         # The bytes of a batch's rows, loss, norm and wish to stop.
         self.batch = self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar
