@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Config, Data, Hardware, build_data, build_dataset, build_model, load_config
+from shardwise.config import Config, Data, Hardware, build_data, build_model, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.data.bpe import train_tokenizer
@@ -61,7 +61,8 @@ def test_the_two_sides(words: Path) -> None:
     assert found.notices == ()
     assert found.digest == data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=16").digest
     assert found.digest != data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=17").digest
-    dataset, decode = build_dataset(load(f"data.source={words}", "data.sequence_length=16"))
+    every = data(f"data.source={words}", "data.sequence_length=16")
+    dataset, decode = every.train, every.decode
     assert decode is not None and len(dataset) > len(found.train)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config, build_dataset, build_plan
+from shardwise.config import Config, build_data, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
@@ -42,7 +42,7 @@ def made(given: Config, tp: int = 1) -> Compiled:
 
 def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Forecast]:
     """The forecasts of all ranks, as threads."""
-    dataset, _ = build_dataset(given)
+    dataset = build_data(given).train
 
     def rank(comm: ThreadCommunicator) -> Forecast:
         found = Forecast.of(given, compiled, Device("a device", "cpu", budget, budget))

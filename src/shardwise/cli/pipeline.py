@@ -222,7 +222,7 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     elif schedule == AUTO:
         limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
         chosen = auto(ranks, microbatches, costs, limit, norm)
-        name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation
+        name, simulation = f"{AUTO}: {chosen.words}", chosen.simulation
     else:
         name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, norm)
     several = f" x {each} stages" if each > 1 else ""

@@ -106,12 +106,6 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
 
 
-def build_dataset(config: Config) -> tuple[Any, Decode | None]:
-    """Return the training data and, for text, the function that turns tokens into text (:func:`build_data`)."""
-    data = build_data(config)
-    return data.train, data.decode
-
-
 def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:
     data = config.data
     return open_corpus(

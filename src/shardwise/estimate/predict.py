@@ -162,17 +162,13 @@ def describe(one: Instruction, trace: Trace) -> str:
     if one.unit >= 0:
         words.append(f"of {trace.units[one.unit].name}")
     if one.bucket >= 0:
-        words.append(f"of {bucket_name(trace, trace.buckets[one.bucket])}")
+        names = [trace.units[u].name for u in trace.buckets[one.bucket].units]
+        words.append(f"of {' and '.join(names)}")
     if one.op is Op.REDUCE:
         words.append(f"over {', '.join(one.axes)}")
     if one.microbatch >= 0:
         words.append(f"in microbatch {one.microbatch}")
     return " ".join(words)
-
-
-def bucket_name(trace: Trace, bucket: Bucket) -> str:
-    """Return the names of the units whose parameters the bucket has."""
-    return " and ".join(trace.units[u].name for u in bucket.units)
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:

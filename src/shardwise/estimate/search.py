@@ -41,6 +41,11 @@ class Found:
     simulation: Simulation
     named: Found | None = None
 
+    @property
+    def words(self) -> str:
+        """The name without ``auto``, such as ``from zb-h2``."""
+        return self.name.removeprefix("auto ")
+
 
 @dataclass(frozen=True)
 class _State:

@@ -100,8 +100,18 @@ def check_kernels(local: int) -> None:
     """Raise :class:`ConfigError` if this torch has no kernels for one of this machine's first ``local`` devices."""
     backend = Backend.here()
     lacking = backend.without_kernels(local)
-    if lacking:
-        raise ConfigError(_without_kernels(backend, *lacking[0]))
+    if not lacking:
+        return
+    name, capability = lacking[0]
+    card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
+    build = card.build(torch.__version__)
+    mend = (
+        f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
+    )
+    raise ConfigError(
+        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
+        f"{drivers.in_words(capability)}: it has those of {backend.kernels}; {mend} hide the card with {card.hides}"
+    )
 
 
 def check_ranks(ranks: int, local: int) -> None:
@@ -116,19 +126,6 @@ def check_ranks(ranks: int, local: int) -> None:
         wrong = f"torch has nothing by which {ranks} ranks on devices of type {backend.type} communicate"
         raise ConfigError.on("train.devices", wrong, "1")
     check_possible(backend, backend.transport, ranks, local)
-
-
-def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -> str:
-    card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
-    build = card.build(torch.__version__)
-    mend = (
-        f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
-    )
-    return (
-        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
-        f"{drivers.in_words(capability)}: it has those of "
-        f"{backend.kernels}; {mend} hide the card with {card.hides}"
-    )
 
 
 # ---- between ranks ---------------------------------------------------------------------------------------------------

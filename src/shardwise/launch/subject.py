@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
-from shardwise.config.build import LossFunction
+from shardwise.config import Config, Hardware, build_data, build_model, build_plan, load_config
+from shardwise.config.build import Constructor, LossFunction
 from shardwise.core.devices import DeviceModel
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
@@ -26,8 +27,6 @@ from shardwise.lower.versions import steady
 from .forecast import Forecast, uncollected
 from .left_open import left_open
 from .ordering import settle_by_costs, unordered
-
-EXAMPLE_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,21 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
     """
     constructor, loss = build_model(config)
-    recorded = record(constructor, seed=config.train.seed)
-    initial = Values.of_recorded(recorded, config.train.seed)
+    initial = initial_values(config, constructor)
     module = initial.whole() if weights else initial.structure()
-    dataset, _ = build_dataset(config)
-    with Loader(dataset, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
+    with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
+
+
+def initial_values(config: Config, constructor: Constructor) -> Values:
+    """Return the initial values that the constructor gives under the seed of ``config``; nothing is computed yet."""
+    return Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+
+
+def example_of(dataset: Any) -> dict[str, Tensor]:
+    """Return the first two rows of a dataset, or the only one; the model is captured with them."""
+    samples = Samples(dataset)
+    return samples.read(range(min(2, samples.size)))
 
 
 def compiled_here(
@@ -89,7 +97,8 @@ def settled(config: Config, compiled: Compiled) -> Compiled:
     """Return ``compiled`` under the plan that this machine would train, with a note on what the config leaves open."""
     if not opens(config):
         return compiled
-    found = _ordered(Forecast.of(config, compiled, _device(config)))
+    found = Forecast.of(config, compiled, _device(config))
+    settle_by_costs(found)
     found.compiled.general.notes += [found.note] if found.note is not None else []
     return found.compiled
 
@@ -115,7 +124,9 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     """
     with config.answering():
         device = device or _device(config)
-        return _ordered(Forecast.of(config, _compiled(config, device.kind, device.model), device))
+        found = Forecast.of(config, _compiled(config, device.kind, device.model), device)
+        settle_by_costs(found)
+        return found
 
 
 def check_plan(config: Config, device: torch.device) -> None:
@@ -137,20 +148,11 @@ def _compiled(
 ) -> Compiled:
     """Compile the model without weights for its plan, with the rates of the device ``model``, else of its ``kind``."""
     constructor, loss = build_model(config)
-    dataset, _ = build_dataset(config)
-    samples = Samples(dataset)
-    example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
+    example = example_of(build_data(config).train)
     with uncollected():
-        module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
+        module = initial_values(config, constructor).structure()
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
             model=model, per_host=ranks_of_a_host(plan.mesh),
         )  # fmt: skip
-
-
-def _ordered(found: Forecast) -> Forecast:
-    """Find a timetable for the pipeline where the config leaves it open, and return the same forecast."""
-    if unordered(found.config):
-        settle_by_costs(found)
-    return found

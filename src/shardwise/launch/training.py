@@ -18,9 +18,7 @@ from shardwise.config import Config, build_data, build_loss_scale, build_model, 
 from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
 from shardwise.core.plan import Plan
-from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
-from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
@@ -41,7 +39,7 @@ from .ordering import settle, unordered
 from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
-from .subject import EXAMPLE_ROWS
+from .subject import example_of, initial_values
 
 DEVICE_TIMEOUT = 600.0
 """The number of seconds that a collective may be pending on a device.  It is longer than any phase for which a host is
@@ -108,8 +106,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     module = initial.module
     progress.phase("opening the data")
     data = build_data(config)
-    samples = Samples(data.train)
-    example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
+    example = example_of(data.train)
     progress.phase("choosing kernels")
     rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
@@ -177,7 +174,7 @@ def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float]
 
 def _initial(config: Config, constructor: Constructor) -> Values:
     """Return the initial values, of the constructor or of ``model.weights``, which must fit; nothing is read yet."""
-    initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+    initial = initial_values(config, constructor)
     if config.model.weights is None:
         return initial
     found = fit_weights(Path(config.model.weights), initial.module)

@@ -35,9 +35,9 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         plan = found.plan
         if plan.overlaps:
             found = subject(config, OVERLAPPING_STEPS)
-        captured = settled(config, compiled_here(config, found, device=device)) if opens(config) else None
-        if captured is None and device is not None:
-            captured = compiled_here(config, found, device=device)
+        captured = None
+        if opens(config) or device is not None:
+            captured = settled(config, compiled_here(config, found, device=device))
         run = run_threads if comm is None else _one_rank(comm)
         return verify(
             found.module,

@@ -125,10 +125,7 @@ class Display:
 
     def _line(self, last: Metrics) -> str:
         digits = len(str(self._steps))
-        return (
-            f"step {last['step'] + 1:>{digits}}/{self._steps}  loss {decimal(last['loss'])}  "
-            f"{self._speed:,.0f} tokens/s  {_mfu(last)}{duration(self._left)} left"
-        )
+        return f"step {last['step'] + 1:>{digits}}/{self._steps}  {_numbers(last, self._speed, self._left)}"
 
 
 def describe(about: Metrics) -> list[str]:
@@ -147,8 +144,9 @@ def describe(about: Metrics) -> list[str]:
     return lines + [f"note: {note}" for note in about["notes"]]
 
 
-def _mfu(last: Metrics) -> str:
-    return f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
+def _numbers(last: Metrics, speed: float, left: float) -> str:
+    mfu = f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
+    return f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {mfu}{duration(left)} left"
 
 
 class _Bar:
@@ -165,7 +163,7 @@ class _Bar:
         self.start, self.stop, self.refresh = self._progress.start, self._progress.stop, self._progress.refresh
 
     def show(self, last: Metrics, speed: float, left: float) -> None:
-        numbers = f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {_mfu(last)}{duration(left)} left"
+        numbers = _numbers(last, speed, left)
         done = last["step"] + 1
         description = f"step {done}/{self._steps}" if done < self._steps else "saving"
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
