@@ -23,7 +23,10 @@ def numbers(name: str, ranks: int = 8, microbatches: int = 20) -> Iterator[tuple
     """All legal (ranks, microbatches, stages per rank) up to these, with one to four stages a rank."""
     schedule = SCHEDULES[name]
     for p in range(1, ranks + 1):
-        for m in range(max(1, schedule.each * p), min(microbatches, schedule.most or microbatches) + 1):
+        for m in range(
+            max(1, schedule.min_microbatches_per_rank * p),
+            min(microbatches, schedule.max_microbatches or microbatches) + 1,
+        ):
             yield from ((p, m, v) for v in range(1, 5) if schedule.takes(v))
 
 

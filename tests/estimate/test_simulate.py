@@ -345,7 +345,9 @@ def test_64_stages_and_512_microbatches_take_less_than_a_second(name: str) -> No
 
     def once() -> float:
         began = time.process_time()
-        found = simulate(timetable(name, 64 // v, SCHEDULES[name].most or 512, v), uniform(64, transfer=0.1))
+        found = simulate(
+            timetable(name, 64 // v, SCHEDULES[name].max_microbatches or 512, v), uniform(64, transfer=0.1)
+        )
         spent = time.process_time() - began
         assert np.isfinite(found.seconds)
         return spent

@@ -36,9 +36,9 @@ from shardwise.launch.devices import (
     check_free,
     check_ranks,
     check_torch,
+    explain_out_of_memory,
     mixed,
     occupied,
-    room_to_start,
 )
 from shardwise.launch.ready import Surroundings
 from shardwise.runtime import connect as connecting
@@ -485,10 +485,10 @@ def test_a_card_so_full_that_nothing_starts_is_refused_by_name(
     monkeypatch.setattr(Backend, "uuid", full)  # the driver may not answer for it either
     with (
         pytest.raises(ConfigError, match="the driver does not say who holds it"),
-        room_to_start(torch.device("cuda", 0)),
+        explain_out_of_memory(torch.device("cuda", 0)),
     ):
         full()
-    with pytest.raises(RuntimeError, match="anything else"), room_to_start(torch.device("cuda", 0)):
+    with pytest.raises(RuntimeError, match="anything else"), explain_out_of_memory(torch.device("cuda", 0)):
         raise RuntimeError("anything else")
 
 

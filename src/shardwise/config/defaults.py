@@ -11,7 +11,7 @@ from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
 from shardwise.core.tensor_options import TensorOptions
-from shardwise.core.timetable import homes, read
+from shardwise.core.timetable import rank_of_stage, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 from shardwise.parallel.schedule import check_schedule
@@ -305,7 +305,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
     texts, stages, each = (draft[f"parallel.{key}"] for key in ("timetable", "stages", "stages_per_rank"))
     if texts is not None:
         try:
-            each = len(homes(read(texts, pp, each, microbatches))) // pp
+            each = len(rank_of_stage(read(texts, pp, each, microbatches))) // pp
         except ConfigError as error:
             draft.refuse_field(error)
             return

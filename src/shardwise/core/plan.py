@@ -63,8 +63,8 @@ class Plan:
 
     def replace(self, **changes: Any) -> Plan:
         """Return the plan with some of its flat options changed, checked again."""
-        check_keys("plan", changes, (*OWN, *OPTIONS))
-        own = {key: value for key, value in changes.items() if key in OWN}
+        check_keys("plan", changes, (*UNGROUPED, *OPTIONS))
+        own = {key: value for key, value in changes.items() if key in UNGROUPED}
         groups: dict[str, dict[str, Any]] = {}
         for key, (group, option) in OPTIONS.items():
             if key in changes:
@@ -126,7 +126,7 @@ class Plan:
             values: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"plan: not TOML: {error}.") from error
-        check_keys("plan", values, (*OWN, *OPTIONS))
+        check_keys("plan", values, (*UNGROUPED, *OPTIONS))
         if "mesh" in values:
             values["mesh"] = Mesh(tuple(_records("mesh", values["mesh"], Axis)))
         if "parameters" in values:
@@ -134,13 +134,13 @@ class Plan:
         return Plan.of(**values)
 
 
-OWN = ("mesh", "microbatches")
+UNGROUPED = ("mesh", "microbatches")
 """These options are in no group."""
 
 OPTIONS: Mapping[str, tuple[str, Field[Any]]] = {
     key_of(option): (group.name, option)
     for group in fields(Plan)
-    if group.name not in OWN
+    if group.name not in UNGROUPED
     for option in fields(getattr(Plan(), group.name))
 }
 """This maps the name that users write of every other option to its group and its field there."""

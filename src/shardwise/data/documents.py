@@ -67,7 +67,7 @@ def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list
         yield group
 
 
-def measure(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
+def byte_counter(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
     """Return a function that gives the number of bytes of a piece and is to be called once for each piece: a file that
     is cut by rows counts with its first piece."""
     whole = {file.path: file.size for file in files if file.kind in CUT_BY_ROWS}

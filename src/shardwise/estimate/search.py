@@ -177,7 +177,9 @@ def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
     return {
         name: timetable(name, ranks, microbatches, v)
         for name, schedule in SCHEDULES.items()
-        if schedule.takes(v) and not schedule.asynchronous and (schedule.most or microbatches) >= microbatches
+        if schedule.takes(v)
+        and not schedule.asynchronous
+        and (schedule.max_microbatches or microbatches) >= microbatches
     }
 
 

@@ -159,7 +159,7 @@ class _Events:
         self.where: list[tuple[int, int]] = [(-1, -1)] * (3 * costs.stages * self.microbatches)
         # A kind and stage has the number of its task of microbatch 0 and of the one that this needs (negative: none),
         # the seconds between the two, and its own seconds.
-        self.lanes: dict[tuple[str, int], tuple[int, int, float, float]] = {}
+        self.kinds: dict[tuple[str, int], tuple[int, int, float, float]] = {}
         seconds, n = costs.seconds, costs.stages
         for stage in range(n):
             before, after = (
@@ -170,20 +170,20 @@ class _Events:
             rows = {"F": (0, stage - 1, before), "B": (1, back, after), "I": (1, back, after), "W": (2, n + stage, 0.0)}
             for kind, (row, need, delay) in rows.items():
                 first = (row * n + stage) * self.microbatches
-                self.lanes[kind, stage] = (first, need * self.microbatches, delay, seconds[kind][stage])
+                self.kinds[kind, stage] = (first, need * self.microbatches, delay, seconds[kind][stage])
 
     def play(self) -> None:
         """Let each rank run until it waits for a task that has not run; that task wakes it."""
         ended: list[float | None] = [None] * len(self.where)
         waits: dict[int, int] = {}  # the rank that waits for each task
-        lanes, where, ready = self.lanes, self.where, list(range(len(self.timetable)))
+        kinds, where, ready = self.kinds, self.where, list(range(len(self.timetable)))
         while ready:
             rank = ready.pop()
             tasks, start, stop, cause = self.timetable[rank], self.start[rank], self.stop[rank], self.cause[rank]
             now = stop[-1] if stop else 0.0
             for place in range(len(stop), len(tasks)):
                 kind, stage, microbatch = tasks[place]
-                first, need, delay, seconds = lanes[kind, stage]
+                first, need, delay, seconds = kinds[kind, stage]
                 number, need, because = first + microbatch, need + microbatch, -1
                 if need >= 0:
                     arrival = ended[need]
@@ -212,7 +212,7 @@ class _Events:
         rank, chain, words = min(first), list[int](), list[str]()
         while rank not in chain:
             chain.append(rank)
-            begin, need, _, _ = self.lanes[first[rank][:2]]
+            begin, need, _, _ = self.kinds[first[rank][:2]]
             row, rest = divmod(need + first[rank].microbatch, len(self.where) // 3)
             stage, microbatch = divmod(rest, self.microbatches)
             after = self.home[stage]

@@ -30,7 +30,7 @@ SHOWN = 3  # the most processes that a message names
 NAME = 80  # the most characters of a device's name
 # A card counts as shared if more than this share of it is taken: a driver keeps some memory for itself, and this
 # process's context may be larger than what is assumed.
-LITTLE = 0.05
+OWN_SHARE = 0.05
 
 # ---- before ranks start ----------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Card:
     @property
     def shared(self) -> bool:
         """Return whether other processes hold a part of the device's memory."""
-        return self.total - self.free > LITTLE * self.total
+        return self.total - self.free > OWN_SHARE * self.total
 
 
 def cards_of(comm: Communicator) -> list[Card]:
@@ -201,7 +201,7 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
 
 
 @contextmanager
-def room_to_start(device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(device: torch.device) -> Iterator[None]:
     """Raise :class:`ConfigError` if the body of the ``with``, the first use of the device, runs out of its memory."""
     try:
         yield

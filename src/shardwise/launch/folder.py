@@ -24,11 +24,12 @@ CHECKPOINTS = "checkpoints"
 LEFT = (METRICS, WEIGHTS)  # worth keeping even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
-SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
-FREE = ("model.weights",)  # read only at the start of a run
-SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
-# Keys with these prefixes may change when a finished run goes on.
-LONGER = ("train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *FREE)
+MUST_MATCH = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
+START_ONLY = ("model.weights",)  # read only at the start of a run
+NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
+MAY_CHANGE_WHEN_FINISHED = (
+    "train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,20 @@ def prepare_folder(config: Config) -> FoundRun:
         return FoundRun(notices=_set_aside(folder))
     checkpoint = _opened(path)
     changes = dict(_changes(checkpoint.meta.get("config"), config))
-    if finished and (checkpoint.step >= config.train.steps or any(not key.startswith(LONGER) for key in changes)):
+    longer = checkpoint.step < config.train.steps and all(key.startswith(MAY_CHANGE_WHEN_FINISHED) for key in changes)
+    if finished and not longer:
         return FoundRun(notices=_set_aside(folder))
     if checkpoint.step > config.train.steps:
         there = f"the unfinished run in {folder} is at step {checkpoint.step} already"
         legal = f'at least {checkpoint.step}, another folder, or train.resume = "never", which sets that run aside'
         raise ConfigError.on(f"train.steps = {config.train.steps}", there, legal)
-    wrong = [key for key in changes if key.startswith(SAME) and key not in FREE]
+    wrong = [key for key in changes if key.startswith(MUST_MATCH) and key not in START_ONLY]
     if wrong:
         words = "; ".join(f"{key}: {changes[key]}" for key in wrong)
         there = f"an unfinished run of another configuration is there, at step {checkpoint.step} ({words})"
         legal = 'the same configuration, another folder, or train.resume = "never", which sets that run aside'
         raise ConfigError.on(f"train.run_dir = {shown(str(folder))}", there, legal)
-    told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
+    told = [f"{key}: {change}" for key, change in changes.items() if key not in NOT_REPORTED and key not in START_ONLY]
     notices = [f"going on from step {checkpoint.step} ({path})"]
     return FoundRun(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
 

@@ -23,7 +23,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS, OP_INFO
 from shardwise.core.plan import Plan
 from shardwise.core.schedules import AUTO
-from shardwise.core.timetable import Task, Timetable, read, written
+from shardwise.core.timetable import Task, Timetable, read, to_texts
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.order import Order, UnitCosts, order
 from shardwise.estimate.simulate import Costs
@@ -136,7 +136,7 @@ def _kept(forecast: Forecast, folder: Path) -> str:
 
 def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:
     each = len(stages) // plan.mesh.axis_size(PIPELINE)
-    return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=written(timetable))
+    return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=to_texts(timetable))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str,
     """
     plan = forecast.plan
     cut = forecast.compiled.cut(forecast.compiled.general)
-    plan = plan.replace(schedule=AUTO, timetable=written(_halved(cut.tasks(plan.microbatches))))
+    plan = plan.replace(schedule=AUTO, timetable=to_texts(_halved(cut.tasks(plan.microbatches))))
     compiled = forecast.compiled.under(plan)
     alone = AloneCommunicator(plan.mesh, comm.rank, comm.device)
     engine = Engine(compiled, alone, build_optimizer(forecast.config), seed=forecast.config.train.seed)

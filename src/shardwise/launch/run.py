@@ -238,17 +238,18 @@ class Run(Ready):
     def _sample(self, done: int) -> None:
         """Collect the state from all ranks, and let rank 0 write a sample."""
         self.side.progress.phase(f"writing a sample after step {done - 1}")
-        state = self.trainer.state_dict(rank=0) if self._writes else {}
-        text = self._text(state) if self._writes and self.trainer.comm.rank == 0 else None
+        state = self.trainer.state_dict(rank=0) if self._writes_samples else {}
+        text = self._text(state) if self._writes_samples and self.trainer.comm.rank == 0 else None
         if text is not None:
             append_line(self.folder / SAMPLES, {"step": done, "text": text}, self.side.tell)
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.text(done, "sample", text)
-        if self._writes:  # others wait here, where they are patient, and not in the next step's first collective
+        if self._writes_samples:
+            # Others wait here, where they are patient, and not in the next step's first collective.
             self.trainer.comm.barrier(what="the sample of rank 0")
 
     @property
-    def _writes(self) -> bool:
+    def _writes_samples(self) -> bool:
         """Return whether the model is one of shardwise's own, trained on text, so that it can write a sample."""
         return self.data.decode is not None and self.data.encode is not None and self.config.model.name is not None
 
@@ -315,7 +316,7 @@ class Run(Ready):
         """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
         written = {"weights": str(folder / WEIGHTS)}
-        if self._writes:
+        if self._writes_samples:
             self.side.progress.phase("writing a sample")
             text = self._text(load_file(folder / WEIGHTS))
             (folder / SAMPLE).write_text(text, encoding="utf-8")

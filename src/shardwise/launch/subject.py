@@ -24,13 +24,13 @@ from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
 
-from .forecast import Forecast, uncollected
+from .forecast import Forecast, without_gc
 from .left_open import left_open
 from .ordering import settle_by_costs, unordered
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """This holds a plan with its model, its loss, and whole batches of its data, whose tensors have rows in dim 0."""
 
     plan: Plan
@@ -44,7 +44,7 @@ def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
     return load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
 
 
-def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
+def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:
     """Build what ``config`` describes, with the first ``batches`` batches of its data.
 
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
@@ -53,7 +53,7 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
     initial = initial_values(config, constructor)
     module = initial.whole() if weights else initial.structure()
     with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
-        return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
+        return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 
 def initial_values(config: Config, constructor: Constructor) -> Values:
@@ -68,13 +68,13 @@ def example_of(dataset: Any) -> dict[str, Tensor]:
 
 
 def compiled_here(
-    config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None
+    config: Config, found: LoadedModel, per_host: int | None = None, device: torch.device | None = None
 ) -> Compiled:
     """Compile the model for its plan and for devices like those of this machine, ``per_host`` of them on each host.
 
     What is compiled runs on ``device``, by default the CPU.
     """
-    per_host, device = per_host or ranks_of_a_host(found.plan.mesh), device or torch.device("cpu")
+    per_host, device = per_host or default_ranks_per_host(found.plan.mesh), device or torch.device("cpu")
     there = _device(config)
     return Compiled(
         found.module,
@@ -88,14 +88,14 @@ def compiled_here(
     )
 
 
-def ranks_of_a_host(mesh: Mesh) -> int:
+def default_ranks_per_host(mesh: Mesh) -> int:
     """Return the number of ranks on one host: one for each GPU of this machine, or all ranks if it has none."""
     return Hardware.here().gpus or mesh.size
 
 
-def settled(config: Config, compiled: Compiled) -> Compiled:
+def with_device_choices(config: Config, compiled: Compiled) -> Compiled:
     """Return ``compiled`` under the plan that this machine would train, with a note on what the config leaves open."""
-    if not opens(config):
+    if not depends_on_device(config):
         return compiled
     found = Forecast.of(config, compiled, _device(config))
     settle_by_costs(found)
@@ -103,7 +103,7 @@ def settled(config: Config, compiled: Compiled) -> Compiled:
     return found.compiled
 
 
-def opens(config: Config) -> bool:
+def depends_on_device(config: Config) -> bool:
     """Return whether the plan that would be trained depends on the device."""
     return (
         bool(left_open(config))
@@ -149,10 +149,10 @@ def _compiled(
     """Compile the model without weights for its plan, with the rates of the device ``model``, else of its ``kind``."""
     constructor, loss = build_model(config)
     example = example_of(build_data(config).train)
-    with uncollected():
+    with without_gc():
         module = initial_values(config, constructor).structure()
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            model=model, per_host=ranks_of_a_host(plan.mesh),
+            model=model, per_host=default_ranks_per_host(plan.mesh),
         )  # fmt: skip

@@ -29,10 +29,10 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
-from .devices import Card, cards_of, check_free, mixed, room_to_start
+from .devices import Card, cards_of, check_free, explain_out_of_memory, mixed
 from .folder import plan_of
-from .forecast import Forecast, uncollected
-from .left_open import Before
+from .forecast import Forecast, without_gc
+from .left_open import EarlierChoice
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
@@ -71,7 +71,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     device = Backend.here().device()
     if Backend.of(device).asynchronous:
         timeout = max(timeout, DEVICE_TIMEOUT)
-    with room_to_start(device):
+    with explain_out_of_memory(device):
         comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
     progress.take(role(plan, comm.rank))
     progress.follow(comm.device)
@@ -98,7 +98,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
     """Build the model, the data and the trainer; without ``model.weights`` the weights depend on the seed alone."""
     progress = side.progress
-    with room_to_start(comm.device):
+    with explain_out_of_memory(comm.device):
         cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
@@ -112,7 +112,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     per_host = ranks_of_a_host(comm)
-    with uncollected():
+    with without_gc():
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
             per_host=per_host,
@@ -149,9 +149,9 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
     told[:3, comm.rank] = torch.tensor([device.budget, device.memory, host.budget], dtype=torch.float64)
     if comm.rank == 0 and (kept := plan_of(Path(config.train.run_dir))) is not None:
-        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor.bytes], dtype=torch.float64)
+        told[3:, 0] = torch.tensor([EarlierChoice.of(kept).way + 1, kept.tensor.bytes], dtype=torch.float64)
     host_sum(comm, told, "the memory of all ranks")
-    before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
+    before = EarlierChoice(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
     found = Forecast.of(
         config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before
     )

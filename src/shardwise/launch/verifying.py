@@ -28,7 +28,7 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
     """
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
-    from .subject import compiled_here, opens, settled, subject
+    from .subject import compiled_here, depends_on_device, subject, with_device_choices
 
     with config.answering():
         found = subject(config, STEPS)
@@ -36,8 +36,8 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         if plan.overlaps:
             found = subject(config, OVERLAPPING_STEPS)
         captured = None
-        if opens(config) or device is not None:
-            captured = settled(config, compiled_here(config, found, device=device))
+        if depends_on_device(config) or device is not None:
+            captured = with_device_choices(config, compiled_here(config, found, device=device))
         run = run_threads if comm is None else _one_rank(comm)
         return verify(
             found.module,

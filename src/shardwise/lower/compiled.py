@@ -26,7 +26,7 @@ from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.core.rates import Machine, Rates, rates
+from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
@@ -238,7 +238,7 @@ class Compiled:
         whole = self.batch_rows or next(iter(self.example.values())).shape[0]
         return max(-(-whole // self.plan.microbatches), 1)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> SolverObjective:
         """Return the solver's model of the machine; it takes all parameters to be under the last rule, with Adam."""
         plan, size = self.plan, scalar_bytes(self.plan.numeric.precision)
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
@@ -246,7 +246,7 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
+        return SolverObjective(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
 
     def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""

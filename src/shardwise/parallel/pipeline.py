@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.schedules import AUTO
-from shardwise.core.timetable import Timetable, homes, read
+from shardwise.core.timetable import Timetable, rank_of_stage, read
 from shardwise.parallel.schedule import check_schedule, stage_ranks
 
 PIPELINE = "pp"
@@ -33,7 +33,7 @@ def pipeline(
     "auto" needs.
     """
     if schedule == AUTO:
-        found = homes(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()
+        found = rank_of_stage(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()
         stages_per_rank = stages_per_rank or max(1, len(found) // size)
     else:
         stages_per_rank = stages_per_rank or check_schedule(schedule, size, plan.microbatches).stages_per_rank
