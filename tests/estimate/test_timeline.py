@@ -41,10 +41,10 @@ def test_a_step_of_one_unit() -> None:
     )
     found = timeline((FORWARD, BACKWARD, STEP), sizes)
     states = {Category.PARAMETERS: 1000, Category.GRADIENTS: 2000, Category.OPTIMIZER: 3000}
-    rest = {Category.ACTIVATIONS: 0, Category.TEMPORARY: 0}
+    rest = {Category.ACTIVATIONS: 0, Category.TEMPORARY: 0, Category.RESERVE: 0}
     forward, backward, step = found.moments
     assert forward.before == states | rest
-    assert forward.peak == states | {Category.ACTIVATIONS: 110, Category.TEMPORARY: 40}
+    assert forward.peak == states | {Category.ACTIVATIONS: 110, Category.TEMPORARY: 40, Category.RESERVE: 0}
     assert forward.after == backward.before == states | rest | {Category.ACTIVATIONS: 110}
     assert backward.peak == states | rest | {Category.ACTIVATIONS: 130, Category.TEMPORARY: 30}
     assert backward.after == states | rest | {Category.ACTIVATIONS: 20}

@@ -89,6 +89,7 @@ class Category(StrEnum):
     # the batch, live, saved and kept tensors, and the gradients that wait for their unit
     ACTIVATIONS = "activations"
     TEMPORARY = "temporary"  # memory that an instruction needs only while it runs, and scalars of the step
+    RESERVE = "reserve"  # rounding and fragmentation of the allocator
 
 
 class BufferKind(StrEnum):

@@ -68,7 +68,8 @@ class SolverObjective:
 
     ``memory`` is the limit in bytes, over all stages of a pipeline together, for parameters, their gradients and
     optimizer states (``state_bytes_per_element`` bytes per trainable element) and the activations saved for backward of
-    ``live_microbatches`` microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the model is traced.
+    ``live_microbatches`` microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the
+    model is traced.
     """
 
     rates: Rates

@@ -18,8 +18,8 @@ COMBINATIONS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reve
 
 
 class EarlierChoice(NamedTuple):
-    """This is what an earlier start of a run chose by its free memory: the index of one of :data:`COMBINATIONS`, and the
-    bytes that the solver of tensor plans could use (0: no limit)."""
+    """This is what an earlier start of a run chose by its free memory: the index of one of :data:`COMBINATIONS`, and
+    the bytes that the solver of tensor plans could use (0: no limit)."""
 
     way: int
     tensor_bytes: int
