@@ -17,7 +17,7 @@ from safetensors.torch import load_model
 import forked
 from shardwise.config import load_config
 from shardwise.core.plan import Plan
-from shardwise.data import sample_order
+from shardwise.data.order import sample_order
 from shardwise.models import GPT
 
 TROUBLED = Path(__file__).parent / "troubled.py"

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import shardwise
 import zoo
+from loading import load_weights
 from shardwise import OptimizerChoice, Trainer, Values, record
-from shardwise.checkpoint.weights import fit_weights, load_weights
+from shardwise.checkpoint.weights import fit_weights
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh

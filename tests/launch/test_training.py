@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from shardwise.config import Config, Hardware, build_dataset, build_model, load_config
+from shardwise.config import Config, Hardware, build_data, build_model, load_config
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data import Loader, sample_order
+from shardwise.data.loader import Loader
+from shardwise.data.order import sample_order
 from shardwise.initial.initial import record
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
@@ -91,7 +92,7 @@ def test_the_first_loss_is_that_of_the_plain_model(tmp_path: Path) -> None:
         "train.seed=5", "parallel.microbatches=2",
     )  # fmt: skip
     plain = record(build_model(config)[0]).materialise_all(5, "cpu")
-    with Loader(build_dataset(config)[0], Mesh.of(dp=1), 0, 6, seed=5) as loader:
+    with Loader(build_data(config).train, Mesh.of(dp=1), 0, 6, seed=5) as loader:
         expected = plain(**next(loader).fields).item()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == pytest.approx(expected, rel=1e-5)

@@ -56,12 +56,12 @@ class Flat:
         )
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
-        entry = self.buffer.entry(name)
+        entry = next(one for one in self.buffer.entries if one.name == name)
         return buffer[entry.offset : entry.offset + entry.numel].view(entry.shape)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's state of one parameter, in its shape."""
-        entry = self.buffer.entry(name)
+        entry = next(one for one in self.buffer.entries if one.name == name)
         segment, state = next(
             (s, v) for s, v in self.optimizer.states() if s.start <= entry.offset < s.start + s.param.numel()
         )

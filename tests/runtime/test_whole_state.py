@@ -72,7 +72,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
         parts, at = plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(comm.rank, ("dp_replicate", "dp"))
         own = [i for a, b in rank_rows(rows, plan.microbatches, parts, at) for i in range(a, b)]
         engine.step({key: value[own] for key, value in made.example.items()}, rows)
-        save_weights(engine.whole, tmp_path / "w.safetensors", rank=last)
+        save_weights(engine.whole, tmp_path / "w.safetensors")
         return engine.state_dict(), engine.state_dict(rank=last)
 
     found = run_ranks(plan.mesh, rank)
@@ -149,8 +149,31 @@ def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
     assert {key: value.tolist() for key, value in load_file(tmp_path / "w").items()} == {"a": [0.0] * 3, "b": [0.0] * 3}
     with pytest.raises(ShardwiseError, match="no values for d"):
         write_as_they_come(tmp_path / "w", [*described, ("d", (3,), torch.float32)], values(), {})
-    with pytest.raises(ShardwiseError, match="it was to be"):
-        write_as_they_come(tmp_path / "w", [("a", (4,), torch.float32)], values(), {})
+    for wrong, words in ((("a", (4,), torch.float32), "it was to be"), (("a", (3,), torch.complex128), "cannot hold")):
+        taken.clear()
+        with pytest.raises(ShardwiseError, match=words):
+            write_as_they_come(tmp_path / "w", [wrong], values(), {})
+        assert taken == ["a", "b", "c"]
+
+
+def test_no_rank_waits_for_one_that_cannot_write_a_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=24, layers=2, heads=6, context=8)
+    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    ids = torch.randint(0, 31, (6, 8))
+    made = Compiled(module, PLANS["zero3"](), {"input_ids": ids, "labels": ids})
+
+    def rank(comm: Communicator) -> str:
+        engine, said = Engine(made, comm, ADAM), ""
+        try:
+            save_weights(engine.whole, tmp_path / "w.safetensors")
+        except ShardwiseError as error:
+            said = str(error)
+        comm.barrier(what="the weights")
+        return said
+
+    first, *others = run_ranks(made.plan.mesh, rank, timeout=20.0)
+    assert "cannot hold torch.complex128" in first and others == ["", ""]
 
 
 @pytest.mark.few(3)

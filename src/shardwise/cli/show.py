@@ -21,7 +21,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.traffic import step_traffic
-from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
+from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
 from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_cost import UnitCost, cost
@@ -38,17 +38,15 @@ OF_NAME = r"(?<=\.)(?!\d)"
 """This matches the places where the name of a parameter or unit may be broken into lines."""
 
 
-def run(
-    path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None, per_host: int | None = None
-) -> None:
+def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None, per_host: int | None) -> None:
     """Capture the model and print what a step of the plan does, or draw it into ``picture``; nothing is trained."""
     if picture is not None:
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    per_host = per_host or ranks_of_a_host(found.plan.mesh)
+    per_host = per_host or default_ranks_per_host(found.plan.mesh)
     with config.answering():
-        compiled = settled(config, compiled_here(config, found, per_host))
+        compiled = with_device_choices(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches

@@ -151,11 +151,7 @@ class Layout:
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""
-        return tuple(math.prod(factor_shape) for factor_shape in self.local_factors(mesh, rank))
-
-    def local_factors(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the local size of each factor of each dim on ``rank``."""
-        return tuple(tuple(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
+        return tuple(math.prod(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
 
     def nbytes(self, itemsize: int, mesh: Mesh, rank: int) -> int:
         """Return the number of bytes of the local tensor on ``rank``, at ``itemsize`` bytes per element."""

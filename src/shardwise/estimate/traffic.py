@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
@@ -57,7 +58,7 @@ class _RankTraffic:
         self.subject, self.rank = subject, rank
         self.traces, self.plan = subject.traces, subject.plan
         self.envs = subject.envs(rank)
-        self.scalar = 8 if self.traces[0].precision == "fp64" else 4
+        self.scalar = scalar_bytes(self.traces[0].precision)
         self._units: dict[tuple[int, int, int], UnitTraffic] = {}
         self._shares: dict[int, Share] = {}
 

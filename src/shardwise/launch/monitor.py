@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.report.files import write_whole
 from shardwise.runtime.call import CommunicationError
 from shardwise.runtime.progress import record_path
 
@@ -53,9 +54,7 @@ class RankError:
         path = record_path(run_dir, self.rank).with_suffix(".error")
         if path.exists():
             return
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(asdict(self)))
 
 
 def read_errors(run_dir: Path) -> list[RankError]:

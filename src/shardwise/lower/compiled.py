@@ -23,9 +23,10 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axes
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.core.rates import Machine, Rates, rates
+from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
@@ -33,11 +34,11 @@ from shardwise.lower.step import lower
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.measure.unit_traffic import communicating_axes
-from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import axes_across
 from shardwise.shard.assignment import TensorParallelSpec
+from shardwise.units.share import place_of
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
@@ -237,15 +238,17 @@ class Compiled:
         whole = self.batch_rows or rows_in(self.example)
         return max(-(-whole // self.plan.microbatches), 1)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> SolverObjective:
         """Return the solver's model of the machine; it takes all parameters to be under the last rule, with Adam."""
-        plan, size = self.plan, 8 if self.plan.numeric.precision == "fp64" else 4
+        plan, size = self.plan, scalar_bytes(self.plan.numeric.precision)
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
         rule, shards = plan.data.parameters[-1], plan.mesh.axis_size(SHARDS)
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        return Machine(self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
+        return SolverObjective(
+            self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices
+        )
 
     def stages_of(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""
@@ -294,10 +297,8 @@ class Compiled:
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
         """Return the axes and lane of the collectives inside units, and of those that count targets."""
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
-        rows = tuple(axis for axis in batch_axes(self.plan.mesh) if mesh.axis_size(axis) > 1)
         for one in traces:
-            parts, last = mesh.axis_size(rows), mesh.places(mesh.size - 1, tuple(one.tensor))  # its parts are largest
-            env = Env(axes=rows, parts=parts, index=parts - 1, rows=one.rows or 0, tensor=last)
+            env = place_of(one, mesh, mesh.size - 1, one.rows or 0)  # the last rank's parts are largest
             graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
             for graph in graphs:
                 axes = communicating_axes(graph, env) if graph is not None else ()

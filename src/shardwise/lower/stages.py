@@ -171,8 +171,8 @@ class StageSplit:
         }
         for rank, units in enumerate(self.of_rank):
             for name in (n for u in units for n in self.units[u].buffers if found.get(n, rank) != rank):
-                wrong = f"the buffer {name} is written by stage {found[name]} and read by stage {rank}"
-                raise ConfigError.on("pp", wrong, "stages with both in one")
+                wrong = f"the buffer {name} is written by rank {found[name]} and read by rank {rank} of the pipeline"
+                raise ConfigError.on("pp", wrong, "one rank that does both")
         return found
 
     def check(self) -> None:

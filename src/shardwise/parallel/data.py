@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.core.data_options import ParameterRule
+from shardwise.core.data_options import DATA_PARALLEL_ROWS, ParameterRule
 from shardwise.core.errors import ConfigError, check_value, divisors
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.mesh import Axis, Mesh
@@ -35,12 +35,7 @@ from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
 
-ZERO = (
-    ParameterRule("*"),
-    ParameterRule("*", state="S"),
-    ParameterRule("*", grad="S", state="S"),
-    ParameterRule("*", rest="S", grad="S", state="S"),
-)
+ZERO = tuple(ParameterRule("*", *row) for row in DATA_PARALLEL_ROWS)
 """These are the rules of the stages of ZeRO; stage 0 is DDP."""
 
 

@@ -17,7 +17,7 @@ from shardwise.core.layout import shard_range, shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
-from shardwise.core.tensor_options import OTHERS
+from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
@@ -127,7 +127,8 @@ class Engine:
         that have the same part of it does.
         """
         mesh = self.comm.mesh
-        return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
+        others = mesh.other_axes((*NON_TENSOR_AXES, *bucket.axes))
+        return self.leads(bucket.index) and mesh.index(self.comm.rank, others) == 0
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None

@@ -32,7 +32,7 @@ def owned(engine: Engine) -> list[Piece]:
         if not engine.leads(index):
             continue
         others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
-        axes = mesh.beside(others)
+        axes = mesh.other_axes(others)
         lines = -(-memory.held.numel // LINE)
         start, stop = (
             memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))

@@ -17,7 +17,7 @@ from shardwise.core.flat import FlatBuffer
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.tensor_options import OTHERS
+from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import op_name
 from shardwise.ops.collectives import Env
@@ -54,11 +54,11 @@ class Parameter:
     summed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(OTHERS)):
+        if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(NON_TENSOR_AXES)):
             raise ShardwiseError(
                 f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its "
                 "shape, "
-                f"sharded over none of {', '.join(OTHERS)}"
+                f"sharded over none of {', '.join(NON_TENSOR_AXES)}"
             )
 
     @property

@@ -73,7 +73,7 @@ class MicrobatchCost:
 class CostModel:
     """This prices ops and moves over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of
     ``rows`` rows a rank of the batch axes, on devices of ``kind``; ``beside`` and ``live`` are as in
-    :class:`~shardwise.core.rates.Machine`."""
+    :class:`~shardwise.core.rates.SolverObjective`."""
 
     def __init__(
         self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str,

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
-from shardwise.core.rates import Link, Machine, rates
+from shardwise.core.rates import Link, SolverObjective, rates
 from shardwise.ops.collectives import ROWS
 from shardwise.parallel.tensor import role
 from shardwise.shard.assignment import Assignment
@@ -144,7 +144,7 @@ def cost(weights: Objective, one: Solved) -> float:
 
 def priced(context: ShardingContext, batch: Assignment) -> CostModel:
     """Return the prices of the machine that the plan is for, else those of one row on a device of the kind."""
-    machine = context.tensor.machine or Machine(
+    machine = context.tensor.machine or SolverObjective(
         rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
     )
     return CostModel(
@@ -153,8 +153,8 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
         machine.rates,
         machine.rows,
         machine.kind or Backend.of(context.device).kind,
-        beside=machine.beside,
-        live=machine.live,
+        beside=machine.state_bytes_per_element,
+        live=machine.live_microbatches,
     )
 
 
