@@ -28,7 +28,7 @@ def main() -> None:
     x = torch.randn(8, 256, 1024)
     ways: dict[str, Callable[[], object]] = {
         "torch dropout": lambda: torch.nn.functional.dropout(x, 0.1, True),
-        "keyed dropout": lambda: keyed_dropout(x, 0.1, True, 1, 2, 3, (0, 1)),
+        "keyed dropout": lambda: keyed_dropout(x, 0.1, 1, 2, 3, (0, 1)),
         "keyed mask alone": lambda: keyed_mask(0.1, 1, 2, 3, x.shape, (0, 1)),
     }
     for name, way in ways.items():

@@ -157,7 +157,7 @@ def dropout(device: str, tiny: bool) -> dict[str, Any]:
     dy = torch.randn_like(x)
 
     def keyed() -> object:
-        return torch.autograd.grad(keyed_dropout(x, 0.1, True, 1, 2, 3, (0, 1)), x, dy)
+        return torch.autograd.grad(keyed_dropout(x, 0.1, 1, 2, 3, (0, 1)), x, dy)
 
     def own() -> object:
         return torch.autograd.grad(F.dropout(x, 0.1, True), x, dy)

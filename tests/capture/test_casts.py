@@ -28,10 +28,10 @@ class Net(nn.Module):
 
     table: Tensor
 
-    def __init__(self, branch: bool = False) -> None:
+    def __init__(self, branch: bool = False, running: bool = True) -> None:
         super().__init__()
-        self.branch = branch
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.branch, self.norm = branch, nn.BatchNorm1d(16, track_running_stats=running)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
         self.register_buffer("table", torch.randn(16, 16))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.bfloat16().to(dtype) for name, value in fields.items()}
 
 
-def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> VerifiedStep:
-    compiled = Compiled(module, Plan.of(precision=precision), fields)
-    choice = OptimizerChoice(lr=1e-3, eps=1e-4)
+def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str, dp: int = 1) -> VerifiedStep:
+    plan = Plan.of(Mesh.of(dp=dp), precision=precision)
+    compiled, choice = Compiled(module, plan, fields), OptimizerChoice(lr=1e-3, eps=1e-4)
     return run_ranks(
-        Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
+        plan.mesh, lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
     )[0][0]
 
 
@@ -87,6 +87,15 @@ def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, fro
     theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
     assert total_error(found.gradients, truth) <= 1.25 * total_error(theirs, truth) < 0.05
     assert all(found.buffers[n].dtype is torch.float32 for n in ("norm.running_mean", "table"))
+
+
+@pytest.mark.parametrize("precision", ["fp64", *LOW_PRECISIONS])
+def test_one_unit_with_a_norm_without_running_statistics_over_two_ranks(precision: str) -> None:
+    module, fields = Net(True, running=False), batch(torch.float32)
+    found = one_step(module, fields, precision, dp=2)
+    truth = Oracle(module).step(fields).gradients
+    theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
+    assert total_error(found.gradients, truth) <= max(1.25 * total_error(theirs, truth), 1e-10) < 0.05
 
 
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -163,6 +172,56 @@ def test_fp16_computes_in_fp32_what_leaves_its_range(name: str) -> None:
         assert low.loss == pytest.approx(truth.loss, rel=2e-3)
         assert total_error(low.gradients, truth.gradients) < 2e-2
     assert not bool(RANGE[name](torch.linspace(500.0, 1800.0, 32).view(4, 8).half()).isfinite().all())
+
+
+class Layer(nn.Module):
+    """A layer, and a loss of its 4,096 rows of 64, which is ``op`` of them and of signs."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.layer = op, nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x.to(self.layer.weight.dtype) * 5)
+        return self.op(h, torch.ones_like(h).where(x[:, :1] > 0, -1))
+
+
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda h, y: h.abs().mean(),
+    "mean over rows": lambda h, y: (h.abs() * 20).mean(0, keepdim=True).square().mean(),
+    "soft margin": F.soft_margin_loss,
+    "poisson": lambda h, y: F.poisson_nll_loss(h, y.exp()),
+    "hinge embedding": F.hinge_embedding_loss,
+    "multilabel soft margin": lambda h, y: F.multilabel_soft_margin_loss(h, y.clamp(min=0)) * 50,
+    "margin ranking": lambda h, y: F.margin_ranking_loss(h, -h, y),
+    "cosine embedding": lambda h, y: F.cosine_embedding_loss(h * 30, h.roll(1, 1) * 30, y[:, 0]),
+    "triplet": lambda h, y: F.triplet_margin_loss(h * 30, y, -h * 30),
+    "multi margin": lambda h, y: F.multi_margin_loss(h * 30, (y[:, 0] > 0).long()),
+    "multilabel margin": lambda h, y: F.multilabel_margin_loss(h * 30, (y > 0).long()),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_in_fp16_does_not_overflow_as_its_sum_would(name: str) -> None:
+    fields = {"x": torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))}
+    module = Layer(MEANS[name])
+    found = one_step(module, fields, "fp16")
+    truth = Oracle(module).step(fields)
+    for low in (found, Oracle(module, precision="fp16").step(fields)):
+        assert low.loss == pytest.approx(truth.loss, rel=2e-3)
+        assert all(bool(g.isfinite().all()) for g in low.gradients.values())
+
+
+HALVES = {"l1": F.l1_loss, "smooth l1": F.smooth_l1_loss, "mean": lambda h, y: h.abs().mean()}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_loss_that_the_model_itself_computes_in_fp16(name: str) -> None:
+    """Plain PyTorch has the same number."""
+    fields = {"x": torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))}
+    module = Layer(lambda h, y: HALVES[name](h.half(), y.half()))
+    assert one_step(module, fields, "fp32").loss == pytest.approx(float(module(**fields).detach()), rel=2e-3)
 
 
 def test_frozen_parameters_have_the_dtype_of_the_graph() -> None:

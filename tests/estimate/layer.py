@@ -45,7 +45,7 @@ class Layer(nn.Module):
     def dropout(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             return F.dropout(x, self.p, self.training)
-        return keyed_dropout(x, self.p, self.training, 0, 0, 0, (0, 1))
+        return keyed_dropout(x, self.p if self.training else 0.0, 0, 0, 0, (0, 1))
 
 
 class Layers(nn.Module):

@@ -8,9 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardwise.capture.intercept import Intercept
+from shardwise.capture.keyed_calls import KeyedRandom
 from shardwise.core.errors import ShardwiseError
 from shardwise.ops import keyed_random as keyed
+from shardwise.ops.collectives import Env
 from shardwise.ops.keyed_random import (
+    between,
     keyed_bernoulli,
     keyed_dropout,
     keyed_mask,
@@ -19,6 +23,7 @@ from shardwise.ops.keyed_random import (
     keyed_uniform,
     keyed_uniform_bits,
 )
+from shardwise.ops.random_ops import random_of
 
 KNOWN = [
     [1638147788, 1369853783, 1121141474],
@@ -121,6 +126,39 @@ def test_uniform_normal_randint_bernoulli() -> None:
     assert abs(_z(int(b.sum()), b.numel(), 0.3)) < 5 and set(b.tolist()) == {0.0, 1.0}
 
 
+def last_below(bound: float, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.itemsize == 2:
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        return every[every.double() < bound].max()
+    last = torch.tensor(bound, dtype=dtype)
+    return last if last.double() < bound else torch.nextafter(last, torch.tensor(-math.inf, dtype=dtype))
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1, 2), (-1, 0), (-3, -2.5), (0, 0.1), (100, 100.3), (-7, 9)])
+def test_uniform_values_stay_below_the_upper_bound(dtype: torch.dtype, low: float, high: float) -> None:
+    """What torch's arithmetic rounds up to the bound is the number before it, and nothing else changes."""
+    u = torch.tensor([0.0, 0.3, 1 - torch.finfo(dtype).eps / 2], dtype=dtype)
+    plain, values = u * (high - low) + low, between(u.clone(), low, high)
+    assert torch.equal(values, plain.where(plain.double() < high, last_below(high, dtype)))
+    assert bool((values.double() < high).all())
+    assert torch.equal(between(u.clone(), 0, 1), u)
+
+
+def test_uniform_draws_of_models_stay_below_the_upper_bound() -> None:
+    """Of a local graph, and of a forward that is run as it is: the same."""
+    shape = (4096, 8)
+    local = random_of(Env(seed=1), "uniform", 0, (0, 1), (), None, shape, torch.bfloat16, None, 1.0, 2.0)
+    random = KeyedRandom(1, [("uniform_", (0, 1))])
+    random.begin(0, 0)
+    with Intercept(random):
+        assert torch.equal(torch.empty(shape, dtype=torch.bfloat16).uniform_(1, 2), local)
+    assert (float(local.min()), float(local.max())) == (1, last_below(2, torch.bfloat16))
+
+
 # ---- the same everywhere -------------------------------------------------------------------------
 
 
@@ -177,7 +215,7 @@ def test_values_do_not_depend_on_the_dtype() -> None:
         low = keyed_uniform(*args, dtype=dtype)
         assert low.max() < 1 and (low.double() - u64).abs().max() < 2.0**-7
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        dropped = keyed_dropout(torch.ones(40, 30, dtype=dtype), 0.5, True, 1, 2, 3, (0, 1))
+        dropped = keyed_dropout(torch.ones(40, 30, dtype=dtype), 0.5, 1, 2, 3, (0, 1))
         assert torch.equal(dropped != 0, keyed_mask(0.5, *args))
 
 
@@ -186,7 +224,7 @@ def test_values_do_not_depend_on_the_dtype() -> None:
 
 def test_dropout_and_its_gradient() -> None:
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
-    y = keyed_dropout(x, 0.25, True, 1, 2, 3, (0, 1))
+    y = keyed_dropout(x, 0.25, 1, 2, 3, (0, 1))
     mask = keyed_mask(0.25, 1, 2, 3, (6, 8), (0, 1)).double()
     torch.testing.assert_close(y, x * mask / 0.75)
     (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -203,21 +241,20 @@ def test_dropout_saves_only_the_mask() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        keyed_dropout(torch.randn(10, 10, requires_grad=True), 0.5, True, 1, 2, 3, (0, 1))
+        keyed_dropout(torch.randn(10, 10, requires_grad=True), 0.5, 1, 2, 3, (0, 1))
     assert [(t.dtype, t.numel()) for t in saved] == [(torch.bool, 100)]
 
 
-def test_dropout_at_the_ends_and_outside_training() -> None:
+def test_dropout_at_the_ends() -> None:
     x = torch.randn(4, 5)
-    assert keyed_dropout(x, 0.5, False, 1, 2, 3) is x
-    assert keyed_dropout(x, 0.0, True, 1, 2, 3) is x
-    assert torch.equal(keyed_dropout(x, 1.0, True, 1, 2, 3), torch.nn.functional.dropout(x, 1.0))
+    assert keyed_dropout(x, 0.0, 1, 2, 3) is x
+    assert torch.equal(keyed_dropout(x, 1.0, 1, 2, 3), torch.nn.functional.dropout(x, 1.0))
     assert keyed_mask(0.0, 1, 2, 3, (3, 3)).all() and not keyed_mask(1.0, 1, 2, 3, (3, 3)).any()
-    assert keyed_dropout(torch.empty(0, 5), 0.5, True, 1, 2, 3, (0, 1)).shape == (0, 5)
+    assert keyed_dropout(torch.empty(0, 5), 0.5, 1, 2, 3, (0, 1)).shape == (0, 5)
 
 
 def test_mask_shape_drops_whole_channels() -> None:
-    y = keyed_dropout(torch.ones(4, 6, 5, 5), 0.5, True, 1, 2, 3, (0, 1), mask_shape=(4, 6, 1, 1))
+    y = keyed_dropout(torch.ones(4, 6, 5, 5), 0.5, 1, 2, 3, (0, 1), mask_shape=(4, 6, 1, 1))
     per_channel = (y != 0).flatten(2).sum(-1)
     assert set(per_channel.flatten().tolist()) == {0, 25}
 

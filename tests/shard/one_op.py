@@ -89,7 +89,7 @@ def traced(op: Op) -> Normal:
     parameters = {node: name for node, name in names.items() if name in named and name not in probe}
     normal = functionalise(
         Captured(
-            graph=module.graph, owner=module, parameters=parameters, constants=constants, hint=COUNT,
+            graph=module.graph, owner=module, parameters=parameters, constants=constants,
             rows=rows if isinstance(rows, int) else None,
             buffers={node: name for node, name in names.items() if name in probe},
             fields={node: name for node, name in names.items() if name in fields},

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.core.instruction import Op
 from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
+from shardwise.estimate.traffic import step_traffic
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled, traced_for
@@ -55,6 +58,18 @@ def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     ]
     assert took(across).communicating == pytest.approx(priced[1])
     assert took(across).total < took(within).computing + priced[0], "what is best within a host is not across"
+
+
+@pytest.mark.parametrize("reduce", ["auto", "bf16"])
+def test_gradients_are_summed_at_the_end_in_the_dtype_that_the_step_has(reduce: str) -> None:
+    """In fp32 although parameters are bf16, unless ``reduce`` says otherwise."""
+    module = GPT(vocabulary=30, width=32, layers=1, heads=2, context=4)  # a width that needs no padding
+    example = torch.zeros(2, 4, dtype=torch.int64)
+    plan = tensor_parallel(Plan.of(precision="bf16", mesh=Mesh(()), reduce=reduce), 2, "1d-sp")
+    one = Compiled(module, plan, {"input_ids": example, "labels": example})
+    moments = step_traffic([one.general], plan, OptimizerChoice(), rows=2)
+    sent = [t for m in moments if m.instruction.op == Op.REDUCE and m.instruction.bucket >= 0 for t in m.traffic]
+    assert sum(t.nbytes for t in took(one).once) == sum(t.nbytes for t in sent) > 0
 
 
 def test_each_axis_has_the_link_that_it_needs() -> None:

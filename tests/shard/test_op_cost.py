@@ -28,6 +28,19 @@ def test_a_product_costs_what_it_multiplies() -> None:
     assert product.backward == (2 * 6 * 3 * 5, (y + x + w) + (y + b))
 
 
+class Chosen(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[(x > 0).nonzero()[:, 0]].sum()
+
+
+def test_an_op_without_a_meta_kernel_costs_its_bytes() -> None:
+    """x is (6, 3); the positions of true are taken to be as many as rows, pairs of int64."""
+    normal = functionalise(capture(Chosen(), {"x": torch.randn(4, 3)}))
+    context, _ = prepared(normal, TensorParallelSpec({"tp": 2}))
+    (found,) = [n for n in normal.graph.nodes if n.target is torch.ops.aten.nonzero.default]
+    assert Works(context, 6, "cpu").work(found).total == (0, 6 * 3 * 1 + 6 * 2 * 8)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["own gpt", "own llama", "own convnet", "bert"])
 def test_ops_cost_what_their_units_do(name: str) -> None:

@@ -66,7 +66,7 @@ class Drawn:
         loss = self.call(aten.sum.default, self.joined(values[1:]))
         self.graph.output((loss,))
         captured = Captured(
-            self.graph, None, {"p_a": "a", "p_b": "b"}, {}, {}, {"x": "x"}, ROWS_OF, ROWS_OF,
+            self.graph, None, {"p_a": "a", "p_b": "b"}, {}, {}, {"x": "x"}, ROWS_OF,
             {"a": True, "b": self.draw.random() < 0.8}
         )  # fmt: skip
         self.normal = Normal(self.graph, captured)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as rates
 
 from processes import run_processes
 from shardwise import Mesh, OptimizerChoice, Plan
@@ -104,14 +106,28 @@ def test_what_it_cannot_do_is_said() -> None:
         model(**batch(0))
 
 
-def test_a_schedule_of_torch() -> None:
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "steps": lambda o: rates.StepLR(o, 1, gamma=0.5),
+    "function": lambda o: rates.LambdaLR(o, lambda step: step / 3),
+    "cosine": lambda o: rates.CosineAnnealingLR(o, 4),
+    "one cycle": lambda o: rates.OneCycleLR(o, 0.2, total_steps=6, cycle_momentum=False),
+    "cyclic": lambda o: rates.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "one after the other": lambda o: rates.SequentialLR(o, [rates.LinearLR(o), rates.ExponentialLR(o, 0.5)], [2]),
+}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_torch(name: str, after: bool) -> None:
+    """Made before or ``after`` distribute()."""
     plain, ours = net(), net()
     ours.load_state_dict(plain.state_dict())
     losses: list[list[float]] = [[], []]
     for index, module in enumerate((plain, ours)):
-        theirs = torch.optim.SGD(module.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, gamma=0.5)
+        theirs = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        schedule = None if after else SCHEDULES[name](theirs)
         model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        schedule = schedule or SCHEDULES[name](theirs)
         for step in range(4):
             optimizer.zero_grad()
             loss = model(**batch(step))
@@ -120,6 +136,26 @@ def test_a_schedule_of_torch() -> None:
             schedule.step()
             losses[index].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_schedule_that_changes_momentum_is_refused_before_the_first_step(name: str) -> None:
+    def made(module: nn.Module) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = getattr(torch.optim, name)(module.parameters(), lr=0.1)
+        return found
+
+    module = net()
+    theirs = made(module)
+    rates.OneCycleLR(theirs, 0.2, total_steps=6)
+    with pytest.raises(ConfigError, match="cycle_momentum=False"):
+        distribute(module, theirs)
+    module = net()
+    theirs = made(module)
+    model, optimizer = distribute(module, theirs)
+    rates.OneCycleLR(theirs, 0.2, total_steps=6)
+    model(**batch(0)).backward()
+    with pytest.raises(ConfigError, match="cycle_momentum=False"):
+        optimizer.step()
 
 
 def test_what_an_optimizer_must_not_do() -> None:

@@ -56,6 +56,14 @@ def test_noise_is_measured_against_the_norm_of_all() -> None:
     assert total_norm({"a": large, "b": torch.tensor([10**9])}) == pytest.approx(100)  # integers have no part in it
 
 
+def test_rounding_of_complex_numbers_is_noise_too() -> None:
+    noise, large = torch.full((4,), 1e-17j, dtype=torch.complex128), torch.full((100,), 6 + 8j)
+    assert relative_errors({"noise": noise, "large": large}, {"noise": -noise, "large": large})["noise"] < 1e-10
+    assert total_norm({"a": large, "b": large.real}) == pytest.approx(math.hypot(100, 60))
+    wrong = torch.full((4,), 1e-3j, dtype=torch.complex128)
+    assert relative_errors({"noise": wrong, "large": large}, {"noise": noise, "large": large})["noise"] > 0.5
+
+
 def test_total_error_is_that_of_one_long_vector() -> None:
     truth = {"small": torch.zeros(4, dtype=torch.float64), "large": torch.full((100,), 3.0, dtype=torch.float64)}
     wrong = {"small": torch.full((4,), 1e-3), "large": truth["large"] + 2e-3}

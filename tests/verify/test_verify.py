@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
@@ -77,6 +77,51 @@ def test_covering_set_covers_every_pair() -> None:
     assert all(max(case[1] for case in seen if case[0] == name) > 1 for name in CASES)
 
 
+class Returns(nn.Module):
+    """A loss in what ``make`` returns of it and the scores."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make, self.layer = make, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        scores = self.layer(x)
+        return self.make(F.cross_entropy(scores, y), scores)
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a tuple": lambda loss, scores: (loss, scores),
+    "a list of one dim": lambda loss, scores: [loss.view(1)],
+    "a tuple in a dict": lambda loss, scores: {"scores": scores, "loss": (loss,)},
+    "a dict": lambda loss, scores: {"loss": loss.view(1, 1)},
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_loss_is_found_where_training_finds_it(name: str) -> None:
+    batch = {"x": torch.randn(5, 4), "y": torch.tensor([0, 1, -100, -100, 2])}
+    report = verify(Returns(RETURNED[name]), [batch], Plan.of(Mesh.of(dp=2), microbatches=2))
+    assert report.passed and report.largest < 1e-10
+
+
+class NoGradient(nn.Module):
+    """Whose gradients are all zero, but there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * 0).sum()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_first_gradients_may_all_be_zero(precision: Precision) -> None:
+    report = verify(NoGradient(), [{"x": torch.randn(5, 4)}], Plan.of(Mesh.of(dp=2), precision=precision))
+    assert report.passed and report.low_precision == {"plan": 0, "one_device": 0, "ratio": 0}
+
+
 # ---- negative controls: each of these errors must be found -----------------------------------------------------------
 
 
@@ -120,6 +165,21 @@ def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(Gradients, "_reach", careless)
     assert not _gpt_report(dp=1, microbatches=1)
+
+
+def test_buffers_that_differ_between_ranks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(compiled: Compiled, comm: Any, *args: Any, **options: Any) -> list[VerifiedStep]:
+        steps = run_steps(compiled, comm, *args, **options)
+        if comm.rank == 1:
+            next(value for name, value in steps[-1].buffers.items() if name.endswith("running_mean")).add_(1)
+        return steps
+
+    torch.manual_seed(0)
+    batch = {"image": torch.randn(8, 3, 8, 8), "label": torch.randint(0, 5, (8,))}
+    assert verify(ConvNet().train(), [batch], Plan.of(Mesh.of(dp=2)), loss=image_loss).passed
+    monkeypatch.setattr("shardwise.verify.verify.run_steps", own)
+    report = verify(ConvNet().train(), [batch], Plan.of(Mesh.of(dp=2)), loss=image_loss)
+    assert not report.ranks_agree and not report.passed and report.largest < 1e-10
 
 
 def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field, precision_layers, shadow_dtype
+from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.core.errors import ConfigError
@@ -186,8 +186,7 @@ def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
 
 
 def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
-    hint = rows or HINT_ROWS
-    example = {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, hint).items()}
+    example = {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, rows or HINT_ROWS).items()}
     shapes = None
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
@@ -211,7 +210,6 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         constants={k: program.constants[v] for k, v in signature.inputs_to_lifted_tensor_constants.items()},
         fields=dict(zip(signature.user_inputs, order, strict=True)),
         rows=rows,
-        hint=hint,
         precision=wrapped.precision,
         trainable={canonical[k]: p.requires_grad for k, p in wrapped.named_parameters(remove_duplicate=False)},
         values={
@@ -242,6 +240,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-__all__ = ["COMPUTE_DTYPE", "Captured", "Uncapturable", "WithLoss", "capture", "loss_of", "shadow"]

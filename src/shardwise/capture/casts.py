@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from shardwise.capture.intercept import Proceed
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.dtypes import LOW, NARROW, cast_floats
 from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""This is the dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _functions(fact: Fact) -> frozenset[Callable[..., Any]]:
@@ -97,12 +95,12 @@ class Promote:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
             return args[0].double()
-        if any(a in _NARROW for a in args if isinstance(a, torch.dtype)):
-            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
-        if kwargs.get("dtype") in _NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
+        if any(a in NARROW for a in args if isinstance(a, torch.dtype)):
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
+        if kwargs.get("dtype") in NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
             kwargs["dtype"] = torch.float64
         result = proceed(func, args, kwargs)
-        if not isinstance(result, Tensor) or result.dtype not in _NARROW or "dtype" in kwargs:
+        if not isinstance(result, Tensor) or result.dtype not in NARROW or "dtype" in kwargs:
             return result
         if func in _FACTORIES:
             return proceed(func, args, {**kwargs, "dtype": torch.float64})
@@ -131,21 +129,10 @@ class CastOperands:
         if func in _LOW:
             operands = [a for a in tensors_in((args, kwargs)) if a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
-                args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
+                args, kwargs = cast_floats(args, kwargs, NARROW, self.dtype)
         elif func in self.wide:
-            args, kwargs = self._cast(args, kwargs, torch.float32, (torch.bfloat16, torch.float16))
+            args, kwargs = cast_floats(args, kwargs, LOW, torch.float32)
         return proceed(func, args, kwargs)
-
-    @staticmethod
-    def _cast(
-        args: Sequence[Any], kwargs: dict[str, Any], to: torch.dtype, these: Sequence[torch.dtype]
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        def cast(a: Any) -> Any:
-            if isinstance(a, list | tuple) and any(isinstance(b, Tensor) for b in a):
-                return [cast(b) for b in a]
-            return a.to(to) if isinstance(a, Tensor) and a.dtype in these else a
-
-        return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
 
 
 def precision_layers(precision: str) -> list[Any]:

@@ -193,7 +193,7 @@ class KeyedRandom:
     def _uniform_(self, name: str, input: Tensor, *bounds: float, **named: float) -> Tensor:
         low, high = named.get("from", 0.0), named.get("to", 1.0)
         low, high = (*bounds, *(low, high)[len(bounds) :])
-        return input.copy_(self._values(keyed.keyed_uniform, name, input.detach()) * (high - low) + low)
+        return input.copy_(keyed.between(self._values(keyed.keyed_uniform, name, input.detach()), low, high))
 
     def _normal_(self, name: str, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
         return input.copy_(self._values(keyed.keyed_normal, name, input.detach()) * std + mean)

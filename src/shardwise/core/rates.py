@@ -69,7 +69,7 @@ class SolverObjective:
     ``memory`` is the limit in bytes, over all stages of a pipeline together, for parameters, their gradients and
     optimizer states (``state_bytes_per_element`` bytes per trainable element) and the activations saved for backward of
     ``live_microbatches`` microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the
-    model is traced.
+    model is traced.  Gradients are summed over ranks as ``summed`` bytes an element; None means as they are kept.
     """
 
     rates: Rates
@@ -78,6 +78,7 @@ class SolverObjective:
     state_bytes_per_element: float = 12  # the gradient and Adam's two moments in fp32
     live_microbatches: int = 1
     kind: str | None = None
+    summed: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.memory or 0, self.state_bytes_per_element, self.live_microbatches) < 0:

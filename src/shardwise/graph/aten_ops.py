@@ -100,10 +100,10 @@ def _table() -> Mapping[str, Fact]:
         # ---- losses
         "cross_entropy_loss nll_loss nll_loss_nd": f.CLASS_LOSS | f.WIDE | loss,
         "nll_loss2d": f.CLASS_LOSS | loss,
-        "kl_div l1_loss": f.WIDE | loss,
-        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits": f.WIDE,
-        """poisson_nll_loss hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
-        multilabel_margin_loss""": loss,
+        """kl_div l1_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss cosine_embedding_loss
+        triplet_margin_loss multilabel_margin_loss""": f.WIDE | loss,
+        """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss binary_cross_entropy
+        binary_cross_entropy_with_logits""": f.WIDE,
         # ---- elementwise
         "prelu": f.LOW | f.ALIKE,
         "square": f.OVERFLOWS | f.ALIKE,

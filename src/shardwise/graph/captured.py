@@ -29,7 +29,6 @@ class Captured:
     constants: dict[str, Tensor]  # by placeholder name
     fields: dict[str, str]  # placeholder name → batch field
     rows: int | None
-    hint: int  # the number of rows of the captured example
     trainable: dict[str, bool] = field(default_factory=dict)  # by canonical parameter name
     values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
     notes: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Name dtypes in the graph, so that it computes the same on every device and under any default dtype.
+"""Cast dtypes, and name them in the graph, so that it computes the same on every device and under any default dtype.
 
 Under ``fp64`` everything becomes a double: casts to narrower floats, constants, factories, and integers that meet a
 Python float.
@@ -6,6 +6,8 @@ Python float.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +21,52 @@ WIDE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
+LOW = (torch.bfloat16, torch.float16)
+NARROW = (torch.float32, *LOW)
+GRADIENT_DTYPE = dict.fromkeys(LOW, torch.float32)
+"""This is the dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
+
+
+def narrow(value: Any) -> bool:
+    """Return whether a value is a tensor of floats or complex numbers narrower than doubles."""
+    return isinstance(value, Tensor) and value.dtype in WIDE
+
+
+def cast_floats(
+    args: Sequence[Any], kwargs: Mapping[str, Any], these: Container[torch.dtype], to: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call, with tensors of ``these`` dtypes, also in lists, cast to another."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+            return [cast(one) for one in value]
+        return value.to(to) if isinstance(value, Tensor) and value.dtype in these else value
+
+    return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of ``dtype`` from Python numbers (``torch.tensor(0.1)``) in this context.
+
+    The setting is the process's, not the thread's: set it in the main thread, around the threads that need it.
+    """
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def name_dtypes(graph: fx.Graph, wide: bool) -> None:
     """Name the dtype of every op that would take torch's default; with ``wide``, replace narrow floats by doubles."""
     last = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for node in list(graph.nodes):
-        if wide and node.op == "placeholder" and _narrow(node.meta.get("val")) and node.users:
+        if wide and node.op == "placeholder" and narrow(node.meta.get("val")) and node.users:
             assert last is not None
             with graph.inserting_before(last):
                 cast = graph.call_function(aten.to.dtype, (node, WIDE[node.meta["val"].dtype]))
@@ -37,20 +78,16 @@ def name_dtypes(graph: fx.Graph, wide: bool) -> None:
             _pin(graph, node)
 
 
-def _narrow(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in WIDE
-
-
 def _widen(node: fx.Node) -> None:
     """Make doubles of the narrow dtypes that a node names, and of its example values."""
     value = node.meta.get("val")
     if node.target is not aten.view.dtype:
         node.args = tuple(WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in node.args)
         node.kwargs = {k: WIDE.get(a, a) if isinstance(a, torch.dtype) else a for k, a in node.kwargs.items()}
-    if _narrow(value):
+    if narrow(value):
         node.meta["val"] = value.to(WIDE[value.dtype])
     elif isinstance(value, tuple | list):
-        node.meta["val"] = type(value)(v.to(WIDE[v.dtype]) if _narrow(v) else v for v in value)
+        node.meta["val"] = type(value)(v.to(WIDE[v.dtype]) if narrow(v) else v for v in value)
 
 
 def _pin(graph: fx.Graph, node: fx.Node) -> None:

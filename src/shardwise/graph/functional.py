@@ -37,7 +37,6 @@ class Normal:
     graph: fx.Graph
     captured: Captured
     updates: list[str] = field(default_factory=list)  # the names of buffers whose new values follow the loss
-    notes: list[str] = field(default_factory=list)
 
 
 def functionalise(captured: Captured) -> Normal:

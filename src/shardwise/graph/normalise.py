@@ -79,7 +79,7 @@ def _fold_masks(normal: Normal) -> None:
         if not isinstance(mask, fx.Node) or mask not in static or given(node, "is_causal", False):
             continue
         if mask not in verdicts:
-            verdicts[mask] = _verdict(evaluate(normal, mask), normal)
+            verdicts[mask] = _verdict(evaluate(normal, mask))
         if verdicts[mask] == "keep":
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
@@ -88,7 +88,7 @@ def _fold_masks(normal: Normal) -> None:
         node.args, node.kwargs = tuple(args), kwargs
 
 
-def _verdict(mask: Tensor, normal: Normal) -> str:
+def _verdict(mask: Tensor) -> str:
     """Return "causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
     if mask.dtype is torch.bool:
         allowed, known = mask, True

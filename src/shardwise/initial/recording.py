@@ -6,8 +6,7 @@ weights need no care, and an operation depends on the last one that wrote to a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.dtypes import default_dtype
 from shardwise.graph.torch_private import schema
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ class Memory:
             self._storages[operation.made[0][1].storage] = operation.args.cpu().clone()
             return
         args, kwargs = mapped((operation.args, dict(operation.kwargs)), RecordedOperand, self.tensor)
-        with torch.no_grad(), _default_dtype(operation.default_dtype):
+        with torch.no_grad(), default_dtype(operation.default_dtype):
             if generator is None:
                 results = operation.function(*args, **kwargs)
             else:
@@ -271,16 +271,3 @@ def flat(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in flat(item)]
     return [value]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if before == dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
 from shardwise.capture.capture import LossFunction, rows_in
+from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -246,8 +247,9 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
+        summed = COMPUTE_DTYPE[plan.data.reduce].itemsize if plan.data.reduce != "auto" else None
         return SolverObjective(
-            self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices
+            self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices, summed
         )
 
     def stages_of(self, one: Trace, plan: Plan | None = None) -> StageSplit:

@@ -234,7 +234,6 @@ class _MaskedScale(torch.autograd.Function):
 def keyed_dropout(
     x: Tensor,
     p: float,
-    training: bool,
     seed: int,
     step: int,
     ordinal: int,
@@ -244,12 +243,11 @@ def keyed_dropout(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """Return ``x * mask / (1 - p)`` with the mask of :func:`keyed_mask`, or ``x`` itself if p = 0 or not ``training``;
-    p = 1 gives x * 0.
+    """Return ``x * mask / (1 - p)`` with the mask of :func:`keyed_mask`, or ``x`` itself if p = 0; p = 1 gives x * 0.
 
     ``mask_shape`` broadcasts to the shape of ``x``, which is the default: (N, C, 1, 1) drops whole channels.
     """
-    if not training or p == 0:
+    if p == 0:
         return x
     shape = mask_shape if mask_shape is not None else x.shape
     mask = keyed_mask(p, seed, step, ordinal, shape, batch, row_start, x.device, kind, columns)
@@ -278,6 +276,19 @@ def keyed_uniform(
     words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
     return top.to(dtype).mul_(2.0**-bits)
+
+
+def between(u: Tensor, low: float, high: float) -> Tensor:
+    """Turn uniform values in [0, 1) into values in [low, high), in place; none is rounded up to ``high``."""
+    scaled = u.mul_(high - low).add_(low)
+    return scaled.clamp_(max=_below(high, u.dtype)) if high > low else scaled
+
+
+def _below(bound: float, dtype: torch.dtype) -> float:
+    """Return the largest value of ``dtype`` below ``bound``."""
+    info, near = torch.finfo(dtype), math.nextafter(bound, -math.inf)
+    step = max(math.ldexp(info.eps, math.frexp(near)[1] - 1), info.smallest_normal * info.eps)
+    return math.floor(near / step) * step
 
 
 def _pairs(columns: Tensor | None) -> Tensor | None:

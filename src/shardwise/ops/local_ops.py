@@ -80,6 +80,19 @@ def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     return op(*args, **options).sum()
 
 
+def mean(x: Tensor, count: int, dtype: torch.dtype, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return the sum of ``x`` over ``dims`` (None: all) divided by ``count``, in ``dtype``, but computed in fp32 at
+    least, as torch's own mean is: a sum in fp16 may overflow where the mean does not.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return x.sum(dims, keepdim, dtype=wide).div(count).to(dtype)
+
+
+def mean_of(op: Callable[..., Tensor], count: int, dtype: torch.dtype, *args: Any, **options: Any) -> Tensor:
+    """Return the :func:`mean` of ``op(…)``, a loss of each row or element."""
+    return mean(op(*args, **options), count, dtype)
+
+
 def convolution(
     op: Callable[..., Tensor],
     rows: int,

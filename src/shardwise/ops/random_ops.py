@@ -47,7 +47,7 @@ def dropout(
 ) -> Tensor:  # fmt: skip
     """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
     columns, row = _columns(env, grid, x.device), _row_start(env, spread)
-    return keyed.keyed_dropout(x, p, True, *_key(env, ordinal), batch, row, shape, env.kind, columns)
+    return keyed.keyed_dropout(x, p, *_key(env, ordinal), batch, row, shape, env.kind, columns)
 
 
 @own_op(shares=True, blind=True)
@@ -131,7 +131,7 @@ def random_of(
     dtype = dtype or torch.get_default_dtype()
     if kind == "normal":
         return keyed.keyed_normal(*key, columns=columns, dtype=dtype).mul_(b).add_(a)
-    return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
+    return keyed.between(keyed.keyed_uniform(*key, columns=columns, dtype=dtype), a, b)
 
 
 def bernoulli(

@@ -32,6 +32,14 @@ HOW = (
     "differentiable",
     "fused",
 )  # settings of torch's optimizers that do not change what they compute
+SCHEDULED = (
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "lr",
+)  # what torch's schedules note there, and what they change
+CYCLED = ("max_momentum", "base_momentum")  # what those note that change momentum or betas as well
 
 
 def distribute(
@@ -160,13 +168,13 @@ class Optimizer:
         engine = self._steps.trainer.engine
         if self._theirs is not None:
             now = _numbers(self._theirs)
-            changed = [key for key in now if now[key] != self._numbers[key] and key != "lr"]
+            changed = [key for key in now if now[key] != self._numbers.get(key)]
             if changed:
                 raise ShardwiseError(
                     f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of "
                     "torch's"
                 )
-            engine.optimizer = replace(engine.optimizer, lr=float(now["lr"]))
+            engine.optimizer = replace(engine.optimizer, lr=float(self._theirs.param_groups[0]["lr"]))
         loss._value = self._steps.trainer.step(batch).loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -225,7 +233,7 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
     known = {field.name for field in fields(OptimizerChoice)}
     numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
-    for key in group.keys() - numbers.keys() - set(HOW) - {"initial_lr"}:  # which a schedule of torch's has added
+    for key in group.keys() - numbers.keys() - {*HOW, *SCHEDULED, *CYCLED}:
         decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
         if group[key] and not decoupled:
             raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
@@ -233,7 +241,12 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", *HOW)}
+    """Return the hyperparameters but for the learning rate; raise :class:`ConfigError` if a schedule changes them."""
+    group = optimizer.param_groups[0]
+    if any(key in group for key in CYCLED):
+        wrong = "a schedule that changes momentum or betas is not legal"
+        raise ConfigError.on("optimizer", wrong, "one that changes lr alone, such as OneCycleLR(cycle_momentum=False).")
+    return {key: value for key, value in group.items() if key not in ("params", *HOW, *SCHEDULED)}
 
 
 def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:

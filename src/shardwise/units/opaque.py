@@ -175,14 +175,11 @@ class _SyncBatchNorms:
                 F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
             )
             return result
-        channels = input.shape[1]
-        mean = running_mean if running_mean is not None else input.new_zeros(channels)
-        var = running_var if running_var is not None else input.new_ones(channels)
         stand_in = not collectives.local_rows(self.env)
-        y, new_mean, new_var = norms.sync_batch_norm(
-            self.env, input, weight, bias, mean, var, momentum, eps, stand_in=stand_in
+        y, *new = norms.sync_batch_norm(
+            self.env, input, weight, bias, running_mean, running_var, momentum, eps, stand_in=stand_in
         )
-        if running_mean is not None and running_var is not None:
-            running_mean.copy_(new_mean)
-            running_var.copy_(new_var)
+        for running, value in zip((running_mean, running_var), new, strict=False):
+            assert running is not None  # they are updated where they are given
+            running.copy_(value)
         return y

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from shardwise.capture.casts import GRADIENT_DTYPE
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.flat import FlatBuffer
 from shardwise.core.layout import Layout
@@ -19,6 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS

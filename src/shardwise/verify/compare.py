@@ -50,9 +50,14 @@ def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infini
 
 
 def total_norm(tensors: Mapping[str, Tensor]) -> float:
-    """Return the norm of all finite elements of all floating-point tensors together."""
-    finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in tensors.values() if t.is_floating_point())
+    """Return the norm of all finite elements of all floating-point and complex tensors together."""
+    parts = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors.values() if _rounded(t))
+    finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in parts)
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
+
+
+def _rounded(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def relative_errors(
@@ -66,7 +71,7 @@ def relative_errors(
     errors = dict.fromkeys(ours.keys() ^ truth.keys(), math.inf)
     for name in truth:
         if name in ours:
-            own_floor = floor if truth[name].is_floating_point() else 0.0
+            own_floor = floor if _rounded(truth[name]) else 0.0
             errors[name] = relative_error(ours[name], truth[name], own_floor, equal_infinities)
     return errors
 

@@ -1,8 +1,9 @@
 """Train the user's module on a single device in the ordinary way: this is the truth that a plan is compared with.
 
 It runs forward and ``backward()`` of the whole module, microbatch by microbatch, then clipping and a plain
-``torch.optim`` step.  Nothing here knows of graphs, plans or ranks; it shares with them only the hash behind random
-numbers, the way to intercept torch functions, and the rule that cuts a batch into microbatches.
+``torch.optim`` step.  Nothing here knows of graphs, plans or ranks; it shares with them only how a module and its loss
+are called, in which dtypes fields and buffers come, the hash behind random numbers, the way to intercept torch
+functions, and the rule that cuts a batch into microbatches.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.capture import LossFunction, WithLoss
+from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
+from shardwise.graph.dtypes import default_dtype
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
-from shardwise.verify.promote import Promote64, default_dtype
+from shardwise.verify.promote import Promote64
 
 Fields = Mapping[str, Tensor]
-LossFunction = Callable[[Any, Fields], Tensor]
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """This makes an optimizer from parameter groups, as :mod:`torch.optim` takes them."""
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ class OracleStep:
 class Oracle:
     """Train a copy of ``module`` on one device.
 
-    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn`` the module
-    gets the fields that its forward names, and the loss is ``loss_fn(output, fields)``.  The module's mode (training or
-    not) is kept.
+    :class:`~shardwise.capture.capture.WithLoss` says how ``module`` and ``loss_fn`` are called, and what they may
+    return.  The module's mode (training or not) is kept.
 
     The loss of a step is sum_m w_m L_m over the microbatches, of which m holds rows ``shard_range(B, microbatches,
     m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets that are not
@@ -176,7 +176,7 @@ class Oracle:
                 if amount:
                     first = first or amount
                     share = value if amount == first else value * (amount / first)
-                    share = _widen(share, self.precision) * self.loss_scale
+                    share = cast_buffer(share, self.precision) * self.loss_scale
                     share.backward()  # type: ignore[no-untyped-call]
             if amount:  # a microbatch without targets has a loss of 0/0, and no part in the batch's
                 loss += value.item() * (amount / first)
@@ -198,24 +198,14 @@ class Oracle:
         """Return the loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
-        if self.loss_fn is None:
-            output = module(**fields)
-        else:
-            output = self.loss_fn(module(**_accepted(module, fields)), fields)
-        if isinstance(output, Mapping):
-            output = output.get("loss")
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ShardwiseError(
-                f"forward returned {type(output).__name__} where a scalar loss, or an output with .loss, is needed"
-            )
-        return loss.reshape(()), self._losses.targets(loss)
+        loss = WithLoss(module, self.loss_fn)(fields)
+        return loss, self._losses.targets(loss)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
         layers: list[Any] = [self._losses, self._random]
         if self.precision in LOW_PRECISIONS:
-            layers.append(LowPrecision(_DTYPES[self.precision]))
+            layers.append(LowPrecision(COMPUTE_DTYPE[self.precision]))
         if self.precision == "fp64":
             layers.append(WideGroupedMatmul())
         with ExitStack() as stack:
@@ -292,10 +282,7 @@ class Oracle:
                     p.copy_(self.masters[name])
 
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
-        fields = {
-            k: v.to(self.device) if self.precision in LOW_PRECISIONS else _widen(v.to(self.device), self.precision)
-            for k, v in batch.items()
-        }
+        fields = {k: cast_field(v.to(self.device), self.precision) for k, v in batch.items()}
         sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
         if not sizes or len(set(sizes.values())) > 1:
             raise ShardwiseError(f"the fields of a batch must have one number of rows; found {sizes}")
@@ -325,7 +312,7 @@ def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
     """Return a copy of ``module`` on ``device`` in ``precision``; shared parameters and buffers stay shared."""
-    dtype = _DTYPES[precision]
+    dtype = COMPUTE_DTYPE[precision]
     keep = batch_norm_parameters(module) if precision in LOW_PRECISIONS else set()
     memo: dict[int, Any] = {}
     for p in module.parameters():
@@ -333,15 +320,8 @@ def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
         value = p.detach().to(device, to if p.is_floating_point() else p.dtype, copy=True)
         memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
     for b in module.buffers():
-        memo[id(b)] = _widen(b.detach().to(device, copy=True), precision)
+        memo[id(b)] = cast_buffer(b.detach().to(device, copy=True), precision)
     return copy.deepcopy(module, memo)
-
-
-def _widen(value: Tensor, precision: str) -> Tensor:
-    """Return floats as doubles under ``fp64``, else as fp32 if they are narrower; return other tensors as they are."""
-    if not value.is_floating_point():
-        return value
-    return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:
@@ -355,12 +335,3 @@ def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, 
 
 def _rows(fields: Fields) -> int:
     return next(v.shape[0] for v in fields.values() if v.dim())
-
-
-def _accepted(module: nn.Module, fields: Fields) -> Fields:
-    """Return the fields that the module's forward names, or all if it takes any keyword."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return fields
-    names = {p.name for p in parameters}
-    return {k: v for k, v in fields.items() if k in names}

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.capture.intercept import Proceed
+from shardwise.graph.dtypes import LOW, cast_floats
 from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
 
@@ -24,7 +25,9 @@ _MATMULS = frozenset(
 _LOSSES = frozenset(
     (
         "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
-        "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss",
+        "hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss",
+        "multi_margin_loss", "multilabel_margin_loss",
     )
 )  # fmt: skip
 _OVERFLOWING = frozenset(
@@ -36,7 +39,6 @@ _OVERFLOWING = frozenset(
         "logsumexp", "cdist", "dist",
     )
 )  # fmt: skip
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
@@ -55,9 +57,9 @@ class LowPrecision:
         if name in _MATMULS:
             floats = {a.dtype for a in tensors_in((args, kwargs)) if a.is_floating_point()}
             if len(floats) > 1:
-                return proceed(func, *_cast(args, kwargs, floats, self.dtype))
+                return proceed(func, *cast_floats(args, kwargs, floats, self.dtype))
         elif name in self.wide:
-            return proceed(func, *_cast(args, kwargs, _LOW, torch.float32))
+            return proceed(func, *cast_floats(args, kwargs, LOW, torch.float32))
         return proceed(func, args, kwargs)
 
 
@@ -75,20 +77,6 @@ class WideGroupedMatmul:
         groups = [rows[a:b] @ matrix for a, b, matrix in zip((0, *stops), stops, matrices, strict=False)]
         rest = rows.new_zeros(rows.shape[0] - stops[-1], matrices.shape[2])
         return torch.cat([*groups, rest])
-
-
-def _cast(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    these: Sequence[torch.dtype] | set[torch.dtype],
-    to: torch.dtype,
-) -> tuple[list[Any], dict[str, Any]]:
-    def cast(value: Any) -> Any:
-        if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
-            return [cast(one) for one in value]
-        return value.to(to) if isinstance(value, Tensor) and value.dtype in these else value
-
-    return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
 
 
 def batch_norm_parameters(module: nn.Module) -> set[int]:

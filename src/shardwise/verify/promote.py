@@ -7,22 +7,14 @@ them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.graph.dtypes import WIDE, narrow
 from shardwise.graph.torch_private import TorchDispatchMode, schema
-
-_WIDE = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
-    torch.complex64: torch.complex128,
-    torch.complex32: torch.complex128,
-}
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -36,10 +28,6 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
     if isinstance(value, list | tuple):
         return any(_any(item, holds) for item in value)
     return holds(value)
-
-
-def _narrow(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _WIDE
 
 
 class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,18 +53,18 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def widen(value: Any) -> Any:
             nonlocal changed
-            if isinstance(value, torch.dtype) and value in _WIDE:
+            if isinstance(value, torch.dtype) and value in WIDE:
                 changed = True
-                return _WIDE[value]
-            if _narrow(value):
+                return WIDE[value]
+            if narrow(value):
                 changed = True
-                return value.to(_WIDE[value.dtype])
+                return value.to(WIDE[value.dtype])
             return value
 
         args = [_map(a, widen) for a in args]
         kwargs = {k: _map(v, widen) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
-        if _any(result, _narrow):  # nothing narrow went in: the default dtype came out
+        if _any(result, narrow):  # nothing narrow went in: the default dtype came out
             changed = True
             result = self._again(func, args, kwargs)
         self.promotions += changed
@@ -92,17 +80,3 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value.double() if isinstance(value, Tensor) and not value.is_complex() else value
 
         return func(*(_map(a, double) for a in args), **kwargs)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors of ``dtype`` from Python numbers (``torch.tensor(0.1)``) in this context.
-
-    The setting is the process's, not the thread's: set it in the main thread, around the threads that need it.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

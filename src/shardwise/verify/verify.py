@@ -306,12 +306,17 @@ def low_precision(
 
 
 def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """Return ||g - truth|| / ||truth|| over all parameters together; it is infinite if their names differ."""
+    """Return ||g - truth|| / ||truth|| over all parameters together, or ||g|| where the truth is zero; it is infinite
+    if their names differ."""
     if set(gradients) != set(truth):
         return math.inf
     difference = math.hypot(*(float(torch.linalg.vector_norm(gradients[n].double() - truth[n])) for n in truth))
-    return difference / math.hypot(*(float(torch.linalg.vector_norm(t)) for t in truth.values()))
+    return difference / (math.hypot(*(float(torch.linalg.vector_norm(t)) for t in truth.values())) or 1.0)
 
 
 def _same(a: VerifiedStep, b: VerifiedStep) -> bool:
-    return all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)
+    """Return whether two ranks have exactly the same parameters and buffers."""
+    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers)]
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine) for mine, theirs in pairs
+    )

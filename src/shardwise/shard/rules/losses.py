@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.dtypes import LOW
 from shardwise.graph.torch_private import schema
 from shardwise.ops import cross_entropy, local_ops
 from shardwise.ops.collectives import ROWS
@@ -92,12 +93,11 @@ def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> boo
 
 def _before_cast(scores: Any) -> Any:
     """Return scores as they were before a cast to fp32: the cross-entropy casts them piece by piece."""
-    narrow = (torch.bfloat16, torch.float16)
     cast = isinstance(scores, fx.Node) and scores.target is aten.to.dtype
     if not cast or scores.meta["val"].dtype is not torch.float32:
         return scores
     source = scores.args[0]
-    return source if isinstance(source, fx.Node) and source.meta["val"].dtype in narrow else scores
+    return source if isinstance(source, fx.Node) and source.meta["val"].dtype in LOW else scores
 
 
 @RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
@@ -131,9 +131,11 @@ def _reduced(
     """Return the form of a loss whose unreduced result has these labels and sizes: a mean is a sum over the number of
     rows.
 
-    With ``apart`` it is summed after its kernel, whose own sum of no rows may be anything.
+    With ``apart`` it is summed after its kernel, whose own sum of no rows may be anything.  So is a mean in low
+    precision, whose sum the kernel would round.
     """
-    reduction = given(node, "reduction", cross_entropy.MEAN)
+    reduction, dtype = given(node, "reduction", cross_entropy.MEAN), node.meta["val"].dtype
+    apart = apart or (reduction == cross_entropy.MEAN and dtype in LOW)
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         args, kwargs = emitter.filled(node, solved.values)
@@ -146,14 +148,12 @@ def _reduced(
             args[at] = how
         else:
             kwargs["reduction"] = how
+        if apart and reduction == cross_entropy.SUM:
+            return emitter.emit(node, (node.target, *args), kwargs, solved.layout, local_ops.summed)
+        count = emitter.sizes.product(sizes)
         if apart:
-            total = emitter.emit(node, (node.target, *args), kwargs, solved.layout, local_ops.summed)
-        else:
-            total = emitter.emit(node, args, kwargs, solved.layout)
-        return (
-            total
-            if reduction == cross_entropy.SUM
-            else emitter.emit(node, (total, emitter.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
-        )
+            return emitter.emit(node, (node.target, count, dtype, *args), kwargs, solved.layout, local_ops.mean_of)
+        total = emitter.emit(node, args, kwargs, solved.layout)
+        return emitter.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
 
     return context.labelled(node, pairs, labels if reduction == cross_entropy.NONE else [], emit=emit)

@@ -15,7 +15,7 @@ from shardwise.ops import local_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission
-from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, pointwise, rank_of, tensors
 
 aten = torch.ops.aten
 RULES = Table()
@@ -36,7 +36,7 @@ def _linear(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-@RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot", "inner_product")
+@RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot")
 def _matmul(context: ShardingContext, node: fx.Node) -> Any:
     a, b = node.args[:2]
     ranks = rank_of(context, a), rank_of(context, b)
@@ -52,6 +52,15 @@ def _matmul(context: ShardingContext, node: fx.Node) -> Any:
     rows, columns = (["m"] if ranks[0] > 1 else []), (["n"] if ranks[1] > 1 else [])
     out = [*range(batch), *rows, *columns]
     return context.labelled(node, [(a, [*mine, *rows, "k"]), (b, [*theirs, "k", *columns])], out, (0, 1))
+
+
+@RULES.rule("inner")
+def _inner(context: ShardingContext, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    if not (rank_of(context, a) and rank_of(context, b)):
+        return pointwise(context, node, (0, 1))
+    rows, columns = ([f"{name}{d}" for d in range(rank_of(context, x) - 1)] for name, x in (("m", a), ("n", b)))
+    return context.labelled(node, [(a, [*rows, "k"]), (b, [*columns, "k"])], [*rows, *columns], (0, 1))
 
 
 @RULES.rule("addmm", "baddbmm")

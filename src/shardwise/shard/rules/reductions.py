@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.ops import norms, softmax
+from shardwise.ops import local_ops, norms, softmax
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OwnCall, Shard, Strategy, sharding
@@ -49,10 +49,9 @@ def _sum(context: ShardingContext, node: fx.Node) -> Any:
         places = [s.operands[0] for s in solved.strategies.values()]
         if not any(isinstance(q, Shard) and q.dim in dims for q in places):
             return emitter.plain(node, solved)
-        kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
-        total = emitter.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
         count = emitter.sizes.product([x.meta["val"].shape[d] for d in dims])
-        return emitter.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
+        args = (solved.values[0], count, node.meta["val"].dtype, dims, keep)
+        return emitter.emit(node, args, {}, solved.layout, local_ops.mean)
 
     form.emit = emit if name == "mean" else None
     return form

@@ -18,6 +18,7 @@ from torch import fx
 
 from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import values_of
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
@@ -33,7 +34,9 @@ from shardwise.shard.solver.op_cost import Works
 
 class Value(NamedTuple):
     """The cost of a tensor's moves depends on this: its sizes as priced and as captured, whether each does not depend
-    on rows, the bytes of an element, whether it has a gradient, and where its rows are sharded."""
+    on rows, the bytes of an element, whether it has a gradient, where its rows are sharded, and the bytes of an element
+    of its gradient where a move to R sums that: at the end of the step (``postpone``) if it follows from parameters
+    alone."""
 
     shape: tuple[int, ...]
     captured: tuple[int, ...]
@@ -41,6 +44,7 @@ class Value(NamedTuple):
     itemsize: int
     grad: bool
     rows: Placement
+    summed: int
 
 
 class Collective(NamedTuple):
@@ -72,23 +76,15 @@ class MicrobatchCost:
 
 class CostModel:
     """This prices ops and moves over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of
-    ``rows`` rows a rank of the batch axes, on devices of ``kind``; ``beside`` and ``live`` are as in
+    ``rows`` rows a rank of the batch axes, on devices of ``kind``; ``beside``, ``live`` and ``summed`` are as in
     :class:`~shardwise.core.rates.SolverObjective`."""
 
     def __init__(
         self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str,
-        axes: Mapping[str, int] | None = None, *, beside: float = 12,
-        live: int = 1,
+        axes: Mapping[str, int] | None = None, *, beside: float = 12, live: int = 1, summed: int | None = None,
     ) -> None:  # fmt: skip
-        self.context, self.batch, self.rates, self.rows, self.kind, self.state_bytes, self.live = (
-            context,
-            batch,
-            rates,
-            rows,
-            kind,
-            beside,
-            live,
-        )
+        self.context, self.batch, self.rates, self.rows, self.kind = context, batch, rates, rows, kind
+        self.state_bytes, self.live, self.summed = beside, live, summed
         self.ranks_of = dict(context.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.where = context if axes is None else context.over(axes)  # it only makes layouts
@@ -105,15 +101,23 @@ class CostModel:
         if node not in self.values:
             tensor = node.meta["val"]
             where = self.batch.states[node][0]
+            size, grad = tensor.dtype.itemsize, self.context.carrying[node]
+            lies = node.op == "placeholder" and self.context.tensor.layouts is not None
             self.values[node] = Value(
                 self.works.sizes(tensor),
                 self.context.shape(node),
                 tuple(isinstance(expression(n), int) for n in tensor.shape),
-                tensor.dtype.itemsize,
-                self.context.carrying[node],
+                size,
+                grad,
                 where,
+                self.wide(node) if grad and where == "R" and not lies else size,
             )
         return self.values[node]
+
+    def wide(self, node: fx.Node) -> int:
+        """Return the bytes of an element of a parameter's gradient where it is summed at the end of the step."""
+        dtype = node.meta["val"].dtype
+        return self.summed or GRADIENT_DTYPE.get(dtype, dtype).itemsize
 
     def piece(self, shape: Sequence[int], states: Sequence[Placement]) -> tuple[int, ...]:
         """Return the largest local shape of a tensor of whole ``shape``."""
@@ -177,7 +181,8 @@ class CostModel:
         if there:
             yield Collective(False, there, step.groups, nbytes)
         if back and value.grad:
-            yield Collective(True, back, step.groups, nbytes)
+            wide = step.name == "replicate"
+            yield Collective(True, back, step.groups, math.prod(whole) * value.summed if wide else nbytes)
 
     def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
         """Return the bytes of a whole, including the padding of uneven pieces."""
@@ -199,7 +204,7 @@ class CostModel:
         step is taken to have one microbatch."""
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
-            yield Collective(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
+            yield Collective(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * self.wide(node))
 
     def seconds(self, one: Collective) -> float:
         return self.rates.collective(one.kind, one.nbytes, [self.axes[i] for i in one.groups], self.ranks(one.groups))

@@ -97,9 +97,8 @@ class Works:
                     with back:
                         torch.autograd.grad(good, wanted, [torch.empty_like(g) for g in good], allow_unused=True)
         except RuntimeError:  # no kernel, or one that needs to see values
-            several = isinstance(node.meta["val"], tuple | list)
-            shapes = [self.sizes(v) for v in (node.meta["val"] if several else [node.meta["val"]])]
-            nbytes = sum(t.nbytes for t in operands) + sum(map(math.prod, shapes)) * 4
+            made = sum(math.prod(self.sizes(v)) * v.dtype.itemsize for v in tensors_in(node.meta["val"]))
+            nbytes = sum(t.nbytes for t in operands) + made
             return Work((0, nbytes), (0, 2 * nbytes if self.context.carrying[node] else 0))
         return Work((there.flops, there.bytes), (back.flops, back.bytes))
 

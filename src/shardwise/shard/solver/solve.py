@@ -155,6 +155,7 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
         machine.kind or Backend.of(context.device).kind,
         beside=machine.state_bytes_per_element,
         live=machine.live_microbatches,
+        summed=machine.summed,
     )
 
 
@@ -233,6 +234,7 @@ class _Several:
             {name: math.prod(self.prices.parts)},
             beside=self.prices.state_bytes,
             live=self.prices.live,
+            summed=self.prices.summed,
         )
         try:
             solver = Solver(self.context, one, {name: Candidates(self.context, name, one)}, self.limited)
