@@ -30,7 +30,7 @@ from shardwise.models import Llama
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.progress import Progress, read_record, record_path
-from shardwise.runtime.whole_state import TensorSpec, WholeState
+from shardwise.runtime.whole_state import TensorSpec, WholeState, first_names
 from shardwise.train.trainer import NonFiniteError
 
 EXPLOSIVE = """
@@ -162,7 +162,8 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
             yield from state.items()
 
     comm = AloneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    save_weights(Known(comm, Plan.of(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
+    known = Known(comm, Plan.of(), OptimizerChoice(), None, first_names(module), (), {}, {}, {})  # type: ignore[arg-type]
+    save_weights(known, path)
 
 
 def test_weights_of_a_tied_model_load_into_it(tmp_path: Path) -> None:
