@@ -86,9 +86,11 @@ def peak_memory(found: list[int]) -> Iterator[None]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    yield
-    stop.set()
-    watcher.join()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
     found.append(max(most[0], memory()))
 
 

@@ -20,7 +20,9 @@ from typing import Any
 import psutil
 
 from shardwise.core.mesh import Mesh
-from shardwise.data import Loader, PackedWindows, open_corpus
+from shardwise.data.corpus import open_corpus
+from shardwise.data.loader import Loader
+from shardwise.data.windows import PackedWindows
 
 LENGTH, ROWS = 128, 16  # those of the default config
 POINTS = 8  # points of an epoch at which memory is read

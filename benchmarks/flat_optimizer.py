@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from shardwise.core.optim import OptimizerChoice
-from shardwise.runtime.optimizer import FlatOptimizer
+from shardwise.runtime.optimizer import FlatOptimizer, Segment
 
 
 def medians(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -35,7 +35,7 @@ def compare(elements: int, tensors: int, repeats: int) -> dict[str, float]:
     """Return the median seconds of a step, flat and per tensor, each with and without a clipping coefficient."""
     choice = OptimizerChoice("adamw", lr=1e-3)
     param, grad = torch.randn(elements), torch.randn(elements)
-    flat = FlatOptimizer(choice, [(param, grad, True)])
+    flat = FlatOptimizer(choice, [Segment(param, grad, True)])
     singles = [torch.randn(elements // tensors) for _ in range(tensors)]
     for single in singles:
         single.grad = torch.randn_like(single)

@@ -44,7 +44,10 @@ SET_CHILD_SUBREAPER = 36  # of prctl(2)
 ROOM = 1 << 16  # bytes for the command lines, and for the environments, that the system shows for forked processes
 KEPT = 8  # file descriptors, beside the standard ones, that a process can be given
 APART = 512  # a file descriptor beyond those that are given
+IN_NAMESPACE = ["ip", "netns", "exec"]  # then its name, and what is run there
+CLONE_NEWNET = 0x40000000  # of setns(2): the network
 PLAIN = {"-u"}  # options of the interpreter that change nothing here
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # not every system has it
 
 
 class Server:
@@ -103,6 +106,11 @@ _unforked = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _server: Server | None = None
 
 
+def _execute_fresh(self, *given):
+    with on_cores(set(CORES)):  # the tests of this process keep to one
+        _unforked(self, *given)
+
+
 def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and later
     self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
     p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
@@ -111,9 +119,10 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     words = (
         [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(args)]
     )
-    program = None if shell or executable or preexec_fn else _program(words)
+    namespace, inner = (words[3], words[4:]) if words[:3] == IN_NAMESPACE else ("", words)
+    program = None if shell or executable or preexec_fn else _program(inner)
     if program is None:
-        _unforked(
+        _execute_fresh(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
         )  # fmt: skip
@@ -125,6 +134,7 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     folder = os.fsdecode(os.getcwd() if cwd is None else cwd)
     command = {
         "program": program,
+        "namespace": namespace,
         "env": variables,
         "cwd": os.path.abspath(folder),
         "session": bool(more[5]),
@@ -136,16 +146,30 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def install() -> None:
-    """From now on ``subprocess`` lets a server fork what this interpreter would run."""
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+def install(fork: bool = True) -> None:
+    """From now on ``subprocess`` lets a server fork what this interpreter would run, or starts a real one."""
+    subprocess.Popen._execute_child = _execute_child if fork else _execute_fresh  # type: ignore[attr-defined]
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Meanwhile this thread, and what it starts, runs on ``cores``; on all that there are if there is none."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextmanager
 def fresh() -> Iterator[None]:
     """Meanwhile ``subprocess`` starts real interpreters."""
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-    subprocess.Popen._execute_child = _unforked  # type: ignore[attr-defined]
+    install(fork=False)
     try:
         yield
     finally:
@@ -208,6 +232,8 @@ def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
     if command["session"]:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even where a shell started the tests in the background
+    if command["namespace"]:
+        _enter(command["namespace"])
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
@@ -221,6 +247,13 @@ def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
             stream.reconfigure(write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _enter(namespace: str) -> None:
+    """Move this process into a network namespace that ``ip netns`` has made."""
+    with open(f"/var/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"no network namespace {namespace}")
 
 
 def _run(program: Sequence[str], path: Sequence[str]) -> None:

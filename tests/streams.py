@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.backend import Backend
 from shardwise.core.mesh import Mesh
-from shardwise.runtime import handed, threads
+from shardwise.runtime import stream_tensors, threads
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 Clock = dict["Stream", int]
@@ -192,6 +192,6 @@ def run_in_streams(streams: Streams, mesh: Mesh, fn: Callable[[ThreadCommunicato
             return Queued("cpu", streams)
 
     with ExitStack() as patched:
-        for module in (threads, handed):
+        for module in (threads, stream_tensors):
             patched.enter_context(patch.object(module, "Backend", Ours))
         return run_ranks(mesh, fn, **options)

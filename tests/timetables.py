@@ -8,16 +8,25 @@ from collections.abc import Iterator, Sequence
 from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task, Timetable
 from shardwise.core.timetable import needs as computed_before
+from shardwise.estimate.simulate import Costs
 
 NAMES = tuple(SCHEDULES)
 SYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)
+
+
+def uniform(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0) -> Costs:
+    """The costs of equal stages, with one byte of activations each."""
+    return Costs((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
 
 
 def numbers(name: str, ranks: int = 8, microbatches: int = 20) -> Iterator[tuple[int, int, int]]:
     """All legal (ranks, microbatches, stages per rank) up to these, with one to four stages a rank."""
     schedule = SCHEDULES[name]
     for p in range(1, ranks + 1):
-        for m in range(max(1, schedule.each * p), min(microbatches, schedule.most or microbatches) + 1):
+        for m in range(
+            max(1, schedule.min_microbatches_per_rank * p),
+            min(microbatches, schedule.max_microbatches or microbatches) + 1,
+        ):
             yield from ((p, m, v) for v in range(1, 5) if schedule.takes(v))
 
 

@@ -27,8 +27,7 @@ def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], fl
         step = recorder.found(0, 0)
         by: dict[bool, list[profiles.Span]] = {True: [], False: []}
         for event in step.events:
-            if event.lane != Lane.HOST:
-                by[event.lane == Lane.COMPUTE].append((event.start, event.stop))
+            by[event.lane == Lane.COMPUTE].append((event.start, event.stop))
         share = profiles.hidden_share(by[False], by[True])
         seconds = profiles.length(by[False])
         run.measured.append({"hidden": share, "communication_seconds": seconds, "step_seconds": step.seconds})  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
     """Time dW += dYᵀ X of a Llama-1B's MLP, with bf16 factors and an fp32 sum; the error is that of one addition to
     zero, against fp64.
     """
-    from shardwise.ops.weight_gradients import Factors, accumulate
+    from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 
     place = _place(device)
     tokens, out, width = (64, 48, 32) if tiny else (4096, 5632, 2048)
@@ -96,7 +96,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
         aten.addmm.dtype_out(goal, dy.t(), x, fp32, out=goal)
 
     def shardwise() -> None:
-        accumulate(goal, Factors("w", dy, "linear", x, None, ()), True)
+        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, Kernels("cpu"))
 
     ways: Ways = {
         "rounded to bf16, then added": rounded,
@@ -188,7 +188,7 @@ def grouped_query(device: str, tiny: bool) -> dict[str, Any]:
 def optimizer(device: str, tiny: bool) -> dict[str, Any]:
     """Time AdamW's update of 24 buckets of two segments each, with the clipping coefficient and the skip flag."""
     from shardwise.core.optim import OptimizerChoice
-    from shardwise.runtime.optimizer import FlatOptimizer
+    from shardwise.runtime.optimizer import FlatOptimizer, Segment
 
     place = _place(device)
     elements, buckets = (1024, 3) if tiny else (22_000_000, 24)
@@ -197,7 +197,7 @@ def optimizer(device: str, tiny: bool) -> dict[str, Any]:
     for _ in range(buckets):
         flat, gradient = torch.randn(elements, device=place), torch.randn(elements, device=place)
         cut = elements // 64 * 63
-        segments.append([(flat[:cut], gradient[:cut], True), (flat[cut:], gradient[cut:], False)])
+        segments.append([Segment(flat[:cut], gradient[:cut], True), Segment(flat[cut:], gradient[cut:], False)])
     apart = [FlatOptimizer(choice, one) for one in segments]
     together = FlatOptimizer(choice, [segment for one in segments for segment in one])
     factor, skip = torch.tensor(0.999, device=place), torch.tensor(0.0, device=place)

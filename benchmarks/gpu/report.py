@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,17 @@ def document(before: str, found: Found) -> str:
 def figures(found: Found) -> list[str]:
     """Return the lines after the mark."""
     lines = [*_where(found), *_verdicts(found)]
-    makers = {
+    makers: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
         "fast": _fast,
         "memory": _memory,
         "prototypes": _prototypes,
-        "zero": _several,
-        "tensor": _several,
+        "zero": partial(_several, "ZeRO-3"),
+        "tensor": partial(_several, "1d-sp"),
         "communicators": _communicators,
     }
     for name, make in makers.items():
         if name in found and found[name]["figures"]:
-            lines += [*make(found[name]["figures"], name), ""]
+            lines += [*make(found[name]["figures"]), ""]
     return lines
 
 
@@ -151,7 +152,7 @@ def _verdicts(found: Found) -> list[str]:
     return [*table(("part", "what", "verdict", ""), rows), ""]
 
 
-def _fast(values: Mapping[str, Any], name: str) -> list[str]:
+def _fast(values: Mapping[str, Any]) -> list[str]:
     facts, lines = values.get("facts"), []
     if facts and "rows" in values:
         how = "in turns" if facts["together"] else "one after the other, for all do not fit the card at once"
@@ -184,7 +185,7 @@ def _fast(values: Mapping[str, Any], name: str) -> list[str]:
     return lines
 
 
-def _memory(values: Mapping[str, Any], name: str) -> list[str]:
+def _memory(values: Mapping[str, Any]) -> list[str]:
     lines = ["### Memory", ""]
     rows = []
     for plan, one in values.get("plans", {}).items():
@@ -218,7 +219,7 @@ def _memory(values: Mapping[str, Any], name: str) -> list[str]:
     return lines
 
 
-def _prototypes(values: Mapping[str, Any], name: str) -> list[str]:
+def _prototypes(values: Mapping[str, Any]) -> list[str]:
     rows = []
     for one in values["prototypes"].values():
         first = next((w["milliseconds"] for w in one["ways"].values() if "milliseconds" in w), None)
@@ -239,8 +240,8 @@ def _prototypes(values: Mapping[str, Any], name: str) -> list[str]:
     ]
 
 
-def _several(values: Mapping[str, Any], name: str) -> list[str]:
-    lines = [f"### {'ZeRO-3' if name == 'zero' else '1d-sp'} on several cards", ""]
+def _several(title: str, values: Mapping[str, Any]) -> list[str]:
+    lines = [f"### {title} on several cards", ""]
     if "speed" in values:
         ranks = values["speed"]["ranks"]
         rows = [
@@ -257,7 +258,7 @@ def _several(values: Mapping[str, Any], name: str) -> list[str]:
     return lines
 
 
-def _communicators(values: Mapping[str, Any], name: str) -> list[str]:
+def _communicators(values: Mapping[str, Any]) -> list[str]:
     by_rank = values["communicators"]["bytes"]
     rows = [(rank, ", ".join(f"{n / 2**20:.0f}" for n in taken)) for rank, taken in enumerate(by_rank)]
     return ["### Communicators", "", *table(("rank", "MiB of the card that each further communicator takes"), rows)]

@@ -216,6 +216,16 @@ def test_a_prediction_that_is_off_is_wrong(tmp_path: Path) -> None:
     assert part.wrong
 
 
+def test_rows_of_which_none_ran_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = {"budget": 1, "predicted": 0, "fitted": 0, "refused": None, "peak": 2}
+    found = memory.one_step("cpu", True, {})
+    monkeypatch.setattr(memory, "in_child", lambda function, *_, **__: none if "rows" in function else found)
+    part = Part("memory", options(tmp_path))
+    memory.memory(part)
+    assert part.verdicts[-1]["what"].endswith("rows that are predicted to fit do, none")
+    assert part.verdicts[-1]["right"] is None
+
+
 def test_the_largest_number_that_fits() -> None:
     for limit in (0, 1, 2, 3, 17, 64):
         assert memory.most(lambda n, limit=limit: n <= limit) == limit

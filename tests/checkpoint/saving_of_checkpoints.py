@@ -43,7 +43,7 @@ class Meeting:
 def whole(name: str, tensor: Tensor) -> Piece:
     """A tensor as one piece."""
     shape = tuple(tensor.shape)
-    return Piece(name, shape, Box((0,) * len(shape), shape), tensor)
+    return Piece(name, shape, Box.whole(shape), tensor)
 
 
 def flat_pieces(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
@@ -68,7 +68,7 @@ def cut_pieces(tensors: Mapping[str, Tensor], rank: int, ranks: int, seed: int) 
     found = []
     for number, (name, tensor) in enumerate(tensors.items()):
         generator = random.Random(seed * 1000 + number)
-        boxes = [Box((0,) * tensor.dim(), tuple(tensor.shape))]
+        boxes = [Box.whole(tensor.shape)]
         for dim in range(tensor.dim()):
             cut = generator.randint(0, tensor.shape[dim])
             boxes = [part for box in boxes for part in _split(box, dim, cut)]

@@ -64,7 +64,7 @@ def expected(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
         out = torch.zeros(memory.layout.numel, dtype=torch.float64)
         for parameter, view in memory.views(out).items():
             view.copy_(
-                sharded.local(memory.parameters[parameter], values[name.format(parameter)], comm.mesh, comm.rank)
+                sharded.local(memory.bucket.by_name[parameter], values[name.format(parameter)], comm.mesh, comm.rank)
             )
         return out
 

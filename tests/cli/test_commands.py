@@ -18,7 +18,6 @@ from shardwise.cli.common import split_arguments
 from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
-from shardwise.core.program import Program
 from shardwise.verify import verify as verifier
 
 TINY = [
@@ -322,8 +321,7 @@ def test_show_as_json_counts_what_there_is() -> None:
     assert block["saved_bytes"] > 3 * 16 * 16 * 4
     names = [one["name"] for one in found["parameters"]]
     assert len(names) == len(set(names)) == 2 + 2 * 12 + 2 and found["parameters"][0]["kind"] == "DDP"
-    program = Program.from_json(json.dumps(found["programs"][0]))
-    assert sum(str(one.op) == "BACKWARD" for one in program.instructions) == 2 * 4
+    assert sum(one["op"] == "BACKWARD" for one in found["programs"][0]["instructions"]) == 2 * 4
 
 
 def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> None:

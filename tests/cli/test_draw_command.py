@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 
 from shardwise.cli.main import app
 from shardwise.estimate.search import auto
-from shardwise.estimate.simulate import Costs, simulate
+from shardwise.estimate.simulate import simulate
 from shardwise.parallel.schedule import timetable
 from shardwise.report.recorded import of_recorded, read_step
+from timetables import uniform
 
 
 def widest(shown: Result) -> int:
@@ -64,13 +65,11 @@ def test_stages_share_the_times_of_their_rank() -> None:
     given = ("--ranks", "3", "--microbatches", "6", "--times", "2,3,1,0.5", "--schedule", "zbv", "--schedule", "1f1b")
     values = json.loads(call("simulate", *given, "--json").stdout)["simulations"]
     for one, name, each in zip(values, ("zbv", "1f1b"), (2, 1), strict=True):
-        costs = Costs.uniform(3 * each, 2e-3 / each, 3e-3 / each, 1e-3 / each, 0.5e-3)
+        costs = uniform(3 * each, 2e-3 / each, 3e-3 / each, 1e-3 / each, 0.5e-3)
         truth = simulate(timetable(name, 3, 6), costs)
         assert one["step_seconds"] == pytest.approx(truth.seconds) and one["stages_per_rank"] == each
         assert one["critical"] == [[rank, *truth.timetable[rank][at]] for rank, at in truth.critical]
-        assert [r["peak_activations"] for r in one["by_rank"]] == pytest.approx(
-            [n / each for n in truth.peak_activations]
-        )
+        assert [r["peak_activations"] for r in one["by_rank"]] == pytest.approx([n / each for n in truth.peak_bytes])
     for each in (2, 3):
         given = (
             "--schedule",
@@ -93,7 +92,7 @@ def test_auto_is_the_search_within_its_limit(memory: float | None) -> None:
     (one,) = json.loads(call("simulate", *given, *([] if memory is None else ["--memory", str(memory)])).stdout)[
         "simulations"
     ]
-    costs = Costs.uniform(3, 1e-3, 1.2e-3, 0.8e-3, 1e-4)
+    costs = uniform(3, 1e-3, 1.2e-3, 0.8e-3, 1e-4)
     truth = auto(3, 5, costs, float("inf") if memory is None else memory)
     assert (
         one["step_seconds"] == pytest.approx(truth.simulation.seconds)
@@ -121,7 +120,7 @@ def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
     assert len(re.findall(r"^rank \d \|", shown.stdout, re.M)) == 4 and "zb-h1, 4 ranks, 8 microbatches" in shown.stdout
     assert picture.read_text().count("<title>") == 4 * 8 * 3
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
-    truth = simulate(timetable("zb-h1", 4, 8), Costs.uniform(4, 1e-3, 1e-3, 1e-3))
+    truth = simulate(timetable("zb-h1", 4, 8), uniform(4, 1e-3, 1e-3, 1e-3))
     assert len(events) == 4 * 8 * 3 and max(e["ts"] + e["dur"] for e in events) == pytest.approx(1e6 * truth.seconds)
     values = json.loads(call("draw", "--schedule", "zb-h1", "--schedule", "gpipe", "--json").stdout)
     assert [one["title"].split(",")[0] for one in values["drawings"]] == ["zb-h1", "gpipe"]

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.cli.tokenizer import app
-from shardwise.data import JsonTokenizer
+from shardwise.data.tokenizer import JsonTokenizer
 
 
 @pytest.fixture

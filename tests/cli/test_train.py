@@ -14,9 +14,10 @@ import torch
 from rich.cells import cell_len
 from safetensors.torch import load_model
 
+import forked
 from shardwise.config import load_config
 from shardwise.core.plan import Plan
-from shardwise.data import sample_order
+from shardwise.data.order import sample_order
 from shardwise.models import GPT
 
 TROUBLED = Path(__file__).parent / "troubled.py"
@@ -69,7 +70,7 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     config = load_config(folder / "config.toml")
     assert (config.train.devices, config.train.threads, config.train.steps) == (
         2,
-        max(1, len(os.sched_getaffinity(0)) // 2),
+        max(1, len(forked.CORES) // 2),
         12,
     )
     assert Plan.from_toml((folder / "plan.toml").read_text()).mesh.axis_size("dp") == 2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from shardwise.config import (
     Config,
     Hardware,
-    build_dataset,
+    build_data,
     build_loss_scale,
     build_model,
     build_optimizer,
@@ -22,7 +22,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.numeric_options import NumericOptions
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data import Loader, PackedWindows
+from shardwise.data.loader import Loader
+from shardwise.data.windows import PackedWindows
 from shardwise.models import GPT, Llama
 
 torch.set_num_threads(1)
@@ -177,7 +178,8 @@ def test_default_sizes_are_those_of_the_models() -> None:
 
 def test_default_data_goes_through_the_default_model() -> None:
     config = load("model.width=32", "model.heads=4", "model.layers=1", "data.batch_size=2")
-    (dataset, decode), model = build_dataset(config), make(config)
+    data, model = build_data(config), make(config)
+    dataset, decode = data.train, data.decode
     assert decode is not None
     assert decode(torch.tensor([104, 105])) == "hi"
     with Loader(dataset, Mesh.of(dp=1), 0, 2) as loader:
@@ -245,7 +247,8 @@ def test_factories(code: Path) -> None:
     assert constructor() is not model
     assert loss is not None
     assert loss(torch.full((2,), 5.0), {"y": torch.tensor([4.0, 3.0])}).item() == 2.5
-    dataset, decode = build_dataset(config)
+    data = build_data(config)
+    dataset, decode = data.train, data.decode
     assert len(dataset) == 7
     assert decode is None
     assert isinstance(make(load(f"model.factory={code}:Net")), torch.nn.Linear)
@@ -282,7 +285,7 @@ def line_of(text: str, source: str = USER_CODE) -> int:
     ],
 )
 def test_functions_that_fail(code: Path, key: str, function: str, words: list[str]) -> None:
-    build = make if key == "model.factory" else build_dataset
+    build = make if key == "model.factory" else build_data
     message = refusal(build, f"{key}={code}:{function}")
     assert message.startswith(f'{key} = "{code}:{function}"')
     assert all(word in message for word in words), message
@@ -290,17 +293,17 @@ def test_functions_that_fail(code: Path, key: str, function: str, words: list[st
 
 def test_functions_that_return_the_wrong_thing(code: Path) -> None:
     assert "returned an object of type list; legal: an nn.Module" in refusal(make, f"model.factory={code}:data")
-    message = refusal(build_dataset, f"data.factory={code}:build")
+    message = refusal(build_data, f"data.factory={code}:build")
     assert "sample 0 is a Linear; legal: a dict of tensors" in message
-    message = refusal(build_dataset, f"data.factory={code}:Net")
+    message = refusal(build_data, f"data.factory={code}:Net")
     assert "returned an object of type Net; legal: a map-style dataset" in message
-    assert "list_iterator; legal: a map-style dataset" in refusal(build_dataset, f"data.factory={code}:stream")
-    assert "sample 0 is a tuple" in refusal(build_dataset, f"data.factory={code}:tuples")
-    assert "empty" in refusal(build_dataset, f"data.factory={code}:data", "data.arguments.size=0")
+    assert "list_iterator; legal: a map-style dataset" in refusal(build_data, f"data.factory={code}:stream")
+    assert "sample 0 is a tuple" in refusal(build_data, f"data.factory={code}:tuples")
+    assert "empty" in refusal(build_data, f"data.factory={code}:data", "data.arguments.size=0")
 
 
 def test_ragged_samples_are_found_when_they_are_read(code: Path) -> None:
-    dataset, _ = build_dataset(load(f"data.factory={code}:ragged"))
+    dataset = build_data(load(f"data.factory={code}:ragged")).train
     with (
         Loader(dataset, Mesh.of(dp=1), 0, 4) as loader,
         pytest.raises(ConfigError, match=r"sample \d.*shape"),
@@ -333,7 +336,7 @@ def test_files_that_cannot_be_imported(tmp_path: Path, text: str, words: list[st
     for build, key in (
         (build_model, "model.factory"),
         (build_model, "model.loss"),
-        (build_dataset, "data.factory"),
+        (build_data, "data.factory"),
     ):
         message = refusal(build, f"{key}={path}:f")
         assert message.startswith(f'{key} = "{path}:f"')
@@ -361,7 +364,7 @@ TINY = [
 
 def test_a_transformers_model_on_bytes() -> None:
     config = load(*TINY, "data.sequence_length=24", "data.batch_size=2")
-    model, (dataset, _) = make(config), build_dataset(config)
+    model, dataset = make(config), build_data(config).train
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.get_input_embeddings().weight.shape == (256, 32)
     assert model.config.use_cache is False
@@ -377,7 +380,7 @@ def test_a_transformers_model_on_bytes() -> None:
 
 
 def test_own_models_get_shifted_labels() -> None:
-    sample = build_dataset(load())[0][3]
+    sample = build_data(load()).train[3]
     assert torch.equal(sample["input_ids"][1:], sample["labels"][:-1])
     assert not torch.equal(sample["input_ids"], sample["labels"])
 
@@ -459,8 +462,8 @@ def test_a_factory_may_not_shift_labels_twice(code: Path) -> None:
 
 def test_data_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 500)
-    dataset, _ = build_dataset(load(f"data.source={tmp_path}"))
+    dataset = build_data(load(f"data.source={tmp_path}")).train
     assert isinstance(dataset, PackedWindows)
     assert len(dataset) == 500 // 128  # 500 bytes and the end of the document
     (tmp_path / "a.txt").write_text("a" * 50)
-    assert f"{tmp_path} has 51 tokens" in refusal(build_dataset, f"data.source={tmp_path}")
+    assert f"{tmp_path} has 51 tokens" in refusal(build_data, f"data.source={tmp_path}")

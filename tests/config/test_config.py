@@ -375,6 +375,8 @@ TOGETHER = [
     (["parallel.tp=2", "parallel.tensor=3d", "train.devices=4"], ["parallel.tp = 2", "a cube"]),
     (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "6 or 12"]),
+    (["data.factory=nonsense", "model.context=64"], ["data.factory = "]),
+    (["train.devices=1", "parallel.stages=[1, 2]"], ["parallel.stages", "legal: 1 number, one for each stage"]),
 ]  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Config, Data, Hardware, build_data, build_dataset, build_model, load_config
+from shardwise.config import Config, Data, Hardware, build_data, build_model, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.data import Joined, Loader, Mixture, one_pass
 from shardwise.data.bpe import train_tokenizer
+from shardwise.data.loader import Loader, one_pass
+from shardwise.data.mixture import Joined, Mixture
 
 ONE = Mesh.of(dp=1)
 TINY = [
@@ -60,7 +61,8 @@ def test_the_two_sides(words: Path) -> None:
     assert found.notices == ()
     assert found.digest == data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=16").digest
     assert found.digest != data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=17").digest
-    dataset, decode = build_dataset(load(f"data.source={words}", "data.sequence_length=16"))
+    every = data(f"data.source={words}", "data.sequence_length=16")
+    dataset, decode = every.train, every.decode
     assert decode is not None and len(dataset) > len(found.train)
 
 

@@ -462,10 +462,10 @@ def test_what_another_lane_has_written_or_writes_again_is_freed_in_order() -> No
 def test_messages_between_two_ranks_keep_to_one_lane() -> None:
     first, second = pair()
     first.send(1)
-    first.add(Op.SEND, Lane.HOST, peer=("pp", 1), microbatch=0)
+    first.add(Op.SEND, Lane.REDUCE, peer=("pp", 1), microbatch=0)
     second.receive(-1)
     second.receive(-1)
-    with pytest.raises(ProgramError, match="is on lane host, and .* with the same peer, on send"):
+    with pytest.raises(ProgramError, match="is on lane reduce, and .* with the same peer, on send"):
         verify(first, second)
 
 

@@ -76,9 +76,9 @@ def test_an_axis_is_two_sub_axes() -> None:
 def test_what_sub_axes_leave() -> None:
     mesh = Mesh.of(dp=2, tp=6)
     outer, inner = sub_axes("tp", 3)
-    assert mesh.beside(()) == ("dp", "tp") and mesh.beside(("tp", "pp")) == ("dp",)
-    assert mesh.beside((outer,)) == ("dp", inner) and mesh.beside((inner, "dp")) == (outer,)
-    assert mesh.beside((outer, inner)) == ("dp",)
+    assert mesh.other_axes(()) == ("dp", "tp") and mesh.other_axes(("tp", "pp")) == ("dp",)
+    assert mesh.other_axes((outer,)) == ("dp", inner) and mesh.other_axes((inner, "dp")) == (outer,)
+    assert mesh.other_axes((outer, inner)) == ("dp",)
     assert (
         joined(("dp", outer, inner)) == ("dp", "tp")
         and joined((inner, outer)) == (inner, outer)

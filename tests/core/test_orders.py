@@ -7,9 +7,9 @@ import pytest
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.core.timetable import Timetable, first, homes, read, written
+from shardwise.core.timetable import Timetable, first, rank_of_stage, read, to_texts
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import rank_of, timetable
+from shardwise.parallel.schedule import stage_ranks, timetable
 from timetables import SYNCHRONOUS, numbers
 
 TWO = ("F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1")
@@ -27,11 +27,11 @@ def test_every_schedule_can_be_written_down(name: str) -> None:
     """And is what it was for fewer microbatches, too."""
     for ranks, m, v in numbers(name, 4, 9):
         table = timetable(name, ranks, m, v)
-        assert read(written(table), ranks, v, m) == table
-        assert homes(table) == tuple(rank_of(name, stage, ranks) for stage in range(ranks * v))
+        assert read(to_texts(table), ranks, v, m) == table
+        assert rank_of_stage(table) == stage_ranks(name, ranks, ranks * v)
         for fewer in range(1, m):
             left = first(table, fewer)
-            assert read(written(left), ranks, v, fewer) == left
+            assert read(to_texts(left), ranks, v, fewer) == left
 
 
 def test_a_plan_keeps_it() -> None:
@@ -39,7 +39,7 @@ def test_a_plan_keeps_it() -> None:
     assert (made.pipeline.stages_per_rank, made.pipeline.timetable) == (1, TWO)
     assert Plan.from_toml(made.to_toml()) == made
     assert made.replace(microbatches=1).pipeline.timetable == TWO  # a batch of one row
-    looped = written(timetable("interleaved", 2, 2, 2))
+    looped = to_texts(timetable("interleaved", 2, 2, 2))
     four = pipeline(Plan.of(microbatches=2), 2, "auto", timetable=looped, stages=[1, 2, 1, 1])
     assert four.pipeline.stages_per_rank == 2
 

@@ -14,10 +14,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.pins import PLANS, PinnedCut, cuts
 from shardwise.core.pipeline_options import PipelineOptions
-from shardwise.core.plan import CHOICES, OPTIONS, OWN, Plan
+from shardwise.core.plan import CHOICES, OPTIONS, UNGROUPED, Plan
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import OTHERS, TensorOptions
-from shardwise.core.timetable import written
+from shardwise.core.tensor_options import NON_TENSOR_AXES, TensorOptions
+from shardwise.core.timetable import to_texts
 from shardwise.parallel.schedule import timetable as timetable_of
 
 axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9))
@@ -39,16 +39,16 @@ def plans(draw: st.DrawFn) -> Plan:
     mesh, timetable = Mesh(tuple(found)), ()
     if words["schedule"] == "auto":
         counts["microbatches"] = draw(st.integers(1, 4))
-        timetable = written(timetable_of("1f1b", mesh.axis_size("pp"), counts["microbatches"]))
+        timetable = to_texts(timetable_of("1f1b", mesh.axis_size("pp"), counts["microbatches"]))
     if traits(words["schedule"]).asynchronous:
         parameters, counts["window"] = [ParameterRule("*")], draw(st.integers(1, 100))
         words["reduce"], words["norm"] = "auto", "barrier"
     pins = {}
     if words["tensor_plan"] in PLANS:
-        if not any(axis.name not in OTHERS and axis.size > 1 for axis in found):
+        if not any(axis.name not in NON_TENSOR_AXES and axis.size > 1 for axis in found):
             found = [axis for axis in found if axis.name != "tp"] + [Axis("tp", 2)]
             mesh = Mesh(tuple(found))
-        own = [f"@{axis.name}" for axis in found if axis.name not in OTHERS and axis.size > 1]
+        own = [f"@{axis.name}" for axis in found if axis.name not in NON_TENSOR_AXES and axis.size > 1]
         cut = st.builds(
             operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own)
         )
@@ -73,7 +73,7 @@ def test_toml_round_trip(plan: Plan) -> None:
 def test_toml_holds_every_field() -> None:
     """A field that the writer forgets would come back as its default."""
     text = Plan.of().to_toml()
-    assert sorted({*tomllib.loads(text)}) == sorted((*OWN, *OPTIONS))
+    assert sorted({*tomllib.loads(text)}) == sorted((*UNGROUPED, *OPTIONS))
     assert all(f"{field.name} = " in text for kind in (Axis, ParameterRule) for field in fields(kind))
     changed = Plan.of(
         Mesh((Axis("dp", 2),)), microbatches=3, recompute="full", precision="bf16", dropout="fast",
@@ -105,7 +105,7 @@ def test_the_first_rule_that_matches_counts() -> None:
 
 
 def test_every_option_is_in_one_group_and_is_changed_there_by_its_flat_name() -> None:
-    groups = [field.name for field in fields(Plan) if field.name not in OWN]
+    groups = [field.name for field in fields(Plan) if field.name not in UNGROUPED]
     assert len(OPTIONS) == sum(len(fields(getattr(Plan.of(), group))) for group in groups)
     assert set(CHOICES) < set(OPTIONS)
     plan = Plan.of(Mesh.of(pp=2, tp=2), schedule="gpipe", tensor="1d-sp", tensor_plan="auto", tensor_bytes=9)

@@ -3,48 +3,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.program import Program, class_of
-
-small = st.integers(-1, 5)
-buffers = st.builds(Buffer, st.sampled_from(BufferKind), small, small, st.integers(0, 2))
-instructions = st.builds(
-    Instruction,
-    st.sampled_from(Op),
-    unit=small,
-    bucket=small,
-    microbatch=small,
-    slot=small,
-    version=st.integers(0, 3),
-    peer=st.none() | st.tuples(st.sampled_from(["pp", "cp"]), small),
-    axes=st.lists(st.sampled_from(["dp", "tp"]), max_size=2).map(tuple),
-    lane=st.sampled_from(Lane),
-    reads=st.lists(buffers, max_size=2).map(tuple),
-    writes=st.lists(buffers, max_size=2).map(tuple),
-    first=st.lists(small, max_size=2).map(tuple),
-    waits=st.lists(small, max_size=2).map(tuple),
-)
-programs = st.builds(
-    Program,
-    st.text(max_size=5),
-    st.lists(st.tuples(st.sampled_from(["pp", "ep"]), small), max_size=2, unique_by=lambda pair: pair[0]).map(tuple),
-    st.lists(instructions, max_size=4).map(tuple),
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(programs)
-def test_json_round_trip(program: Program) -> None:
-    back = Program.from_json(program.to_json())
-    assert back == program
-    assert all(type(i.op) is Op and type(i.lane) is Lane for i in back.instructions)
-    assert all(type(b.kind) is BufferKind for i in back.instructions for b in (*i.reads, *i.writes))
-    assert hash(back) == hash(program)
 
 
 def test_every_op_has_its_facts() -> None:
@@ -52,26 +15,14 @@ def test_every_op_has_its_facts() -> None:
 
 
 def test_json_leaves_defaults_out() -> None:
-    data = json.loads(Program("all", (), (Instruction(Op.FORWARD, unit=3),)).to_json())
+    grad = Buffer(BufferKind.GRAD, 3)
+    one = Instruction(Op.STEP, bucket=3, lane=Lane.REDUCE, axes=("dp",), reads=(grad,), waits=(0,))
+    data = json.loads(Program("all", (("pp", 1),), (Instruction(Op.FORWARD, unit=3), one)).to_json())
     pools = {"slots": [], "unreduced": [], "stashes": [], "batches": 1}
-    assert data == {"name": "all", "coordinates": {}, **pools, "instructions": [{"op": "FORWARD", "unit": 3}]}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"name": "a", "coordinates": {}}',
-        '{"name": "a", "coordinates": {}, "instructions": [{"op": "JUMP"}]}',
-        '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "buket": 1}]}',
-        '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "lane": "fast"}]}',
-        '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "reads": [["heap", 0, 0, 0]]}]}',
-    ],
-)
-def test_other_json_is_refused(text: str) -> None:
-    with pytest.raises(ShardwiseError, match="not a program in JSON"):
-        Program.from_json(text)
+    assert data == {"name": "all", "coordinates": {"pp": 1}, **pools, "instructions": [
+        {"op": "FORWARD", "unit": 3},
+        {"op": "STEP", "bucket": 3, "lane": "reduce", "axes": ["dp"], "reads": [["grad", 3, -1, 0]], "waits": [0]},
+    ]}  # fmt: skip
 
 
 def test_text_is_one_instruction_a_line() -> None:

@@ -16,8 +16,9 @@ import pytest
 from settled import settle
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.data import Corpus, cache, documents, fingerprint, open_corpus, tokenise, worker
+from shardwise.data import cache, documents, fingerprint, tokenise, worker
 from shardwise.data.cache import TokenCache
+from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.tokenizer import JsonTokenizer
 
 
@@ -270,7 +271,8 @@ def test_a_damaged_memory_of_digests_costs_time_only(folder: Path, tmp_path: Pat
 
 MAKE = """
 import sys
-from shardwise.data import documents, open_corpus, tokenise
+from shardwise.data import documents, tokenise
+from shardwise.data.corpus import open_corpus
 documents.PIECE = 2000
 import time
 append = tokenise._Joined.append
@@ -439,7 +441,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.fresh
 def test_tokenising_needs_no_torch() -> None:
-    code = "import sys, shardwise.data.worker; from shardwise.data import open_corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.data.worker, shardwise.data.corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
-from shardwise.data import Batch, Loader, Mixture, PackedWindows, one_pass, rank_rows, sample_order
+from shardwise.data.loader import Batch, Loader, one_pass, rank_rows
+from shardwise.data.mixture import Mixture
+from shardwise.data.order import sample_order
+from shardwise.data.windows import PackedWindows
 
 ONE = Mesh.of(dp=1)
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.data import Joined, Loader, Mixture, PackedWindows, sample_order
-from shardwise.data.mixture import allocate
+from shardwise.data.loader import Loader
+from shardwise.data.mixture import Joined, Mixture, allocate
+from shardwise.data.order import sample_order
+from shardwise.data.windows import PackedWindows
 from shardwise.data.worker import side
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)

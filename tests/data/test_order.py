@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data import sample_order
+from shardwise.data.order import sample_order
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.data import BytesTokenizer, JsonTokenizer, open_tokenizer, tokenizer
+from shardwise.data import tokenizer
 from shardwise.data.bpe import train_tokenizer
-from shardwise.data.tokenizer import token_dtype
+from shardwise.data.tokenizer import BytesTokenizer, JsonTokenizer, open_tokenizer, token_dtype
 
 
 def test_bytes() -> None:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
-from shardwise.data import PackedWindows, open_corpus, windows
-from shardwise.data.windows import IGNORED, DocumentFields
+from shardwise.data import windows
+from shardwise.data.corpus import open_corpus
+from shardwise.data.windows import IGNORED, DocumentFields, PackedWindows
 
 
 def test_windows_tile_the_text() -> None:

@@ -79,9 +79,7 @@ def test_checkpoints_have_what_was_there_when_they_were_asked_for(
         "b": flat[200_000:].view(100, 1000).t(),
         "c": torch.zeros((), device=device),
     }
-    pieces = [
-        Piece(name, tuple(one.shape), Box((0,) * one.dim(), tuple(one.shape)), one) for name, one in tensors.items()
-    ]
+    pieces = [Piece(name, tuple(one.shape), Box.whole(one.shape), one) for name, one in tensors.items()]
     writer = CheckpointWriter(tmp_path, 0, 1, staging_bytes=bound, keep_last=9, warn=pytest.fail)
     for step in range(1, 5):
         for one in tensors.values():

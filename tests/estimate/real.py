@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
 from shardwise.estimate.timeline import total
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes
@@ -92,7 +92,7 @@ def measured(
     """Of each rank's second step, the first having made what stays, with all that the rank holds; where batches
     overlap, of a window.
     """
-    rows, number = len(next(iter(batch.values()))), steady(subject.plan)
+    rows, number = len(next(iter(batch.values()))), steady_batches(subject.plan)
 
     def rank(comm: ThreadCommunicator) -> Step:
         tracker, own = StorageTracker("cpu"), rows_of(batch, subject.plan, comm.rank)

@@ -226,7 +226,7 @@ def test_stages_are_balanced_by_the_devices_that_compute_them() -> None:
     gpu, cpu = compiled.unit_weights(), weights_of(compiled.general)
     assert all(gpu[unit] >= cpu[unit] for unit in cpu) and gpu != cpu
     assert gpu == weights_of(compiled.general, "gpu", rates("gpu", "bf16", model=NAMED["H100-80GB"]))
-    cut = compiled.cut(compiled.general)
+    cut = compiled.stages_of(compiled.general)
     assert cut.stage == StageSplit.of(compiled.general, found.plan, weights=compiled.unit_weights).stage
     rank = found.worst.rank
     assert found.worst.program == class_of(compiled.programs(compiled.general, 2), found.plan.mesh, rank)

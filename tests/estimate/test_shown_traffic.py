@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.config import build_optimizer
-from shardwise.launch.subject import load_anywhere, settled, subject
+from shardwise.launch.subject import load_anywhere, subject, with_device_choices
 from shardwise.lower.compiled import Compiled
 
 TINY = [
@@ -37,7 +37,7 @@ def check(given: list[str]) -> dict[str, Any]:
     """What is shown is what is counted in a step of ranks that are threads."""
     found, config = shown(given), load_anywhere(None, given)
     model = subject(config, 1)
-    compiled = settled(config, Compiled(model.module, model.plan, model.batches[0], model.loss))
+    compiled = with_device_choices(config, Compiled(model.module, model.plan, model.batches[0], model.loss))
     seen = counted(compiled, model.batches[0], build_optimizer(config))
     ranks = sorted({one["rank"] for one in found["collectives_of_step"]})
     assert len(ranks) == config.parallel.pp

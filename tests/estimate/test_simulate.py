@@ -15,7 +15,7 @@ from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.parallel.schedule import timetable
-from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
+from timetables import NAMES, SYNCHRONOUS, alive, numbers, play, uniform
 
 EXACT = 1e-9
 
@@ -32,7 +32,7 @@ def test_like_played_by_hand(name: str) -> None:
         table = timetable(name, p, m, v)
         for seconds in ((1, 1, 1, 0), (2, 3, 1, 0.5), (1.5, 2.25, 1.75, 4)):
             unit = {"F": seconds[0], "I": seconds[1], "W": seconds[2], "B": seconds[1] + seconds[2]}
-            found = simulate(table, Costs.uniform(p * v, *seconds))
+            found = simulate(table, uniform(p * v, *seconds))
             played = play(table, unit, seconds[3])
             for rank, tasks in enumerate(table):
                 assert [played[rank][task] for task in tasks] == list(
@@ -75,7 +75,7 @@ def test_critical_path(name: str) -> None:
 def bubble(
     name: str, p: int, m: int, v: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, norm: str = "barrier"
 ) -> Simulation:
-    return simulate(timetable(name, p, m, v), Costs.uniform(p * v, f, i, w), norm)
+    return simulate(timetable(name, p, m, v), uniform(p * v, f, i, w), norm)
 
 
 def waiting(found: Simulation, p: int, m: int, v: int, seconds: float) -> float:
@@ -152,7 +152,7 @@ def test_steps_follow_each_other_at_that_period(name: str) -> None:
     """
     for p, m, v in some(name):
         for times in ((1, 1, 1, 0), (2, 2.5, 1.5, 0.25)):
-            table, costs = timetable(name, p, m, v), Costs.uniform(p * v, *times)
+            table, costs = timetable(name, p, m, v), uniform(p * v, *times)
             one = simulate(table, costs, "post-validate").seconds
             steps = [
                 tuple(tuple(t._replace(microbatch=t.microbatch + k * m) for k in range(n) for t in r) for r in table)
@@ -194,7 +194,7 @@ def test_published_bubble_rates(row: str) -> None:
     f, i, w, transfer, *rates = map(float, numbers_[2:])
     for name, rate in zip(("1f1b", "interleaved", "zb-h1", "zb-h2"), rates, strict=True):
         v = CHUNKS[model] if name == "interleaved" else 1
-        costs = Costs.uniform(p * v, f / v, i / v, w / v, transfer)
+        costs = uniform(p * v, f / v, i / v, w / v, transfer)
         found = simulate(timetable(name, p, m, v), costs, "post-validate").bubble_of_total
         if name == "interleaved":
             assert abs(found - rate) < 0.004
@@ -215,7 +215,7 @@ al., GPipe, arXiv 1811.06965, table 2), and that of the simulation with equal st
 def test_gpipe_throughput(m: int, k: int) -> None:
     measured, simulated = GPIPE[m, k]
     part = 1 / (3 * m * k)  # of a whole batch's time on one device, F, I and W together being a third each
-    found = 1 / simulate(timetable("gpipe", k, m), Costs.uniform(k, part, part, part)).seconds
+    found = 1 / simulate(timetable("gpipe", k, m), uniform(k, part, part, part)).seconds
     assert found == pytest.approx(simulated, abs=0.005)
     if m == 32:  # with few microbatches what they measured is more than stages of equal and constant times allow
         assert 0.92 * found < measured < found
@@ -253,7 +253,7 @@ def test_stages_of_one_rank_transfer_nothing() -> None:
     """ZB-V's middle stages are both on the last rank: four transfers, four F, four I, W of stage 2 before I of stage 1,
     W of stage 0.
     """
-    assert simulate(timetable("zbv", 2, 1), Costs.uniform(4, transfer=10)).seconds == 4 * 10 + 4 + 4 + 1 + 1
+    assert simulate(timetable("zbv", 2, 1), uniform(4, transfer=10)).seconds == 4 * 10 + 4 + 4 + 1 + 1
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -261,7 +261,7 @@ def test_memory(name: str) -> None:
     for p, m, v in some(name):
         table, n = timetable(name, p, m, v), p * v
         found = simulate(table, Costs([1] * n, [1] * n, [1] * n))
-        assert list(found.peak_activations) == [alive(tasks) for tasks in table] == list(found.peak_bytes)
+        assert list(found.peak_bytes) == [alive(tasks) for tasks in table]
         draw = random.Random(n)
         held, kept = ([draw.randrange(1, 9) for _ in range(n)] for _ in range(2))
         costs = Costs([1] * n, [1] * n, [1] * n, activations=held, weight_activations=kept)
@@ -297,7 +297,7 @@ def test_memory(name: str) -> None:
 def test_timetables_that_cannot_run(ranks: tuple[str, ...], words: str) -> None:
     table = tuple(tuple(Task(word[0], int(word[1]), int(word[2])) for word in rank.split()) for rank in ranks)
     with pytest.raises(ShardwiseError) as found:
-        simulate(table, Costs.uniform(len({task.stage for tasks in table for task in tasks})))
+        simulate(table, uniform(len({task.stage for tasks in table for task in tasks})))
     assert words in str(found.value), str(found.value)
 
 
@@ -315,12 +315,10 @@ def test_shuffled_timetables_run_or_are_refused_as_by_hand() -> None:
             played = play(changed, dict.fromkeys("FIW", 1.0))
         except AssertionError:
             with pytest.raises(ShardwiseError, match="cannot run: rank"):
-                simulate(changed, Costs.uniform(3))
+                simulate(changed, uniform(3))
         else:
             ran += 1
-            assert simulate(changed, Costs.uniform(3)).seconds == max(
-                stop for rank in played for _, stop in rank.values()
-            )
+            assert simulate(changed, uniform(3)).seconds == max(stop for rank in played for _, stop in rank.values())
     assert 20 < ran < 180
 
 
@@ -331,8 +329,8 @@ def test_shuffled_timetables_run_or_are_refused_as_by_hand() -> None:
         (lambda: Costs([1, 1], [1, 1], [1, -1]), "costs.weight"),
         (lambda: Costs([1, float("nan")], [1, 1], [1, 1]), "costs.forward"),
         (lambda: Costs([1, 1], [1, 1], [1, 1], transfer=[1, 1]), "costs.transfer: .*legal: 1 finite"),
-        (lambda: simulate(timetable("1f1b", 3, 3), Costs.uniform(2)), "costs: those of 2 stages"),
-        (lambda: simulate(timetable("1f1b", 2, 3), Costs.uniform(2), "none"), "norm: 'none' is not legal"),
+        (lambda: simulate(timetable("1f1b", 3, 3), uniform(2)), "costs: those of 2 stages"),
+        (lambda: simulate(timetable("1f1b", 2, 3), uniform(2), "none"), "norm: 'none' is not legal"),
     ],
 )
 def test_refused(costs: object, words: str) -> None:
@@ -347,7 +345,9 @@ def test_64_stages_and_512_microbatches_take_less_than_a_second(name: str) -> No
 
     def once() -> float:
         began = time.process_time()
-        found = simulate(timetable(name, 64 // v, SCHEDULES[name].most or 512, v), Costs.uniform(64, transfer=0.1))
+        found = simulate(
+            timetable(name, 64 // v, SCHEDULES[name].max_microbatches or 512, v), uniform(64, transfer=0.1)
+        )
         spent = time.process_time() - began
         assert np.isfinite(found.seconds)
         return spent

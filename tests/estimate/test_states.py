@@ -103,7 +103,11 @@ def allocated(
     for b in buckets.values():
         param, grad = (storage_sizes([t] if t is not None else []) for t in (b.param, b.grad))
         states = [t for u in b.updates for _, state in u.optimizer.states() for t in state.values()]
-        taken = {k: v for k, v in storage_sizes([] if b.taken is None else [b.taken]).items() if k not in grad}
+        taken = {
+            k: v
+            for k, v in storage_sizes([] if b.optimizer_gradient is None else [b.optimizer_gradient]).items()
+            if k not in grad
+        }
         state = {k: v for k, v in storage_sizes([b.master, *states]).items() if k not in param}
         there[Buffer("param", b.bucket.index)] = sum(param.values())
         there[Buffer("grad", b.bucket.index)] = sum(grad.values())

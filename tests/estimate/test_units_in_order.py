@@ -80,3 +80,5 @@ def test_what_is_chosen_fits_as_predicted() -> None:
     ):
         order(one, 2, 8, [one.cut(2)], peaks, 9000, EVENTS)
     assert len(seen) < 8
+    with pytest.raises(ConfigError, match="cuts: there are none; legal: the units in each stage"):
+        order(one, 2, 8, [], peaks, 9000, EVENTS)

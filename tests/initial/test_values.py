@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import shardwise
 import zoo
+from loading import load_weights
 from shardwise import OptimizerChoice, Trainer, Values, record
-from shardwise.checkpoint.weights import fit_weights, load_weights
+from shardwise.checkpoint.weights import fit_weights
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
@@ -248,9 +249,9 @@ def test_values_by_every_name() -> None:
     }
     assert set(values) == {*expected, "scale", "shifts.0", "shifts.1.one"} and len(values) == len(set(values))
     assert all(torch.equal(values[n], v) for n, v in expected.items())
-    assert same(values, Values.of_module(module))
+    assert same(values, Values(module))
     whole = values.whole()
-    assert isinstance(whole, Computed) and whole.again is whole.mask and same(Values.of_module(whole), values)
+    assert isinstance(whole, Computed) and whole.again is whole.mask and same(Values(whole), values)
     with pytest.raises(KeyError):
         values["nothing"]
     state = {n: v + 1 for n, v in module.state_dict().items() if n != "mask"}

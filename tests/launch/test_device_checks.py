@@ -36,9 +36,9 @@ from shardwise.launch.devices import (
     check_free,
     check_ranks,
     check_torch,
+    explain_out_of_memory,
     mixed,
     occupied,
-    room_to_start,
 )
 from shardwise.launch.ready import Surroundings
 from shardwise.runtime import connect as connecting
@@ -257,7 +257,8 @@ def test_verify_on_a_device_that_torch_is_not_built_for(smi: Smi, monkeypatch: p
     ("capability", "kernels", "runs"),
     [((8, 6), "sm_80", True), ((9, 0), "sm_80", False), ((8, 0), "sm_86", False), ((12, 0), "sm_90 compute_90", True),
      ((10, 0), "sm_90a", False), ((9, 0), "sm_90a", True), ((10, 3), "sm_100f", True), ((7, 0), "sm_75 sm_80", False),
-     ((9, 0), "gfx942", True)],
+     ((9, 0), "gfx942", True), ((10, 3), "compute_100f", True), ((12, 0), "compute_100f", False),
+     ((12, 0), "compute_100", True), ((10, 0), "compute_100a", True), ((10, 3), "compute_100a", False)],
 )  # fmt: skip
 def test_which_kernels_run_on_which_card(capability: tuple[int, int], kernels: str, runs: bool) -> None:
     assert runs_on(capability, kernels.split()) is runs
@@ -484,10 +485,10 @@ def test_a_card_so_full_that_nothing_starts_is_refused_by_name(
     monkeypatch.setattr(Backend, "uuid", full)  # the driver may not answer for it either
     with (
         pytest.raises(ConfigError, match="the driver does not say who holds it"),
-        room_to_start(torch.device("cuda", 0)),
+        explain_out_of_memory(torch.device("cuda", 0)),
     ):
         full()
-    with pytest.raises(RuntimeError, match="anything else"), room_to_start(torch.device("cuda", 0)):
+    with pytest.raises(RuntimeError, match="anything else"), explain_out_of_memory(torch.device("cuda", 0)):
         raise RuntimeError("anything else")
 
 

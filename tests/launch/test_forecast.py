@@ -15,12 +15,12 @@ from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
 from shardwise.launch.forecast import Forecast, changed, gib_at_least
-from shardwise.launch.left_open import WAYS, Before
-from shardwise.launch.subject import forecast, load_anywhere, settled
+from shardwise.launch.left_open import COMBINATIONS, EarlierChoice
+from shardwise.launch.subject import forecast, load_anywhere, with_device_choices
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.stages import StageSplit
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 
 TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
 
@@ -75,15 +75,15 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
     """In the order of the bytes that a step of several microbatches communicates."""
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
     found = bare(open_)
-    assert WAYS == (
+    assert COMBINATIONS == (
         ("step", "step"), ("step", "microbatch"), ("forward", "step"), ("forward", "microbatch"), ("use", "step"),
         ("use", "microbatch")
     )  # fmt: skip
-    needs = {way: found.predict(found.plan.replace(gathered=way[0], reduced=way[1])).peak_bytes for way in WAYS}
+    needs = {way: found.predict(found.plan.replace(gathered=way[0], reduced=way[1])).peak_bytes for way in COMBINATIONS}
     assert needs["step", "step"] > needs["step", "microbatch"] > needs["use", "microbatch"]
     for budget in sorted({n + d for n in needs.values() for d in (-1, 0)}):
         now = bare(open_, budget)
-        expected = next((way for way, n in needs.items() if n <= budget), WAYS[-1])
+        expected = next((way for way, n in needs.items() if n <= budget), COMBINATIONS[-1])
         assert (now.plan.data.gathered, now.plan.data.reduced) == expected
     half = bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4"))
     assert half.plan.data.reduced == "step" and half.plan.data.gathered == "use" and "gathered" not in str(half.note)
@@ -96,14 +96,15 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
 def test_a_run_that_goes_on_keeps_its_way() -> None:
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
     compiled = bare(open_).compiled.under(build_plan(open_))
-    before = Before(WAYS.index(("forward", "microbatch")), 0)
+    before = EarlierChoice(COMBINATIONS.index(("forward", "microbatch")), 0)
     again = Forecast.of(open_, compiled, device(1 << 40), before=before)
-    assert (again.plan.data.gathered, again.plan.data.reduced) == WAYS[before.way] and Before.of(again.plan) == before
+    assert (again.plan.data.gathered, again.plan.data.reduced) == COMBINATIONS[before.way]
+    assert EarlierChoice.of(again.plan) == before
     fitting = again.predict(again.plan.replace(gathered="use", reduced="microbatch")).peak_bytes
     tight = Forecast.of(open_, compiled, device(fitting), before=before)
-    assert (tight.plan.data.gathered, tight.plan.data.reduced) == WAYS[-1]
+    assert (tight.plan.data.gathered, tight.plan.data.reduced) == COMBINATIONS[-1]
     same = replace(open_, train=replace(open_.train, deterministic=True))
-    assert Before.of(Forecast.of(same, compiled, device(1 << 40), before=before).plan) == before
+    assert EarlierChoice.of(Forecast.of(same, compiled, device(1 << 40), before=before).plan) == before
     with pytest.raises(
         ConfigError, match=r"train.deterministic: what this run began with .* legal: as much free memory"
     ):
@@ -120,7 +121,7 @@ def test_a_run_that_goes_on_keeps_what_a_solver_had() -> None:
     given = config("parallel.tp=2", "parallel.tensor_plan=auto", "data.batch_size=2")
     largest = bare(given).worst.peak_bytes
     first = bare(given, largest - 1)
-    before = Before.of(first.plan)
+    before = EarlierChoice.of(first.plan)
     assert first.fits and before.tensor_bytes > 0 and first.worst.peak_bytes < largest
     compiled = first.compiled.under(build_plan(given))
     more, less = (Forecast.of(given, compiled, device(n), before=before) for n in (1 << 40, first.worst.peak_bytes))
@@ -144,9 +145,11 @@ def test_stages_are_those_that_train_where_a_mask_of_ones_has_a_trace_of_its_own
     found = Forecast.of(given, compiled, device(1 << 40))
     ones, plan = compiled.trace(compiled.masks, 4), found.plan
     assert compiled.masks and len(ones.units) < len(compiled.general.units)
-    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.cut(ones).stage
-    assert compiled.cut(ones, plan.replace(prefetch=2)).stage == compiled.cut(ones).stage
-    trained = predict(ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.cut(one))
+    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.stages_of(ones).stage
+    assert compiled.stages_of(ones, plan.replace(prefetch=2)).stage == compiled.stages_of(ones).stage
+    trained = predict(
+        ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.stages_of(one)
+    )
     assert found.worst.peak == trained.peak and found.worst.program == trained.program
     assert found.peaks(plan) == [found.predict(plan, rank).peak_bytes for rank in range(2)]
 
@@ -164,12 +167,12 @@ def test_the_host_has_to_have_room_for_what_is_offloaded() -> None:
 def test_all_commands_choose_alike() -> None:
     given = config("parallel.dp=2", "parallel.zero=3", "train.memory_gib=1")
     found = forecast(given)
-    compiled = settled(given, Compiled(found.compiled.module, build_plan(given), found.compiled.example))
+    compiled = with_device_choices(given, Compiled(found.compiled.module, build_plan(given), found.compiled.example))
     assert compiled.plan == found.plan and compiled.plan.data.gathered == "step"
     assert found.note in compiled.general.notes
     closed = config("parallel.dp=2", "parallel.zero=1")
     one = Compiled(found.compiled.module, build_plan(closed), found.compiled.example)
-    assert settled(closed, one) is one
+    assert with_device_choices(closed, one) is one
 
 
 @pytest.mark.few(2)
@@ -299,6 +302,6 @@ def test_auto_goes_by_the_rows_of_a_batch_not_of_the_example() -> None:
     assert rows == 2 and predicted(found.compiled) == predicted(Compiled(found.compiled.module, found.plan, whole))
 
 
-def predicted(compiled: Compiled) -> Seconds:
+def predicted(compiled: Compiled) -> MicrobatchCost:
     assert compiled.general.predicted is not None
     return compiled.general.predicted()

@@ -87,7 +87,7 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     """However long each of them takes to start: rank 0 speaks once rank 1 is there, and rank 1 once rank 0 spoke."""
     there, told = tmp_path / "there", tmp_path / "run" / "monitor" / "rank_0.error"
     script = (
-        "from pathlib import Path\nfrom shardwise.runtime.communicator import CommunicationError\n"
+        "from pathlib import Path\nfrom shardwise.runtime.call import CommunicationError\n"
         f"there, told = Path({str(there)!r}), Path({str(told)!r})\n"
         "if rank == 1:\n    there.touch()\n"
         "while not (there if rank == 0 else told).exists():\n    time.sleep(0.02)\n"

@@ -18,11 +18,12 @@ from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.forecast_shown import account
-from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
+from shardwise.launch.measuring import StepMemory, model_states, read_memory, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.report.memory import Account
+from shardwise.report.files import MEMORY
+from shardwise.report.memory import MemoryProfile
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 
@@ -62,7 +63,7 @@ def real(found: Forecast) -> Compiled:
     return Compiled(values.module, found.plan, found.compiled.example, initial=values)
 
 
-def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[str, Any], list[float]]]:
+def trained(found: Forecast, measure: bool) -> list[tuple[MemoryProfile | None, dict[str, Any], list[float]]]:
     """Of each rank: the account of its second step, its parameters at the end, its losses."""
     rows = found.config.data.batch_size
     compiled, generator = real(found), torch.Generator().manual_seed(0)
@@ -71,7 +72,7 @@ def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[s
         for _ in range(STEPS)
     ]
 
-    def rank(comm: Any) -> tuple[Account | None, dict[str, Any], list[float]]:
+    def rank(comm: Any) -> tuple[MemoryProfile | None, dict[str, Any], list[float]]:
         tracker: list[StorageTracker] = []
         engine = Engine(compiled, Unseen(comm, tracker), build_optimizer(found.config), clip_norm=1.0)  # type: ignore[arg-type]
         own = rank_rows(rows, found.plan.microbatches, comm.mesh.size, comm.rank)

@@ -11,7 +11,7 @@ import pytest
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.launch.monitor import RankError, first_cause, read_errors
-from shardwise.runtime.communicator import CommunicationTimeout
+from shardwise.runtime.call import CommunicationTimeout
 from shardwise.runtime.progress import Progress, read_record, record_path
 
 BACKWARD = Instruction(Op.BACKWARD, unit=3, microbatch=1, waits=(4, 9))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config, build_dataset, build_plan
+from shardwise.config import Config, build_data, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
@@ -17,12 +17,12 @@ from shardwise.core.timetable import read
 from shardwise.estimate.devices import Device
 from shardwise.estimate.simulate import simulate
 from shardwise.launch import ordering
-from shardwise.launch.folder import PLAN
 from shardwise.launch.forecast import Forecast
-from shardwise.launch.ordering import SCHEDULE, chosen_before, settle
+from shardwise.launch.ordering import chosen_before, settle
 from shardwise.launch.subject import forecast, load_anywhere, subject
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN, SCHEDULE
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
@@ -42,7 +42,7 @@ def made(given: Config, tp: int = 1) -> Compiled:
 
 def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Forecast]:
     """The forecasts of all ranks, as threads."""
-    dataset, _ = build_dataset(given)
+    dataset = build_data(given).train
 
     def rank(comm: ThreadCommunicator) -> Forecast:
         found = Forecast.of(given, compiled, Device("a device", "cpu", budget, budget))

@@ -53,7 +53,7 @@ OURS = {
     ],
 )
 def test_expand_nodes(nodes: str, hosts: list[str]) -> None:
-    assert expand_nodes(nodes) == hosts
+    assert expand_nodes(nodes, "SLURM_STEP_NODELIST") == hosts
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_malformed_nodes_are_refused(nodes: str) -> None:
 
 
 def test_expand_tasks() -> None:
-    assert expand_tasks("4") == [4]
-    assert expand_tasks("4(x2),3") == [4, 4, 3]
-    assert expand_tasks("1,2(x3),10(x2)") == [1, 2, 2, 2, 10, 10]
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    for tasks, counts in (("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),10(x2)", [1, 2, 2, 2, 10, 10])):
+        assert expand_tasks(tasks, name) == counts
     for wrong in ("", "4(x2", "4(x0)", "x2", "4,", "-1", "4(2)", "1(x99999999)"):
         with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE: "):
-            expand_tasks(wrong)
+            expand_tasks(wrong, name)
 
 
 def test_a_task_of_a_step_becomes_a_rank() -> None:

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from shardwise.config import Config, Hardware, build_dataset, build_model, load_config
+from shardwise.config import Config, Hardware, build_data, build_model, load_config
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data import Loader, sample_order
+from shardwise.data.loader import Loader
+from shardwise.data.order import sample_order
 from shardwise.initial.initial import record
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
@@ -29,7 +30,7 @@ from shardwise.models import Llama
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.progress import Progress, read_record, record_path
-from shardwise.runtime.whole_state import Described, WholeState
+from shardwise.runtime.whole_state import TensorSpec, WholeState, first_names
 from shardwise.train.trainer import NonFiniteError
 
 EXPLOSIVE = """
@@ -91,7 +92,7 @@ def test_the_first_loss_is_that_of_the_plain_model(tmp_path: Path) -> None:
         "train.seed=5", "parallel.microbatches=2",
     )  # fmt: skip
     plain = record(build_model(config)[0]).materialise_all(5, "cpu")
-    with Loader(build_dataset(config)[0], Mesh.of(dp=1), 0, 6, seed=5) as loader:
+    with Loader(build_data(config).train, Mesh.of(dp=1), 0, 6, seed=5) as loader:
         expected = plain(**next(loader).fields).item()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == pytest.approx(expected, rel=1e-5)
@@ -154,14 +155,15 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
     """What a lone rank would save that has ``state``."""
 
     class Known(WholeState):
-        def describe(self) -> dict[str, Described]:
-            return {name: Described(tuple(value.shape), value.dtype) for name, value in state.items()}
+        def describe(self) -> dict[str, TensorSpec]:
+            return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in state.items()}
 
         def collect(self, rank: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
             yield from state.items()
 
     comm = AloneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    save_weights(Known(comm, Plan.of(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
+    known = Known(comm, Plan.of(), OptimizerChoice(), None, first_names(module), (), {}, {}, {})  # type: ignore[arg-type]
+    save_weights(known, path)
 
 
 def test_weights_of_a_tied_model_load_into_it(tmp_path: Path) -> None:

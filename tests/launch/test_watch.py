@@ -85,10 +85,9 @@ def test_a_rank_that_others_wait_for_hangs(start: Start) -> None:
 
 
 def test_stages_are_named_and_who_waits_for_them(start: Start) -> None:
-    waits = (
-        "progress.take('stages 0, 3'); at(3, 7, Op.RECEIVE); progress.wait('receive of h among ranks [1, 0]'); sleep()"
-    )
-    ranks = ("progress.take('stages 1, 2'); at(3, 2, Op.BACKWARD); sleep()", *[waits] * 5)
+    waits = "progress.set_role('stages 0, 3'); at(3, 7, Op.RECEIVE); "
+    waits += "progress.wait('receive of h among ranks [1, 0]'); sleep()"
+    ranks = ("progress.set_role('stages 1, 2'); at(3, 2, Op.BACKWARD); sleep()", *[waits] * 5)
     found = look(start(*ranks, timeout=0.6), 20)
     assert found is not None and found.culprits == (0,)
     assert found.message.startswith(

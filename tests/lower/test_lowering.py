@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.check import ProgramError, check
+from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.slots import SlotSpan, assign
+from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.lower.waits import derive_waits
 from shardwise.models.gpt import GPT
@@ -176,6 +179,14 @@ def test_a_stage_that_does_not_wait_sums_its_norm_over_its_own_ranks(gpt: Trace)
         assert norms == [("dp", "tp"), ("pp",)] * 2 + [("pp", "dp", "tp")]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zbv", "pipedream-2bw"])
+def test_what_is_sent_is_freed_once(gpt: Trace, schedule: Any) -> None:
+    plan = pipeline(data_parallel(Plan.of(microbatches=4), 2), 2, schedule)
+    programs = lower(gpt, plan)
+    check(programs, plan.mesh)
+    assert any(one.frees for program in programs for one in program.instructions if one.op is Op.SEND)
+
+
 def test_a_transfer_waits_for_one_before_it_in_its_queue_that_writes_what_it_reads() -> None:
     """It is posted only when its operand is there; what computes has its operands anyway."""
     x, y = BufferKind.GRAD.of(0), BufferKind.GRAD.of(1)
@@ -184,3 +195,21 @@ def test_a_transfer_waits_for_one_before_it_in_its_queue_that_writes_what_it_rea
             Instruction(Op.REDUCE, axes=("dp",), lane=lane, reads=(one,), writes=(one,)) for one in (x, x, y)
         )
         assert [one.waits for one in derive_waits([first, second, other])] == [(), waits, ()]
+
+
+def test_ranks_of_a_pipeline_are_not_taken_for_stages(gpt: Trace) -> None:
+    for schedule, each, names in (
+        ("1f1b", 1, ["stage 0", "stage 1"]),
+        ("interleaved", 2, ["stages 0, 2", "stages 1, 3"]),
+    ):
+        plan = pipeline(Plan.of(microbatches=2), 2, schedule, each)
+        assert [program.name for program in lower(gpt, plan)] == names
+    units = [
+        SimpleNamespace(
+            index=u, name=f"u{u}", inputs=(), outputs=(), updates=("b",) * (u == 2), buffers=("b",) * (u > 1)
+        )
+        for u in range(4)
+    ]
+    split = StageSplit(cast(Any, units), (0, 1, 2, 3), 2, "interleaved")
+    with pytest.raises(ConfigError, match="b is written by rank 0 and read by rank 1 of the pipeline; legal: one rank"):
+        split.updating()

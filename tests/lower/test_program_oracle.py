@@ -17,7 +17,7 @@ from shardwise.core.instruction import Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.schedules import SCHEDULES
-from shardwise.core.timetable import written
+from shardwise.core.timetable import to_texts
 from shardwise.lower.step import lower
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
@@ -245,7 +245,7 @@ CHAIN = (
 )
 """The first rank sends what F1.1 needs behind its first backward, the second what F2.1 needs before its own: both have
 to validate before that."""
-ORDERS = [CHAIN, *(written(any_order((0, 1, 2, 2, 1, 0), 2, random.Random(seed))) for seed in range(3))]
+ORDERS = [CHAIN, *(to_texts(any_order((0, 1, 2, 2, 1, 0), 2, random.Random(seed))) for seed in range(3))]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

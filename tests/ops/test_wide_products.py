@@ -16,7 +16,7 @@ from shardwise.backend import Backend
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import profile
-from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
+from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.wide import WideProduct, multiplies_wide
@@ -50,7 +50,7 @@ def only_matrices(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
     reference(goal, left, right, add)
 
 
-WIDE = Kernels("cpu", reference)
+PLAIN, WIDE = Kernels("cpu"), Kernels("cpu", reference)
 
 # kind, dims, shape of the weight, and (dY, X, rest)
 CASES: dict[str,
@@ -67,7 +67,7 @@ tuple[str, tuple[int, ...] | None, tuple[int, ...], Callable[[], tuple[Tensor, T
 }  # fmt: skip
 
 
-def gradient(case: str, dtype: torch.dtype, kernels: Kernels | None, microbatches: int = 8) -> tuple[Tensor, Tensor]:
+def gradient(case: str, dtype: torch.dtype, kernels: Kernels, microbatches: int = 8) -> tuple[Tensor, Tensor]:
     """The sum over microbatches in fp32, and the true one of the same rounded factors."""
     kind, dims, shape, make = CASES[case]
     torch.manual_seed(1)
@@ -75,8 +75,8 @@ def gradient(case: str, dtype: torch.dtype, kernels: Kernels | None, microbatche
     for m in range(microbatches):
         dy, x, rest = make()
         dy, x = dy.to(dtype), x.to(dtype)
-        accumulate(goal, Factors("w", dy, kind, x, dims, rest), m > 0, kernels)
-        accumulate(truth, Factors("w", dy.double(), kind, x.double(), dims, rest), True)
+        accumulate(goal, GradientFactors("w", dy, kind, x, dims, rest), m > 0, kernels)
+        accumulate(truth, GradientFactors("w", dy.double(), kind, x.double(), dims, rest), True, PLAIN)
     return goal, truth
 
 
@@ -84,7 +84,7 @@ def gradient(case: str, dtype: torch.dtype, kernels: Kernels | None, microbatche
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_not_rounded(case: str, dtype: torch.dtype) -> None:
     wide, truth = gradient(case, dtype, WIDE)
-    plain, _ = gradient(case, dtype, None)
+    plain, _ = gradient(case, dtype, PLAIN)
     off, before = (float((found.double() - truth).norm() / (truth.norm() or 1)) for found in (wide, plain))
     if case == "batched, neither dim last":  # no kernel writes such a matrix: as without
         assert torch.equal(wide, plain)
@@ -99,7 +99,7 @@ def test_without_such_kernels_a_product_is_rounded_and_then_added(dtype: torch.d
     torch.manual_seed(0)
     dy, x, goal = torch.randn(21, 5).to(dtype), torch.randn(21, 4).to(dtype), torch.randn(5, 4)
     expected = goal + (dy.t() @ x)
-    accumulate(goal, Factors("w", dy, "linear", x, None, ()), True)
+    accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, PLAIN)
     assert torch.equal(goal, expected)
 
 
@@ -108,8 +108,8 @@ def test_products_of_the_goal_s_own_dtype_go_straight_to_it(dtype: torch.dtype) 
     torch.manual_seed(0)
     dy, x = torch.randn(21, 5).to(dtype), torch.randn(21, 4).to(dtype)
     goals = [torch.zeros(5, 4, dtype=dtype) for _ in range(2)]
-    for goal, kernels in zip(goals, (None, Kernels("cpu", missing)), strict=True):
-        accumulate(goal, Factors("w", dy, "linear", x, None, ()), True, kernels)
+    for goal, kernels in zip(goals, (PLAIN, Kernels("cpu", missing)), strict=True):
+        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, kernels)
     assert torch.equal(*goals)
 
 
@@ -194,7 +194,7 @@ def test_memory_is_predicted_without_the_copy(monkeypatch: pytest.MonkeyPatch) -
 def test_the_gradient_of_an_embedding_is_predicted_as_a_gpu_computes_it() -> None:
     """By way of a whole gradient in the dtype that computes."""
     goal, dy = torch.empty(1000, 8, device="meta"), torch.empty(3, 8, dtype=torch.bfloat16, device="meta")
-    factors = Factors("w", dy, "embedding", torch.zeros(3, dtype=torch.int64, device="meta"), None, (-1,))
+    factors = GradientFactors("w", dy, "embedding", torch.zeros(3, dtype=torch.int64, device="meta"), None, (-1,))
     for kernels, expected in ((Kernels("gpu"), 1000 * 8 * 2), (Kernels("cpu"), 3 * 8 * 4)):
         with StorageTracker("meta") as tracker:
             accumulate(goal, factors, True, kernels)

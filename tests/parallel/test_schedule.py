@@ -10,7 +10,7 @@ import pytest
 from shardwise.core.errors import ConfigError
 from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task
-from shardwise.parallel.schedule import ORDERS, check_schedule, rank_of, timetable
+from shardwise.parallel.schedule import ORDERS, check_schedule, stage_ranks, timetable
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
 
@@ -31,7 +31,7 @@ def test_everything_is_computed_once_and_in_order(name: str) -> None:
         lanes: dict[tuple[str, int], list[int]] = {}
         for rank, tasks in enumerate(table):
             for kind, stage, microbatch in tasks:
-                assert home.setdefault(stage, rank) == rank == rank_of(name, stage, p)
+                assert home.setdefault(stage, rank) == rank == stage_ranks(name, p, p * v)[stage]
                 for lane in {"F": "F", "B": "IW"}.get(kind, kind):
                     lanes.setdefault((lane, stage), []).append(microbatch)
         assert sorted(home) == list(range(p * v)) and set(Counter(home.values()).values()) == {v}
@@ -97,8 +97,8 @@ def test_known_orders() -> None:
 
 
 def test_places() -> None:
-    assert [rank_of("interleaved", stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [rank_of("zbv", stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert stage_ranks("interleaved", 3, 6) == (0, 1, 2, 0, 1, 2)
+    assert stage_ranks("zbv", 3, 6) == (0, 1, 2, 2, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,23 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shardwise.core.errors import ConfigError
-from shardwise.report.memory import CATEGORIES, HEIGHT, SHADES, Account, chart, comparison, draw, make_figure, table
+from shardwise.report.memory import (
+    CATEGORIES,
+    HEIGHT,
+    SHADES,
+    MemoryProfile,
+    chart,
+    comparison,
+    draw,
+    make_figure,
+    table,
+)
 from shardwise.report.tables import size
 
 GIB = 2**30
 
 
-def account(number: int = 40, scale: int = GIB, highest: int | None = None) -> Account:
+def account(number: int = 40, scale: int = GIB, highest: int | None = None) -> MemoryProfile:
     """States of 6, activations that rise to ``highest`` and fall again, a little that is temporary."""
     top = number // 2 if highest is None else highest
     names = tuple(f"{'FORWARD' if i <= top else 'BACKWARD'} u{i} m0" for i in range(number - 1)) + ("STEP b0",)
@@ -29,7 +39,7 @@ def account(number: int = 40, scale: int = GIB, highest: int | None = None) -> A
         for i in range(number)
     ]
     peaks = tuple({**states, "activations": n, "temporary": 4 * scale if i == top else 0} for i, n in enumerate(rising))
-    return Account(
+    return MemoryProfile(
         3, names, peaks, {**states, "temporary": 16}, top, "forward of the unit in the middle in microbatch 0"
     )
 
@@ -55,7 +65,7 @@ def test_table_has_every_category_and_their_sums() -> None:
 
 def test_comparison_says_how_far_off_the_prediction_is() -> None:
     one = account()
-    more = Account(3, one.instructions,
+    more = MemoryProfile(3, one.instructions,
     tuple({**p, "activations": p["activations"] * 2, "reserve": GIB} for p in one.peaks),
                    one.between, one.at, one.where)  # fmt: skip
     text = printed(comparison("rank 3", one, more))
@@ -84,6 +94,12 @@ def test_chart_is_to_scale(number: int, width: int) -> None:
     assert stack.startswith(SHADES["optimizer"]) and not stack.endswith(" ")
     assert rows[0].strip().startswith("16.0") and axis.strip().startswith("GiB")
     assert "activations" in legend
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_a_chart_has_a_column_in_any_terminal(width: int) -> None:
+    rows = printed(chart(account(), width, 18 * GIB)).splitlines()[1 : HEIGHT + 1]
+    assert all(len(row.split("|")[1]) <= 1 for row in rows) and SHADES["optimizer"] in rows[-1]
 
 
 def test_chart_shows_the_budget_where_it_is_near() -> None:
@@ -138,7 +154,7 @@ def test_names_of_phases_do_not_overlap(microbatches: int) -> None:
         "STEP b0"
     ] * 9
     peaks = tuple({"parameters": GIB} for _ in names)
-    figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
+    figure = make_figure(MemoryProfile(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
     FigureCanvasAgg(figure).draw()
     phases = [t for t in figure.axes[0].texts if t.get_fontsize() == 7.5]
     boxes = sorted((t.get_window_extent().x0, t.get_window_extent().x1) for t in phases)
@@ -158,7 +174,7 @@ def test_the_parts_of_a_backward_are_phases() -> None:
         for name in [f"{op} u0 m1"] * 20
     ]
     peaks = tuple({"parameters": GIB} for _ in names)
-    figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
+    figure = make_figure(MemoryProfile(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
     shown = [t.get_text().strip() for t in figure.axes[0].texts if t.get_fontsize() == 7.5]
     assert shown == ["forward 1", "backward 1", "weights 1", "update 1"]
 
@@ -181,5 +197,5 @@ def test_formats(tmp_path: Path) -> None:
 
 def test_json_and_back() -> None:
     one = account(number=5)
-    again = Account.from_dict(one.to_dict())
+    again = MemoryProfile.from_dict(one.to_dict())
     assert again.to_dict() == one.to_dict() and again.peak_bytes == one.peak_bytes == one.to_dict()["peak_bytes"]

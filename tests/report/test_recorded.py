@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
-from shardwise.core.timetable import written
+from shardwise.core.timetable import to_texts
 from shardwise.report.recorded import measured, of_recorded, predicted, read_step
 from shardwise.runtime.recorder import TRACE, Event, RankStep, trace_name
 
@@ -207,6 +207,6 @@ def test_a_backward_in_two_parts(tmp_path: Path) -> None:
         rank(1, "FORWARD", "BACKWARD", "BACKWARD"),
     )
     order, costs = measured(write(tmp_path, *steps))
-    assert written(order) == ("F0.0 I0.0 W0.0", "F1.0 B1.0")
+    assert to_texts(order) == ("F0.0 I0.0 W0.0", "F1.0 B1.0")
     assert (costs.forward, costs.input, costs.weight, costs.backward) == ((1, 1), (2, 2), (1, 0), (0, 2))
     assert predicted(tmp_path).step == 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cli.show import OF_NAME
-from shardwise.report.tables import folded
+from shardwise.report.tables import count, folded, size
 
 
 def test_words_are_broken_where_their_parts_end() -> None:
@@ -14,3 +14,12 @@ def test_words_are_broken_where_their_parts_end() -> None:
         and folded("a.b", OF_NAME, 3) == "a.b"
         and folded("", OF_NAME, 3) == ""
     )
+
+
+def test_numbers_that_round_up_to_the_next_unit() -> None:
+    assert [count(n) for n in (999, 999.6, 999_949, 999_950, 999_999_999, 1e15, -999_999)] == [
+        "999", "1.0 K", "999.9 K", "1.0 M", "1.0 G", "1.0 P", "-1.0 M",
+    ]  # fmt: skip
+    assert [size(n) for n in (1023, 1023.6, 1_048_524, 1_048_525, 1_048_575, 2**50, -1_048_575)] == [
+        "1023 B", "1.0 KiB", "1023.9 KiB", "1.0 MiB", "1.0 MiB", "1024.0 TiB", "-1.0 MiB",
+    ]  # fmt: skip

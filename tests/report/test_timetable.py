@@ -24,6 +24,7 @@ from shardwise.report.simulated import drawing
 from shardwise.report.timetable import LANES, Drawing, TimeBox, mark_critical, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import CRITICAL, IDLE, LEFT, fill, picture, round_step
+from timetables import uniform
 
 PIPELINES = [
     ("1f1b", 4, 8),
@@ -266,7 +267,7 @@ def test_simulated_boxes_are_the_simulators_times(name: tuple[str, int, int], no
 def test_a_critical_path_has_no_gap(name: tuple[str, int, int]) -> None:
     """Without transfers each box of the path begins as another ends, from 0 to the end of the step."""
     tasks = timetable(*name)
-    costs = Costs.uniform(name[1] * SCHEDULES[name[0]].stages_per_rank, 1.0, 1.5, 0.7)
+    costs = uniform(name[1] * SCHEDULES[name[0]].stages_per_rank, 1.0, 1.5, 0.7)
     one = drawing("", simulate(tasks, costs), costs)
     for boxes in (
         one.boxes,

@@ -30,7 +30,8 @@ from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
+from shardwise.runtime.call import CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator
 from shardwise.runtime.staged import StagedCommunicator

@@ -24,7 +24,8 @@ from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.background import Background
-from shardwise.runtime.communicator import CommunicationError, Communicator
+from shardwise.runtime.call import CommunicationError
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 

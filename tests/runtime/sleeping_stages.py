@@ -46,7 +46,7 @@ def microbatches(schedule: str, wanted: int) -> int:
     """As many as the schedule takes of those."""
     if schedule == "pipedream":  # whose batches are microbatches
         return 1
-    return min(wanted, SCHEDULES[parts(schedule)[0]].most or wanted)
+    return min(wanted, SCHEDULES[parts(schedule)[0]].max_microbatches or wanted)
 
 
 def overlaps(schedule: str) -> bool:

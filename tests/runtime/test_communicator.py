@@ -21,7 +21,8 @@ from torch.distributed import TCPStore
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime import segments, shared
-from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
+from shardwise.runtime.call import CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import run_ranks
 
@@ -100,9 +101,9 @@ def test_threads(mesh: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["messages", "messages_both_ways", "many_outstanding", "subgroups_side_by_side"])
-@pytest.mark.parametrize("rendezvous", [False, True])
-def test_threads_with_delays(case: str, rendezvous: bool) -> None:
-    run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, rendezvous=rendezvous)
+@pytest.mark.parametrize("sends_wait", [False, True])
+def test_threads_with_delays(case: str, sends_wait: bool) -> None:
+    run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, sends_wait=sends_wait)
 
 
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
@@ -220,7 +221,7 @@ def test_a_missing_wait_shows() -> None:
             run_ranks(Mesh.of(dp=2), lambda c, kind=kind: write(c, kind))
 
 
-def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
+def test_only_sends_that_wait_find_one_that_relies_on_buffering() -> None:
     def both_send_first(c: Communicator) -> float:
         x = torch.tensor([float(c.rank)])
         c.send(x, 1 - c.rank).wait()
@@ -230,7 +231,7 @@ def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
 
     assert run_ranks(Mesh.of(pp=2), both_send_first) == [1.0, 0.0]
     with pytest.raises(CommunicationTimeout, match="send"):
-        run_ranks(Mesh.of(pp=2), both_send_first, rendezvous=True, timeout=0.3)
+        run_ranks(Mesh.of(pp=2), both_send_first, sends_wait=True, timeout=0.3)
 
 
 def test_on_wait_of_threads_names_the_rank() -> None:
@@ -250,12 +251,26 @@ def test_available_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh.of(dp=4)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if segments.unsupported() is None:
-        assert shared.available(mesh, 1 << 20) is None
-    assert "memory" in str(shared.available(mesh, 1 << 50))
+        assert shared.available(mesh) is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert "one host" in str(shared.available(mesh))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "x86-64" in str(shared.available(mesh))
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 8000 << 10), ("5000000", 5_000_000 - 3_000_000 + 1_200_000)])
+def test_memory_that_the_kernel_can_take_back_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, free: int
+) -> None:
+    """In a control group that is cached files, which count as used."""
+    monkeypatch.setattr(segments, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(segments, "CONTROL_GROUP", tmp_path)
+    for name, text in {
+        "meminfo": "MemTotal:       9000 kB\nMemAvailable:   8000 kB\nHugePages_Total:       0\n",
+        "memory.max": limit, "memory.current": "3000000", "memory.stat": "anon 5\ninactive_file 1200000\nslab 7\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    assert segments.available_memory() == free
 
 
 def test_an_arena_refuses_what_does_not_fit_and_finds_its_own() -> None:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from processes import run_processes
 from shardwise.backend import Backend
-from shardwise.core.communicators import Members
+from shardwise.core.communicators import CONTROL, Members
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.connect import connect
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.threads import run_ranks
@@ -110,6 +111,32 @@ def test_the_backend_that_is_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch
     assert comm.device == torch.device("cuda", 0)
     assert made == [torch.device("cpu")]
     assert comm.host.device.type == "cpu"
+
+
+def test_a_wait_that_has_failed_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting again fails again, until the operation is complete."""
+    ends = [RuntimeError("timed out"), RuntimeError("timed out"), None]
+    done: list[str] = []
+
+    def wait(limit: timedelta) -> None:
+        end = ends.pop(0)
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    everyone: Any = object()
+    comm = DistributedCommunicator(Mesh.of(dp=2), torch.device("cpu"), everyone=everyone)
+    call = Call("all_gather", comm.group("dp"), CONTROL, "x")
+    work: Any = SimpleNamespace(wait=wait)
+    handle = comm._start(call, lambda group: work, lambda: done.append("permuted"))
+    for _ in range(2):
+        with pytest.raises(CommunicationTimeout):
+            handle.wait()
+    assert not done
+    handle.wait()
+    handle.wait()
+    assert done == ["permuted"] and not ends
 
 
 def test_groups_of_a_device_are_made_for_its_transport_and_urgent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.data import batch_axes, data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
+from shardwise.runtime.call import CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 

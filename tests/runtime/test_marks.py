@@ -198,6 +198,16 @@ def test_a_rank_that_has_ended_follows_no_more(rank: Watched) -> None:
     assert found.done
 
 
+def test_a_device_that_is_followed_no_more_is_not_behind(rank: Watched) -> None:
+    """Whatever it had still to do when its trainer was closed: the script may go on without it."""
+    rank.step(0)
+    rank.progress.phase("the end of step 0", patient=False)
+    rank.progress.leave()
+    found = read_record(rank.folder, 0)
+    assert found is not None and not found.behind and not found.patient
+    assert found.whereabouts == "the end of step 0"
+
+
 def test_on_a_cpu_nothing_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backend, "event", lambda *_, **__: pytest.fail("an event on a CPU"))
     progress = Progress(record_path(tmp_path, 0))

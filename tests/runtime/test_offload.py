@@ -70,11 +70,11 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
 
     def rank(comm: ThreadCommunicator) -> None:
         for memory in Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2)).memory.buckets.values():
-            assert memory.taken is not None
+            assert memory.optimizer_gradient is not None
             assert memory.grad is not None
             segment = memory.updates[0].optimizer.segments[0]
             assert segment.param.data_ptr() == memory.master.data_ptr() != memory.param.data_ptr()
-            assert segment.grad.data_ptr() == memory.taken.data_ptr() != memory.grad.data_ptr()
+            assert segment.grad.data_ptr() == memory.optimizer_gradient.data_ptr() != memory.grad.data_ptr()
 
     run_ranks(compiled.plan.mesh, rank, timeout=60)
 

@@ -21,7 +21,7 @@ from shardwise.models.llama import Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.communicator import CommunicationError
+from shardwise.runtime.call import CommunicationError
 from shardwise.runtime.threads import ThreadCommunicator
 from shardwise.verify.verify import run_steps
 from streams import Streams, run_in_streams

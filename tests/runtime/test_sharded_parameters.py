@@ -86,12 +86,12 @@ def test_every_rank_starts_with_its_piece_and_all_together_have_the_whole(
         for memory in engine.memory.buckets.values():
             mine = torch.zeros(memory.layout.numel, dtype=memory.bucket.wide)
             for name, view in memory.views(mine).items():
-                view.copy_(sharded.local(memory.parameters[name], truth[name], comm.mesh, comm.rank))
-                assert narrow or torch.equal(local_part(truth[name], memory.parameters[name], comm), view)
+                view.copy_(sharded.local(memory.bucket.by_name[name], truth[name], comm.mesh, comm.rank))
+                assert narrow or torch.equal(local_part(truth[name], memory.bucket.by_name[name], comm), view)
             assert torch.equal(memory.master, mine[memory.held.start : memory.held.stop].to(memory.master.dtype))
             if memory.rule.state == "R":
                 for name, leaf in memory.views(memory.param).items():
-                    assert leaf.shape == memory.parameters[name].local_shape(comm.mesh, comm.rank)
+                    assert leaf.shape == memory.bucket.by_name[name].local_shape(comm.mesh, comm.rank)
         first = engine.state_dict()
         engine.load_state_dict(other)
         return [first, engine.state_dict()]
@@ -122,7 +122,7 @@ def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str
         for memory in engine.memory.buckets.values():
             if memory.grad is None:
                 continue
-            mine = {n: sharded.local(p, whole[n], comm.mesh, comm.rank) for n, p in memory.parameters.items()}
+            mine = {n: sharded.local(p, whole[n], comm.mesh, comm.rank) for n, p in memory.bucket.by_name.items()}
             if memory.rule.grad == "P":
                 for name, value in mine.items():
                     buffers.add(name, value)

@@ -37,7 +37,7 @@ def step(bucket: int, version: int = 0, waits: tuple[int, ...] = ()) -> Instruct
 def test_only_steps_in_a_row_are_together() -> None:
     kinds: dict[int, Hashable | None] = {0: "a", 1: "a", 2: "b", 3: "b", 4: None, 5: None, 6: "a"}
     rows = [step(0), step(1), step(2), step(3), step(4), step(5), step(6)]
-    assert together.steps(Program("", instructions=tuple(rows)), kinds.get) == {
+    assert together.joint_updates(Program("", instructions=tuple(rows)), kinds.get) == {
         0: (0, 1), 1: (), 2: (2, 3), 3: (), 4: (4,), 5: (5,), 6: (6,),
     }  # fmt: skip
     apart = (
@@ -48,7 +48,13 @@ def test_only_steps_in_a_row_are_together() -> None:
         step(0, version=1),
         step(1, version=1),
     )
-    assert together.steps(Program("", instructions=apart), kinds.get) == {0: (0,), 2: (1,), 3: (6,), 4: (0, 1), 5: ()}
+    assert together.joint_updates(Program("", instructions=apart), kinds.get) == {
+        0: (0,),
+        2: (1,),
+        3: (6,),
+        4: (0, 1),
+        5: (),
+    }
 
 
 class Kernels(TorchDispatchMode):
@@ -112,7 +118,7 @@ def test_the_bits_are_those_of_a_bucket_at_a_time(name: str, monkeypatch: pytest
     plan, choice = PLANS[name]
     scale = ScaleChoice(initial=2.0**40) if plan.numeric.precision == "fp16" else None
     ours = trained(plan, choice, scale)
-    monkeypatch.setattr(interpreter, "kind", lambda memory: None)
+    monkeypatch.setattr(interpreter, "joint_key", lambda memory: None)
     apart = trained(plan, choice, scale)
     for (mine, kernels), (theirs, more) in zip(ours, apart, strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from shardwise import OptimizerChoice, Plan
 from shardwise.checkpoint.container import write_as_they_come
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
 from shardwise.data.loader import rank_rows
 from shardwise.launch.results import save_weights
 from shardwise.lower.compiled import Compiled
@@ -26,7 +29,9 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.runtime.whole_state import aliases
+from shardwise.runtime.whole_state import first_names
+from shardwise.train.trainer import Trainer
+from zoo import Blocks
 
 BASE = Plan.of(microbatches=2)
 PLANS: dict[str, Callable[[], Plan]] = {
@@ -67,7 +72,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
         parts, at = plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(comm.rank, ("dp_replicate", "dp"))
         own = [i for a, b in rank_rows(rows, plan.microbatches, parts, at) for i in range(a, b)]
         engine.step({key: value[own] for key, value in made.example.items()}, rows)
-        save_weights(engine.whole, tmp_path / "w.safetensors", rank=last)
+        save_weights(engine.whole, tmp_path / "w.safetensors")
         return engine.state_dict(), engine.state_dict(rank=last)
 
     found = run_ranks(plan.mesh, rank)
@@ -80,7 +85,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
         assert set(mine) == (set(truth) if number == last else set())
     assert all(torch.equal(found[last][1][key], truth[key]) for key in truth)
     written = load_file(tmp_path / "w.safetensors")
-    assert set(written) == {name for name in truth if aliases(made.module)[name] == name} != set(truth)
+    assert set(written) == {name for name in truth if first_names(made.module)[name] == name} != set(truth)
     assert all(torch.equal(value, truth[key]) for key, value in written.items())
 
 
@@ -144,8 +149,31 @@ def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
     assert {key: value.tolist() for key, value in load_file(tmp_path / "w").items()} == {"a": [0.0] * 3, "b": [0.0] * 3}
     with pytest.raises(ShardwiseError, match="no values for d"):
         write_as_they_come(tmp_path / "w", [*described, ("d", (3,), torch.float32)], values(), {})
-    with pytest.raises(ShardwiseError, match="it was to be"):
-        write_as_they_come(tmp_path / "w", [("a", (4,), torch.float32)], values(), {})
+    for wrong, words in ((("a", (4,), torch.float32), "it was to be"), (("a", (3,), torch.complex128), "cannot hold")):
+        taken.clear()
+        with pytest.raises(ShardwiseError, match=words):
+            write_as_they_come(tmp_path / "w", [wrong], values(), {})
+        assert taken == ["a", "b", "c"]
+
+
+def test_no_rank_waits_for_one_that_cannot_write_a_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=24, layers=2, heads=6, context=8)
+    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    ids = torch.randint(0, 31, (6, 8))
+    made = Compiled(module, PLANS["zero3"](), {"input_ids": ids, "labels": ids})
+
+    def rank(comm: Communicator) -> str:
+        engine, said = Engine(made, comm, ADAM), ""
+        try:
+            save_weights(engine.whole, tmp_path / "w.safetensors")
+        except ShardwiseError as error:
+            said = str(error)
+        comm.barrier(what="the weights")
+        return said
+
+    first, *others = run_ranks(made.plan.mesh, rank, timeout=20.0)
+    assert "cannot hold torch.complex128" in first and others == ["", ""]
 
 
 @pytest.mark.few(3)
@@ -169,3 +197,30 @@ def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
         for _, value in engine.whole.collect():
             del value
         assert between < tracker.peak <= step
+
+
+def test_a_trainer_keeps_nothing_of_the_module_that_it_was_given() -> None:
+    """Its memory is for gradients and optimizer state; names of tied tensors are known all the same."""
+    module = GPT(vocabulary=31, width=24, layers=1, heads=6, context=8)
+    ids = torch.randint(0, 31, (6, 8))
+    alone = AloneCommunicator(Mesh.of(dp=1), 0, torch.device("cpu"))
+    trainer = Trainer(module, ADAM, Plan.of(), {"input_ids": ids, "labels": ids}, comm=alone)
+    left = [weakref.ref(parameter) for parameter in module.parameters()]
+    names = list(module.state_dict())
+    del module
+    gc.collect()
+    assert not any(one() is not None for one in left)
+    assert list(trainer.state_dict()) == names
+
+
+class Extra(Blocks):
+    """A module whose state has more than tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+
+def test_a_state_that_cannot_be_collected_is_refused_before_training() -> None:
+    made = Compiled(Extra(5), Plan.of(), {name: torch.randn(4, 5) for name in "xy"})
+    with pytest.raises(ConfigError, match='model: its state has "_extra_state", which is no parameter or buffer'):
+        Engine(made, AloneCommunicator(Mesh.of(dp=1), 0, torch.device("cpu")), ADAM)

@@ -26,7 +26,7 @@ from shardwise.graph.captured import Captured
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.graph.schema import differentiable, is_tensor
-from shardwise.graph.sizes import expression, of_data
+from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -153,7 +153,7 @@ def sizes_of_data(normal: Normal) -> dict[Any, tuple[fx.Node, int]]:
     for node in normal.graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
             for dim, size in enumerate(node.meta["val"].shape):
-                if of_data(size):
+                if depends_on_data(size):
                     found.setdefault(expression(size), (node, dim))
     return found
 
@@ -192,7 +192,7 @@ class OneOp(Emitter):
 
     def scalar(self, captured: fx.Node) -> Any:
         value = captured.meta.get("val")
-        if isinstance(value, torch.SymInt) and not of_data(value):
+        if isinstance(value, torch.SymInt) and not depends_on_data(value):
             return self.sizes.node(value)
         new = self.numbers[captured] = self.graph.placeholder(captured.name)
         return new

@@ -20,7 +20,7 @@ from shardwise.lower.compiled import Compiled, traced_for
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def on(per_host: int, kind: Any = "1d", **changes: int) -> Compiled:
     )  # fmt: skip
 
 
-def took(one: Compiled) -> Seconds:
+def took(one: Compiled) -> MicrobatchCost:
     assert one.general.predicted is not None
     return one.general.predicted()
 
@@ -53,7 +53,7 @@ def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     assert fast is not None and slow is not None and (fast.ops, fast.parameters) != (slow.ops, slow.parameters)
     link = rates("gpu", "bf16", ["tp"])
     priced = [
-        sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once))
+        sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.collectives, *one.once))
         for one in map(took, (within, across))
     ]
     assert took(across).communicating == pytest.approx(priced[1])

@@ -7,9 +7,10 @@ import random
 
 import numpy as np
 import pytest
+from sums import total
 
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective, fewest
-from shardwise.shard.solver.variable_elimination import CostFactor, total
+from shardwise.shard.solver.variable_elimination import CostFactor
 
 PRICES = (SECONDS, BYTES, Objective(1.0, 0.5), Objective(1.0, 3.0))
 

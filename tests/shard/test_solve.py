@@ -23,7 +23,7 @@ import zoo
 from shardwise import Values, record
 from shardwise.capture.capture import capture
 from shardwise.core.errors import ConfigError
-from shardwise.core.rates import Link, Machine, Rates, rates
+from shardwise.core.rates import Link, Rates, SolverObjective, rates
 from shardwise.graph.captured import Captured
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
@@ -36,9 +36,9 @@ from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.rules import find
-from shardwise.shard.sharded import Choice, choose
-from shardwise.shard.solver.candidates import Candidates, Chosen
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.sharded import Assignments, choose
+from shardwise.shard.solver.candidates import AxisOptions, Candidates
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
@@ -107,7 +107,7 @@ def prepared(normal: Normal, tensor: TensorParallelSpec) -> tuple[ShardingContex
     return context, BatchWalk(context).run()
 
 
-def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
+def thinned(draw: random.Random, one: AxisOptions, most: int) -> AxisOptions:
     """Up to three choices of everything, together no more than ``most`` plans."""
     counts = dict.fromkeys((*one.strategies, *one.states), 1)
     for node in draw.sample(list(counts), len(counts)):
@@ -120,10 +120,10 @@ def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
         return (every[0], *draw.sample(every[1:], count - 1)) if count > 1 else every[:1]
 
     strategies = {n: some(every, counts[n]) for n, every in one.strategies.items()}
-    return Chosen(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
+    return AxisOptions(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
 
 
-def every_plan(context: ShardingContext, chosen: Mapping[str, Chosen]) -> Any:
+def every_plan(context: ShardingContext, chosen: Mapping[str, AxisOptions]) -> Any:
     """All assignments that there are, made without the solver."""
     axes = list(chosen)
     own = [
@@ -260,16 +260,20 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
     rows, sharded = 6, 0
     for recipe, axes, plan, link in plans:
         own = Rates(1e9, 1e9, link or SPREAD[0])
-        context = ShardingContext(normal, find, TensorParallelSpec(axes, recipe, None, plan, pins, Machine(own, rows)))
+        context = ShardingContext(
+            normal, find, TensorParallelSpec(axes, recipe, None, plan, pins, SolverObjective(own, rows))
+        )
         context, assignments, _ = choose(context)
-        emitter = emitted(Choice(context, assignments))
+        emitter = emitted(Assignments(context, assignments))
         foretold = seconds(CostModel(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
         names = tuple(axes)
         env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
         real = traffic(emitter.graph, env, [True])
         for backward, found in ((False, real.forward), (True, real.backward)):
             ours = Counter(
-                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in foretold.talks if t.backward == backward
+                (t.kind, tuple(names[i] for i in t.groups), t.nbytes)
+                for t in foretold.collectives
+                if t.backward == backward
             )
             assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
         sharded += bool(emitter.layouts)
@@ -292,20 +296,22 @@ def whole_model(name: str, layers: int) -> Normal:
     return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
 
 
-def emitted(choice: Choice) -> Emitter:
+def emitted(choice: Assignments) -> Emitter:
     emitter = Emitter(choice.context, choice.assignments)
     emitter.run()
     return emitter
 
 
-def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Choice, Seconds]:
+def by(
+    normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: SolverObjective
+) -> tuple[Assignments, MicrobatchCost]:
     tensor = TensorParallelSpec(axes, recipe, None, plan, (), machine)
     found = choose(ShardingContext(normal, find, tensor, device=torch.device("cuda")))
     prices = CostModel(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")
     return found, seconds(prices, Flow(found.context), found.assignments)
 
 
-def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: Machine) -> int:
+def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: SolverObjective) -> int:
     """Of any plan, as the error says where none has so few."""
     with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
         by(normal, axes, recipe, "auto", replace(machine, memory=1))
@@ -317,7 +323,7 @@ def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: 
 )
 def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, kind: str) -> None:
     normal = whole_model(name, 2)
-    machine = Machine(rates(kind, "bf16"), rows)
+    machine = SolverObjective(rates(kind, "bf16"), rows)
     for tp in (2, 4):
         found, auto = by(normal, {"tp": tp}, "1d", "auto", machine)
         assert auto.total == predicted(found.context, found.assignments).total
@@ -328,7 +334,7 @@ def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, k
 
 
 def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
-    normal, machine = whole_model("llama", 1), Machine(rates("gpu", "bf16"), 1)
+    normal, machine = whole_model("llama", 1), SolverObjective(rates("gpu", "bf16"), 1)
     one = by(normal, {"tp": 4}, "1d", "auto", machine)[1]
     two = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "auto", machine)[1]
     recipe = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "recipe", machine)[1]
@@ -339,16 +345,16 @@ def test_two_axes_keep_a_limit_of_memory() -> None:
     """No more bytes than allowed, for more seconds; how many more the best would take is not known."""
     normal, own = whole_model("gpt", 1), rates("gpu", "bf16")
     axes = {"tp_i": 2, "tp_j": 2}
-    fast = by(normal, axes, "2d", "auto", Machine(own, 8))[1]
-    fewest = fewest_bytes(normal, axes, "2d", Machine(own, 8))
+    fast = by(normal, axes, "2d", "auto", SolverObjective(own, 8))[1]
+    fewest = fewest_bytes(normal, axes, "2d", SolverObjective(own, 8))
     for limit in (fewest, (fewest + fast.nbytes) // 2):
-        choice, found = by(normal, axes, "2d", "auto", Machine(own, 8, limit))
+        choice, found = by(normal, axes, "2d", "auto", SolverObjective(own, 8, limit))
         assert found.nbytes <= limit < fast.nbytes and found.total >= fast.total and not choice.context.notes
 
 
 def test_where_links_are_slow_everything_is_whole() -> None:
     model = zoo.make("own gpt")
-    slow = Machine(Rates(1e12, 1e12, Link(1.0, 1e3)), 7)
+    slow = SolverObjective(Rates(1e12, 1e12, Link(1.0, 1e3)), 7)
     found, auto = by(normal_of(model.module, model.batch), {"tp": 2}, "1d", "auto", slow)
     assert auto.communicating == 0 and not emitted(found).layouts
 
@@ -385,12 +391,12 @@ def test_whole_models_within_limits_of_memory(
     slower.
     """
     found, normal, own = solved(monkeypatch), whole_model(name, layers), rates("gpu", "bf16")
-    fast = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows))[1]
-    fewest = fewest_bytes(normal, {"tp": 4}, "1d", Machine(own, rows))
+    fast = by(normal, {"tp": 4}, "1d", "auto", SolverObjective(own, rows))[1]
+    fewest = fewest_bytes(normal, {"tp": 4}, "1d", SolverObjective(own, rows))
     last = math.inf
     for part in (0.0, 0.02, 0.3, 0.6):
         limit = int(fewest + part * (fast.nbytes - fewest))
-        choice, took = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows, limit))
+        choice, took = by(normal, {"tp": 4}, "1d", "auto", SolverObjective(own, rows, limit))
         assert took.nbytes <= limit and fast.total <= took.total <= last
         one, cpu = found[-1]
         assert one.gap == 0 and took.total == pytest.approx(one.bound, rel=1e-9) and not choice.context.notes
@@ -402,12 +408,12 @@ def test_whole_models_within_limits_of_memory(
 def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the solver could not keep all sums: by how much at most."""
     normal, slow = whole_model("gpt", 3), Rates(100e12, 2e12, Link(1e-6, 10e9))
-    fast = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8))[1]
-    limit = (fewest_bytes(normal, {"tp": 4}, "1d", Machine(slow, 8)) + fast.nbytes) // 2
-    choice, best = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
+    fast = by(normal, {"tp": 4}, "1d", "auto", SolverObjective(slow, 8))[1]
+    limit = (fewest_bytes(normal, {"tp": 4}, "1d", SolverObjective(slow, 8)) + fast.nbytes) // 2
+    choice, best = by(normal, {"tp": 4}, "1d", "auto", SolverObjective(slow, 8, limit))
     assert not choice.context.notes
     monkeypatch.setattr(Solver.within, "__defaults__", ((1,),))
-    choice, rough = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
+    choice, rough = by(normal, {"tp": 4}, "1d", "auto", SolverObjective(slow, 8, limit))
     (note,) = choice.context.notes
     said = re.fullmatch(
         rf"tensor_plan: a microbatch takes at most (\S+)% longer than the fastest plan of {limit} bytes would", note
@@ -423,16 +429,16 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
 ) -> None:
     """Many steps that read the same weights make tables that are too large; so does a small limit."""
     normal, slow = whole_model("gpt", 2), Rates(100e12, 2e12, Link(1e-6, 10e9))
-    ruled = by(normal, axes, recipe, "recipe", Machine(slow, 8))[1]
+    ruled = by(normal, axes, recipe, "recipe", SolverObjective(slow, 8))[1]
     limit = None
     if part is not None:
-        fewest = fewest_bytes(normal, axes, recipe, Machine(slow, 8))
-        limit = int(fewest + part * (by(normal, axes, recipe, "auto", Machine(slow, 8))[1].nbytes - fewest))
+        fewest = fewest_bytes(normal, axes, recipe, SolverObjective(slow, 8))
+        limit = int(fewest + part * (by(normal, axes, recipe, "auto", SolverObjective(slow, 8))[1].nbytes - fewest))
     wide = Elimination.__init__
     monkeypatch.setattr(
         Elimination, "__init__", lambda self, sizes, factors, limit=256: wide(self, sizes, factors, min(limit, 256))
     )
-    choice, took = by(normal, axes, recipe, "auto", Machine(slow, 8, limit))
+    choice, took = by(normal, axes, recipe, "auto", SolverObjective(slow, 8, limit))
     assert NOT_EXACT in choice.context.notes
     assert limit is None or took.nbytes <= limit
     assert limit is not None or took.total <= ruled.total
@@ -445,5 +451,5 @@ def test_32_layers_are_solved_in_seconds(
 ) -> None:
     """Llama 3 of 8B parameters; of CPU, so on an idle machine no more of the clock."""
     found = solved(monkeypatch)
-    by(whole_model("llama", 32), axes, recipe, "auto", Machine(rates("gpu", "bf16"), 1))
+    by(whole_model("llama", 32), axes, recipe, "auto", SolverObjective(rates("gpu", "bf16"), 1))
     assert found[-1][1] <= most

@@ -112,10 +112,16 @@ HOW = [
 ]
 
 
-def check(subject: Subject, truth: Run, ours: Run) -> None:
+def check(truth: Run, ours: Run) -> None:
     """The same loss and gradients as of the whole batch."""
     found = errors(ours, truth)
     assert max(found.values()) <= TOLERANCE, found
+
+
+def first_step(compiled: Compiled, subject: Subject) -> Run:
+    """What the ranks of any plan have after a step."""
+    step = run_threads(compiled, lambda comm: run_steps(compiled, comm, [subject.batch], PLAIN, None, 0))[0][0]
+    return Run([step.loss], step.gradients, {})
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -125,9 +131,9 @@ def test_microbatches_and_ranks_do_not_change_a_mean_over_weights_of_classes(how
     subject = Subject(Weighted(how, smoothing), fields())
     truth = plain_run(subject)
     for microbatches in (1, 2, 3, 6):
-        check(subject, truth, oracle_run(subject, microbatches))
+        check(truth, oracle_run(subject, microbatches))
         for dp in (1, 2, 3):
-            check(subject, truth, sharded_run(subject, dp, microbatches))
+            check(truth, sharded_run(subject, dp, microbatches))
     assert subject.trace.opaque is None and subject.trace.targets is not None
 
 
@@ -152,8 +158,7 @@ def test_where_ranks_share_the_classes(name: str, microbatches: int, tp: int) ->
     one = Compiled(subject.module, plan, subject.batch)
     for dp, kind in ((1, "1d"), (2, "1d"), (1, "1d-sp")):
         compiled = one.under(tensor_parallel(data_parallel(plan, dp), tp, kind))
-        step = run_threads(compiled, lambda comm: run_steps(compiled, comm, [subject.batch], PLAIN, None, 0))[0][0]
-        check(subject, truth, Run([step.loss], step.gradients, {}))
+        check(truth, first_step(compiled, subject))
 
 
 class Staged(Weighted):
@@ -180,5 +185,4 @@ def test_stages_weigh_the_same_or_refuse(how: str) -> None:
         with pytest.raises(ConfigError, match="counts its targets with head.bias, which one stage has"):
             compiled.programs(compiled.general, 3)
     else:
-        step = run_threads(compiled, lambda comm: run_steps(compiled, comm, [subject.batch], PLAIN, None, 0))[0][0]
-        check(subject, plain_run(subject), Run([step.loss], step.gradients, {}))
+        check(plain_run(subject), first_step(compiled, subject))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness import Subject, parity
 from shardwise.graph.torch_private import TorchDispatchMode
 from shardwise.ops.collectives import Env
-from shardwise.ops.weight_gradients import Factors, accumulate, convolved
+from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate, convolved
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 from shardwise.units.weight_products import Multiplier, Operand, watch
@@ -159,8 +159,8 @@ def test_groups_of_rows(transposed: bool) -> None:
     loss, *operands = unit.training_function(Env(rows=8), *arguments)
     goals = {n: torch.zeros(leaves[n].shape) for n in unit.products}
 
-    def add(factors: Factors) -> None:
-        accumulate(goals[factors.weight], factors, True)
+    def add(factors: GradientFactors) -> None:
+        accumulate(goals[factors.weight], factors, True, Kernels("cpu"))
 
     later = watch(unit.products, [*map(Operand._make, operands)], add, add)
     torch.autograd.grad(loss, [leaves["before.bias"], *(o.y for _, o in later)])
@@ -235,7 +235,7 @@ class Noting(Multiplier):
         super().__init__()
         self.wire = wire
 
-    def multiply(self, factors: Factors) -> None:
+    def multiply(self, factors: GradientFactors) -> None:
         self.wire.seen.append(factors.weight)
 
 

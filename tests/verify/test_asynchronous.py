@@ -21,7 +21,7 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch
 from shardwise.lower import step as lowering
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.versions import double_buffered_version, stashed_version
@@ -199,9 +199,9 @@ def test_an_overflow_under_2bw_skips_one_update_on_all_stages() -> None:
 
 
 def test_a_steady_window_is_no_longer_than_the_plan_s() -> None:
-    assert steady(plan_of("1f1b", 2, 4)) == 1
-    assert steady(plan_of("pipedream-2bw", 2, 4, window=2)) == 2
-    assert steady(plan_of("pipedream", 4, window=64)) == 7
+    assert steady_batches(plan_of("1f1b", 2, 4)) == 1
+    assert steady_batches(plan_of("pipedream-2bw", 2, 4, window=2)) == 2
+    assert steady_batches(plan_of("pipedream", 4, window=64)) == 7
     assert windows(plan_of("pipedream", 4, window=5), 12) == [(0, 5), (5, 10), (10, 12)]
 
 

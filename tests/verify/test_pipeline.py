@@ -17,7 +17,7 @@ from shardwise.core.check import ProgramError
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.core.schedules import AUTO, SCHEDULES
-from shardwise.core.timetable import written
+from shardwise.core.timetable import to_texts
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs
 from shardwise.lower import messages as lowering_of_messages
@@ -40,7 +40,7 @@ Case = tuple[str, str, int, int, int, int, str]
 
 
 def times(schedule: str, pp: int) -> tuple[int, ...]:
-    return (1,) if SCHEDULES[schedule].most == 1 else (pp, 2 * pp, 2 * pp + 1)
+    return (1,) if SCHEDULES[schedule].max_microbatches == 1 else (pp, 2 * pp, 2 * pp + 1)
 
 
 SHAPES = [
@@ -134,7 +134,7 @@ def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
     found = {}
     for schedule in SYNCHRONOUS:
         kind = SCHEDULES[schedule]
-        if kind.most == 1 or (tied and kind.v_shaped):
+        if kind.max_microbatches == 1 or (tied and kind.v_shaped):
             continue
         plan = Plan.of(microbatches=6, precision="fp64")
         found[schedule] = steps(name, pipeline(plan, 4 // kind.stages_per_rank, schedule, stages=(2, 2, 2, 2)))[0]
@@ -319,7 +319,7 @@ def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
     ranks = 1 + max(home)
     order = any_order(home, m, random.Random(seed))
     base: Any = Plan.of(microbatches=m, recompute=RECOMPUTE[seed % 3], precision="fp64")
-    plan = pipeline(data_parallel(base, dp, seed % 4 if dp > 1 else 0), ranks, "auto", timetable=written(order))
+    plan = pipeline(data_parallel(base, dp, seed % 4 if dp > 1 else 0), ranks, "auto", timetable=to_texts(order))
     plan = Plan.from_toml(plan.to_toml())
     name = MODELS[seed % 3]
     compiled = subject(name)[2]
@@ -336,8 +336,8 @@ def test_what_auto_finds_equals_one_device(pp: int, v: int, m: int, seed: int) -
     draw = random.Random(seed)
     seconds = [[draw.uniform(0.5, 2) for _ in range(pp * v)] for _ in range(3)]
     order = auto(pp, m, Costs(*seconds, transfer=[0.2] * (pp * v - 1)), events=50_000).timetable
-    named = [name for name in SYNCHRONOUS if SCHEDULES[name].takes(v) and SCHEDULES[name].most is None]
+    named = [name for name in SYNCHRONOUS if SCHEDULES[name].takes(v) and SCHEDULES[name].max_microbatches is None]
     assert order not in [timetable(name, pp, m, v) for name in named]
-    plan = pipeline(Plan.of(microbatches=m, precision="fp64"), pp, "auto", timetable=written(order))
+    plan = pipeline(Plan.of(microbatches=m, precision="fp64"), pp, "auto", timetable=to_texts(order))
     found = compare(steps("gpt", plan)[0], truth("gpt", m))
     assert found.passes(TOLERANCE), (found.largest, found.worst(3))

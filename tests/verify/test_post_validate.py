@@ -30,7 +30,7 @@ from shardwise.core.program import Program
 from shardwise.core.repeat import repeated
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import SCHEDULES
-from shardwise.core.timetable import written
+from shardwise.core.timetable import to_texts
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.validate import Validations
 from shardwise.parallel.data import data_parallel
@@ -98,7 +98,7 @@ FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 )
 def test_it_equals_one_device(case: Case) -> None:
     name, schedule, pp, m, dp, zero, recompute, clip = case
-    number = 1 if SCHEDULES[schedule].most == 1 else {"pp": pp, "2pp": 2 * pp, "2pp + 1": 2 * pp + 1}[m]
+    number = 1 if SCHEDULES[schedule].max_microbatches == 1 else {"pp": pp, "2pp": 2 * pp, "2pp + 1": 2 * pp + 1}[m]
     report, again = verified(name, plan_of(schedule, pp, number, dp, zero, recompute=recompute), clip)
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree
@@ -121,16 +121,16 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("home", "ranks"),
     [
-        ((1, 0), {"rendezvous": True}),
+        ((1, 0), {"sends_wait": True}),
         ((0, 1, 1, 0), {"delay_seed": 3}),
-        ((0, 2, 1, 1, 0, 2), {"delay_seed": 4, "rendezvous": True}),
+        ((0, 2, 1, 1, 0, 2), {"delay_seed": 4, "sends_wait": True}),
     ],
 )
 def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) -> None:
     """Whatever ranks compute first, and however slow messages are: the bits are those with a barrier."""
     order = any_order(home, 3, random.Random(len(home)))
     plan = data_parallel(Plan.of(microbatches=3, norm="post-validate"), 2, 3)
-    plan = pipeline(plan, 1 + max(home), "auto", timetable=written(order))
+    plan = pipeline(plan, 1 + max(home), "auto", timetable=to_texts(order))
     ours, theirs = (
         trained(one, batches(), alone("gpt", 6, "fp32"), clip_norm=OFTEN, ranks=more)[0]
         for one, more in ((plan, ranks), (plan.replace(norm="barrier"), {}))
@@ -252,7 +252,7 @@ def test_forwards_are_computed_before_an_update_is_validated(schedule: str) -> N
     """All that a rank computes before its first backward, but where a stage hears of another's: there the norm is known
     too.
     """
-    m = 1 if SCHEDULES[schedule].most == 1 else 6
+    m = 1 if SCHEDULES[schedule].max_microbatches == 1 else 6
     found, _ = programs(schedule, 3, m)
     for program in found:
         for span in repeated(program.instructions).values():

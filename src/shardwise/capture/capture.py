@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept
-from shardwise.capture.lazy_zeros import mapped
+from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import import_export
@@ -116,7 +116,7 @@ def capture(
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
             reason = str(error)
-        rows = next(iter(batch.values())).shape[0]
+        rows = rows_in(batch)
         try:
             captured = _export(wrapped, batch, rows)
         except ConfigError:
@@ -165,10 +165,15 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             dtype = shadow_dtype(module, name, parameter, precision)
-            memo[id(parameter)] = nn.Parameter(mapped(parameter.shape, dtype), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(lazy_zeros(parameter.shape, dtype), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
     return copy.deepcopy(module, memo)
+
+
+def rows_in(batch: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a batch, which all of its fields have."""
+    return next(iter(batch.values())).shape[0]
 
 
 def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ LEAST = 1 << 18
 """Tensors of fewer bytes than this lie in the heap, where they do not take whole pages."""
 
 
-def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros on the CPU in a mapping of their own: pages are taken when touched and freed with the tensor."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .atoms import Gather, Piece, alone
 from .export import export
 from .reader import Checkpoint, checkpoints, latest
-from .weights import Weights, fit_weights, load_weights, read_weights
-from .writer import CheckpointWriter, Saved, Saving
+from .weights import Weights, fit_weights, read_weights
+from .writer import CheckpointWriter, Saved
 
 __all__ = [
     "Checkpoint",
@@ -14,13 +14,11 @@ __all__ = [
     "Gather",
     "Piece",
     "Saved",
-    "Saving",
     "Weights",
     "alone",
     "checkpoints",
     "export",
     "fit_weights",
     "latest",
-    "load_weights",
     "read_weights",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,17 @@ class Gather(Protocol):
 def alone(data: bytes, everywhere: bool = True) -> list[bytes]:
     """Return ``data`` alone: this is the :class:`Gather` of a single rank."""
     return [data]
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+"""The dtypes that a checkpoint can hold, by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +89,9 @@ def span(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
 
 
-def dtype_names() -> dict[str, torch.dtype]:
-    """Return the dtypes that a checkpoint can hold, by their names in safetensors."""
-    return {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-        "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-        "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-        "BOOL": torch.bool, "C64": torch.complex64,
-    }  # fmt: skip
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of ``dtype``; raise :class:`ShardwiseError` where it has none."""
-    for name, known in dtype_names().items():
+    for name, known in DTYPES.items():
         if known == dtype:
             return name
-    raise ShardwiseError(f"a checkpoint cannot hold {dtype}; legal: {', '.join(map(str, dtype_names().values()))}")
+    raise ShardwiseError(f"a checkpoint cannot hold {dtype}; legal: {', '.join(map(str, DTYPES.values()))}")

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Box
 
-from .atoms import Piece, dtype_name, dtype_names
+from .atoms import DTYPES, Piece, dtype_name
 from .container import Entry, HashedFile
 from .folder import MANIFEST, free_name, publish, sync_folder
 from .manifest import FileRecord, Manifest, Stored, TensorRecord
@@ -20,7 +20,21 @@ SLACK = 1 << 20  # bytes that have to be free for headers and the manifest, besi
 
 
 @dataclass(frozen=True)
-class ReadyCheckpoint:
+class Message:
+    """This is sent as JSON."""
+
+    def to_bytes(self) -> bytes:
+        """Return the message as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read what :meth:`to_bytes` returned."""
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class ReadyCheckpoint(Message):
     """Each rank sends this before it writes: its bytes, the free bytes of its disk, and why it cannot write (or
     None)."""
 
@@ -28,15 +42,6 @@ class ReadyCheckpoint:
     nbytes: int
     free: int
     error: str | None
-
-    def to_bytes(self) -> bytes:
-        """Return the message as JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> ReadyCheckpoint:
-        """Read what :meth:`to_bytes` returned."""
-        return ReadyCheckpoint(**json.loads(data))
 
 
 def refusal(ranks: Sequence[ReadyCheckpoint]) -> str | None:
@@ -51,7 +56,7 @@ def refusal(ranks: Sequence[ReadyCheckpoint]) -> str | None:
 
 
 @dataclass(frozen=True)
-class RankRecord:
+class RankRecord(Message):
     """Each rank sends this after it has written: its file (None where it had nothing to write) and the pieces in it.
 
     A piece is [tensor, shape, dtype, key or None, start, stop]; a piece without elements has no key.
@@ -75,32 +80,14 @@ class RankRecord:
         ]
         return RankRecord(file, nbytes, sha256, described, error)
 
-    def to_bytes(self) -> bytes:
-        """Return the message as JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> RankRecord:
-        """Read what :meth:`to_bytes` returned."""
-        return RankRecord(**json.loads(data))
-
 
 @dataclass(frozen=True)
-class End:
+class End(Message):
     """Rank 0 sends this at the end: the checkpoint's ``path`` or an ``error``, and the bytes of all ranks' files."""
 
     path: str | None
     error: str | None
     nbytes: int
-
-    def to_bytes(self) -> bytes:
-        """Return the message as JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> End:
-        """Read what :meth:`to_bytes` returned."""
-        return End(**json.loads(data))
 
 
 def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records: Sequence[RankRecord]) -> Path:
@@ -118,12 +105,9 @@ def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records
     wrong = manifest.fault()
     if wrong:
         raise ShardwiseError(f"the pieces of all ranks are no whole checkpoint: {wrong}")
-    file = HashedFile(part / MANIFEST)
-    try:
+    with HashedFile(part / MANIFEST) as file:
         file.write(manifest.to_bytes())
         file.sync()
-    finally:
-        file.close()
     path = free_name(folder, step)
     publish(part, path)
     sync_folder(folder.parent)  # the first checkpoint has made the folder
@@ -144,5 +128,4 @@ def _tensors(records: Sequence[RankRecord]) -> dict[str, TensorRecord]:
             boxes = stored.setdefault(name, [])
             if key is not None and record.file is not None:
                 boxes.append(Stored(record.file, key, Box(tuple(start), tuple(stop))))
-    known = dtype_names()
-    return {name: TensorRecord(shape, known[dtype], tuple(stored[name])) for name, (shape, dtype) in heads.items()}
+    return {name: TensorRecord(shape, DTYPES[dtype], tuple(stored[name])) for name, (shape, dtype) in heads.items()}

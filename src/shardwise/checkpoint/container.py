@@ -12,18 +12,19 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 
-from .atoms import dtype_name, dtype_names
+from .atoms import DTYPES, dtype_name
 from .strict import LARGEST, FileError, parse_json, regular_size
 
 ALIGN = 64
@@ -101,6 +102,16 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return entries, metadata
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Callable[[str], Tensor]]:
+    """Give a function that reads a tensor of a file by its key; raise ConfigError where the file cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file.get_tensor
+    except (SafetensorError, OSError) as error:
+        raise FileError(path, f"cannot be read: {error}") from error
+
+
 def _entry(path: Path, key: str, value: Any) -> Entry:
     """Check and return the entry of one tensor in the header."""
     wrong = FileError(path, f"not a safetensors file: the header's entry {key!r} is not legal")
@@ -113,9 +124,9 @@ def _entry(path: Path, key: str, value: Any) -> Entry:
         raise wrong
     if math.prod(max(number, 1) for number in shape) > LARGEST:
         raise wrong
-    if not isinstance(name, str) or name not in dtype_names():
-        raise FileError(path, f"{key!r} has the unknown dtype {name!r}; legal: {', '.join(dtype_names())}")
-    dtype = dtype_names()[name]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise FileError(path, f"{key!r} has the unknown dtype {name!r}; legal: {', '.join(DTYPES)}")
+    dtype = DTYPES[name]
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise FileError(path, f"{key!r} has {offsets[1] - offsets[0]} bytes for the shape {shape} of {name}")
     return Entry(key, tuple(shape), dtype, offsets[0], offsets[1])
@@ -143,11 +154,11 @@ class HashedFile:
         """Wait until everything written is on the disk."""
         os.fsync(self._fd)
 
-    def close(self) -> None:
-        """Close the file; closing it again does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
 
     @property
     def sha256(self) -> str:
@@ -163,14 +174,11 @@ def write_file(
 ) -> None:
     """Write tensors (key, shape, dtype) whose values ``read`` returns by key; one at a time is in memory."""
     ordered = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)
-    file = HashedFile(path)
-    try:
+    with HashedFile(path) as file:
         file.write(header(lay_out(ordered), metadata))
         for key, _, _ in ordered:
             file.write(bytes_of(read(key)))
         file.sync()
-    finally:
-        file.close()
 
 
 def write_as_they_come(
@@ -181,25 +189,27 @@ def write_as_they_come(
 ) -> None:
     """Write ``tensors`` (key, shape, dtype) from ``values``, which come one at a time in any order; others are skipped.
 
-    All values are consumed even after a write has failed, because producing them may be a collective; that OSError is
-    raised at the end.  A value that is missing or has another shape or dtype raises :class:`ShardwiseError`.
+    All values are consumed even after something has failed, because producing them may be a collective; the first
+    failure is raised at the end: an OSError of a write, or :class:`ShardwiseError` for a dtype that no file holds and
+    for a value that is missing or has another shape or dtype.
     """
     entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
-    failure: OSError | None = None
+    failure: OSError | ShardwiseError | None = None
     missing = set(entries)
     with ExitStack() as stack:
-        start = header(list(entries.values()), metadata)
         try:
+            start = header(list(entries.values()), metadata)
             file = stack.enter_context(path.open("wb"))
             file.write(start)
-        except OSError as error:
+        except (OSError, ShardwiseError) as error:
             failure = error
         for key, value in values:
             if key not in entries or failure is not None:
                 continue
             missing.discard(key)
             if (tuple(value.shape), value.dtype) != (entries[key].shape, entries[key].dtype):
-                raise ShardwiseError(f"{key} is {tuple(value.shape)} {value.dtype}: it was to be {entries[key]}")
+                failure = ShardwiseError(f"{key} is {tuple(value.shape)} {value.dtype}: it was to be {entries[key]}")
+                continue
             try:
                 file.seek(len(start) + entries[key].start)
                 file.write(bytes_of(value))

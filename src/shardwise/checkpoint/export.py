@@ -18,7 +18,7 @@ from .container import write_file
 from .folder import sync_folder
 from .manifest import TensorRecord
 from .reader import Checkpoint
-from .weights import INDEX, MODEL, SINGLE, aliases_of
+from .weights import INDEX, MODEL, SINGLE, aliases_of, model_tensors
 
 SHARD_BYTES = 5 * 2**30  # the most bytes of one file
 
@@ -40,6 +40,8 @@ def export(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not empty; legal: a new or empty folder")
+    if out.resolve() == Path.cwd():  # it would be replaced under the feet of the process
+        raise ConfigError(f"{out}: is the current folder; legal: a new folder, or another empty one")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes: {shard_bytes} is not legal; legal: 1 or more")
     checkpoint.verify()
@@ -92,16 +94,10 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorRecord]:
     """Return the model's tensors by their names in the model, with the dtypes that they are written in."""
-    found = {}
-    for name, one in checkpoint.tensors.items():
-        if name.startswith(MODEL):
-            chosen = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
-            found[name.removeprefix(MODEL)] = TensorRecord(one.shape, chosen, ())
-    if not found:
-        raise ConfigError(
-            f"{checkpoint.path}: holds no tensor whose name begins with {MODEL!r}: there is no model to export"
-        )
-    return found
+    return {
+        name: TensorRecord(one.shape, dtype if dtype is not None and one.dtype.is_floating_point else one.dtype, ())
+        for name, one in model_tensors(checkpoint).items()
+    }
 
 
 def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:

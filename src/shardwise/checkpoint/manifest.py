@@ -16,7 +16,7 @@ import torch
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Box
 
-from .atoms import dtype_name, dtype_names
+from .atoms import DTYPES, dtype_name
 from .cover import cover_fault
 from .folder import MANIFEST, rank_file, step_of
 from .strict import Fields, FileError, parse_json, read_bytes
@@ -204,10 +204,10 @@ def _tensor(path: Path, name: str, value: Any) -> TensorRecord:
     fields = Fields(path, where, value)
     shape, word, pieces = fields.shape("shape"), fields.take("dtype", str), fields.take("pieces", list)
     fields.end()
-    if word not in dtype_names():
-        raise fields.wrong("dtype", f"is {word!r}; legal: {', '.join(dtype_names())}")
+    if word not in DTYPES:
+        raise fields.wrong("dtype", f"is {word!r}; legal: {', '.join(DTYPES)}")
     stored = tuple(_stored(path, f"{where}.pieces[{index}]", one) for index, one in enumerate(pieces))
-    return TensorRecord(shape, dtype_names()[word], stored)
+    return TensorRecord(shape, DTYPES[word], stored)
 
 
 def _stored(path: Path, where: str, value: Any) -> Stored:

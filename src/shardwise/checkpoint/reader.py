@@ -11,14 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 
 from .atoms import Piece, dtype_name
-from .container import hash_file, read_header
+from .container import hash_file, opened, read_header
 from .folder import checkpoints, latest
 from .manifest import Manifest, TensorRecord
 from .strict import FileError, regular_size
@@ -113,7 +112,7 @@ class Checkpoint:
         for file in {piece.file for piece in record.pieces}:
             self._check_header(file)  # before memory is allocated
         values = torch.empty(record.shape, dtype=record.dtype)
-        self.load([Piece(name, record.shape, Box((0,) * len(record.shape), record.shape), values)])
+        self.load([Piece(name, record.shape, Box.whole(record.shape), values)])
         return values
 
     def record(self, name: str) -> TensorRecord:
@@ -166,13 +165,9 @@ class Checkpoint:
         return found
 
     def _read(self, name: str, copies: list[_Copy]) -> None:
-        path = self.path / name
-        try:
-            with safe_open(path, framework="pt") as file:
-                for copy in copies:
-                    copy.target.copy_(file.get_tensor(copy.key)[copy.source])
-        except (SafetensorError, OSError) as error:
-            raise FileError(path, f"cannot be read: {error}") from error
+        with opened(self.path / name) as read:
+            for copy in copies:
+                copy.target.copy_(read(copy.key)[copy.source])
 
 
 def _copies(record: TensorRecord, piece: Piece) -> list[tuple[str, _Copy]]:

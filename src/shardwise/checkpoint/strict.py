@@ -75,7 +75,7 @@ class Fields:
         if key not in self._left:
             raise self.wrong(key, "is missing")
         value = self._left.pop(key)
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise self.wrong(key, f"is {_kind(value)} instead of {_kind(kind())}")
         return value
 

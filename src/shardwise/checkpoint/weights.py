@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
-from .container import Entry, read_header
+from .container import Entry, opened, read_header
 from .folder import MANIFEST
+from .manifest import TensorRecord
 from .reader import Checkpoint
 from .strict import Fields, FileError, parse_json, read_bytes
 
@@ -102,12 +102,18 @@ def _pickled(names: Iterable[str]) -> str:
 def _from_checkpoint(path: Path) -> Weights:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
-    held = {name.removeprefix(MODEL): one for name, one in checkpoint.tensors.items() if name.startswith(MODEL)}
-    if not held:
-        raise FileError(path, f"holds no tensor whose name begins with {MODEL!r}")
+    held = model_tensors(checkpoint)
     shapes = {name: one.shape for name, one in held.items()}
     dtypes = {name: one.dtype for name, one in held.items()}
     return Weights(path, shapes, dtypes, aliases_of(checkpoint), lambda name: checkpoint.read(MODEL + name))
+
+
+def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorRecord]:
+    """Return the records of the model's tensors by their names in the model; raise ConfigError where there are none."""
+    held = {name.removeprefix(MODEL): one for name, one in checkpoint.tensors.items() if name.startswith(MODEL)}
+    if not held:
+        raise FileError(checkpoint.path, f"holds no tensor whose name begins with {MODEL!r}: there is no model")
+    return held
 
 
 def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
@@ -141,7 +147,7 @@ def _from_files(path: Path, files: list[Path], where: Mapping[str, str] | None) 
         entries, metadata = read_header(file)
         chosen = entries.keys() if where is None else [name for name in entries if where.get(name) == file.name]
         held.update({name: (file, entries[name]) for name in chosen})
-        aliases.update({alias: name for alias, name in metadata.items() if name in entries and alias not in entries})
+        aliases.update({alias: name for alias, name in metadata.items() if name in chosen and alias not in entries})
     for name, one in (where or {}).items():
         if name not in held:
             raise FileError(path / one, f"holds no tensor {name!r}, which {INDEX} says is there")
@@ -153,12 +159,8 @@ def _from_files(path: Path, files: list[Path], where: Mapping[str, str] | None) 
 
 
 def _read(file: Path, name: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-    except (SafetensorError, OSError) as error:
-        raise FileError(file, f"cannot be read: {error}") from error
+    with opened(file) as read:
+        return read(name)
 
 
 class Fitting(Mapping[str, Tensor]):
@@ -211,18 +213,6 @@ def fit_weights(path: Path, module: nn.Module) -> Fitting:
         return Fitting({name: name for name in converted}, converted.__getitem__, whole=True)
     tied = {id(state[name]): source for name, source in found.items() if source is not None}
     return Fitting({name: tied[id(value)] for name, value in state.items()}, weights.read)
-
-
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Fill ``module`` with what :func:`fit_weights` finds for it; it stays unchanged where that raises."""
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    bare = [name for name, value in state.items() if value.is_meta]
-    if bare:
-        raise ConfigError(f'model.weights = "{path}": without memory in the model: {_few(bare)}')
-    found = fit_weights(path, module)
-    with torch.no_grad():
-        for name in found:
-            state[name].copy_(found[name])
 
 
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:

@@ -24,7 +24,7 @@ from typing import Any
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError, check_count, describe
 
-from . import folder as names
+from . import folder as folders
 from .atoms import Gather, Piece, alone
 from .commit import End, RankRecord, ReadyCheckpoint, commit, refusal
 from .container import Entry, HashedFile, header, lay_out
@@ -33,19 +33,11 @@ from .staging import LEAST_BYTES, Staging, Stream, runs_of
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A save under way: the bytes of this rank, and the seconds for which ``save`` held up training."""
-
-    step: int
-    nbytes: int
-    stall_seconds: float
-
-
-@dataclass(frozen=True)
 class Saved:
     """The end of a save: ``path`` is the checkpoint, or ``error`` says why there is none.
 
-    ``seconds`` lasts from the call of ``save`` to the end on all ranks; ``nbytes`` is what all ranks wrote.
+    ``stall_seconds`` are those for which ``save`` held up training, and ``seconds`` last from its call to the end on
+    all ranks; ``nbytes`` is what all ranks wrote.
     """
 
     step: int
@@ -118,7 +110,7 @@ class CheckpointWriter:
         self._closed = False
         if rank == 0 and self.folder.is_dir():
             try:
-                names.remove_leftovers(self.folder)
+                folders.remove_leftovers(self.folder)
             except OSError as error:
                 warn(f"{self.folder}: cannot remove what an earlier run left half written: {error}")
 
@@ -141,7 +133,7 @@ class CheckpointWriter:
         )
         return self._staging.nbytes
 
-    def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Saving:
+    def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> None:
         """Copy the values of ``pieces`` aside and begin to write them; afterwards the values may change.
 
         All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and at least one rank
@@ -173,7 +165,6 @@ class CheckpointWriter:
             job.filled.set()
             if not streaming:
                 self._thread.start()
-        return Saving(step, job.nbytes, job.stall)
 
     @property
     def under_way(self) -> bool:
@@ -233,7 +224,7 @@ class CheckpointWriter:
         except BaseException as error:
             saved = replace(saved, error=f"rank {self.rank}: {_words(error)}")
             if self.rank == 0:
-                shutil.rmtree(names.part_folder(self.folder, job.step), ignore_errors=True)
+                shutil.rmtree(folders.part_folder(self.folder, job.step), ignore_errors=True)
         finally:
             job.stream.give_up()
             job.filled.wait()
@@ -241,12 +232,12 @@ class CheckpointWriter:
             with self._lock:
                 self._done.append(saved)
                 if saved.error and self.rank == 0:
-                    last = names.latest(self.folder)
+                    last = folders.latest(self.folder)
                     kept = f"the last good one is {last}" if last else "there is none yet"
                     self._notes.append(f"the checkpoint of step {job.step} was not saved: {saved.error}; {kept}")
 
     def _write(self, job: _Job, saved: Saved) -> Saved:
-        part = names.part_folder(self.folder, job.step)
+        part = folders.part_folder(self.folder, job.step)
         ready = self._ready(job, part)
         everyone = [ReadyCheckpoint.from_bytes(data) for data in self._gathered(ready.to_bytes())]
         error, path = refusal(everyone), None
@@ -276,7 +267,7 @@ class CheckpointWriter:
         try:
             if self.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                names.remove_tree(part)
+                folders.remove_tree(part)
                 part.mkdir()
             free = shutil.disk_usage(_existing(self.folder)).free
         except OSError as failed:
@@ -285,26 +276,23 @@ class CheckpointWriter:
 
     def _write_file(self, job: _Job, part: Path) -> RankRecord:
         """Write this rank's pieces and return its record, which also tells of a failure."""
-        name = names.rank_file(self.rank)
+        name = folders.rank_file(self.rank)
         if not job.entries:
             return RankRecord.of(job.pieces, [], None, 0, "", job.problem)
-        file: HashedFile | None = None
         try:
-            file = HashedFile(part / name)
-            head = header(job.entries, {"format": "pt", "step": str(job.step), "rank": str(self.rank)})
-            file.write(head)
-            while (chunk := job.stream.take()) is not None:
-                file.write(chunk)
-            whole = file.nbytes == len(head) + job.nbytes
-            file.sync()
+            with HashedFile(part / name) as file:
+                head = header(job.entries, {"format": "pt", "step": str(job.step), "rank": str(self.rank)})
+                file.write(head)
+                while (chunk := job.stream.take()) is not None:
+                    file.write(chunk)
+                whole = file.nbytes == len(head) + job.nbytes
+                file.sync()
             error = job.problem or (None if whole else "the values were not staged to the end")
             return RankRecord.of(job.pieces, job.entries, name, file.nbytes, file.sha256, error)
         except Exception as failed:
             return RankRecord.of([], [], name, 0, "", f"{part / name}: {_words(failed)}")
         finally:
             job.stream.give_up()
-            if file is not None:
-                file.close()
 
     def _commit(self, job: _Job, part: Path, records: list[RankRecord]) -> End:
         """Complete the checkpoint, on rank 0, and then remove those that need not be kept."""
@@ -314,7 +302,7 @@ class CheckpointWriter:
         except Exception as error:
             return End(None, str(error) if isinstance(error, ShardwiseError) else f"rank 0: {_words(error)}", nbytes)
         try:
-            names.remove(names.superseded(self.folder, path, self.keep_last, self.keep_every))
+            folders.remove(folders.superseded(self.folder, path, self.keep_last, self.keep_every))
         except OSError as error:
             with self._lock:
                 self._notes.append(f"{self.folder}: cannot remove old checkpoints: {error}")

@@ -13,7 +13,7 @@ from shardwise.estimate.devices import Device, named
 from shardwise.launch.forecast_shown import account, headline
 from shardwise.launch.measuring import read_memory
 from shardwise.launch.subject import forecast, load_anywhere
-from shardwise.report.memory import Account, chart, comparison, draw, table
+from shardwise.report.memory import MemoryProfile, chart, comparison, draw, table
 from shardwise.report.plot import check_format
 from shardwise.report.tables import WIDTH, make_console, pairs, print_json, show, size
 
@@ -86,8 +86,8 @@ def run_folder(folder: Path, json: bool, picture: Path | None) -> None:
 
 
 def _print(
-    console: Console, head: Any, worst: Account, device: Device, budget: int, beside: Mapping[str, int],
-    others: Sequence[Account]
+    console: Console, head: Any, worst: MemoryProfile, device: Device, budget: int, beside: Mapping[str, int],
+    others: Sequence[MemoryProfile]
 ) -> None:  # fmt: skip
     left = budget - worst.peak_bytes
     lines = {

@@ -20,8 +20,9 @@ from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.launch.folder import plan_of
 from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
-from shardwise.lower.versions import steady_batches
+from shardwise.lower.versions import asynchronous_batches
 from shardwise.parallel.schedule import check_schedule, timetable
+from shardwise.report.files import writing
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, plural, print_json, show
@@ -146,9 +147,7 @@ def run_draw(
     json: bool,
 ) -> None:
     """Draw the simulations of the pipelines, one above the other."""
-    drawings = [
-        drawing(*simulated(options), options.norm or "barrier") for options in resolved(path, overrides, pipelines)
-    ]
+    drawings = [drawing(*simulated(options), str(options.norm)) for options in resolved(path, overrides, pipelines)]
     _deliver(drawings, None, out, trace, json)
 
 
@@ -167,7 +166,7 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
         texts, norm = given.timetable, given.norm
         if traits(schedule).asynchronous:  # several batches, since a single step does not show the steady state
-            microbatches *= steady_batches(given.window, ranks, microbatches)
+            microbatches *= asynchronous_batches(given.window, ranks, microbatches)
     found = []
     for one in pipelines:
         name = schedule if one.schedule is None else one.schedule
@@ -223,7 +222,7 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     elif schedule == AUTO:
         limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
         chosen = auto(ranks, microbatches, costs, limit, norm)
-        name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation
+        name, simulation = f"{AUTO}: {chosen.words}", chosen.simulation
     else:
         name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, norm)
     several = f" x {each} stages" if each > 1 else ""
@@ -268,12 +267,8 @@ def _deliver(
     if out is not None:
         picture(drawings).write(out, "--out")
     if trace is not None:
-        try:
-            trace.parent.mkdir(parents=True, exist_ok=True)
+        with writing(trace, "--perfetto"):
             trace.write_text(jsonlib.dumps(perfetto(traced or drawings)) + "\n", encoding="utf-8")
-        except OSError as error:
-            words = f"cannot be written: {error.strerror or error}"
-            raise ConfigError(f"--perfetto {trace}: {words}; legal: a file in a writable folder") from None
     if json:
         print_json({"drawings": [one.to_dict() for one in drawings]})
         return

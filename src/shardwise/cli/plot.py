@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.core.errors import ConfigError
 from shardwise.report.plot import draw, names, read_run, summary
 from shardwise.report.tables import print_json
 
@@ -16,8 +15,6 @@ def run(run_dirs: Sequence[Path], out: Path | None, json: bool, over: str = "ste
     for folder in run_dirs:
         seen.setdefault(folder.resolve(), folder)
     folders = list(seen.values())
-    if not folders:
-        raise ConfigError("plot: no run; legal: the folders of one run or more (train.run_dir)")
     runs = [read_run(folder) for folder in folders]
     out = out or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
     draw(runs, out, over)

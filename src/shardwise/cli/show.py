@@ -21,9 +21,9 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.traffic import step_traffic
-from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
+from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
 from shardwise.lower.stages import EVERYWHERE, StageSplit
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
@@ -38,22 +38,20 @@ OF_NAME = r"(?<=\.)(?!\d)"
 """This matches the places where the name of a parameter or unit may be broken into lines."""
 
 
-def run(
-    path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None, per_host: int | None = None
-) -> None:
+def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None, per_host: int | None) -> None:
     """Capture the model and print what a step of the plan does, or draw it into ``picture``; nothing is trained."""
     if picture is not None:
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    per_host = per_host or ranks_of_a_host(found.plan.mesh)
+    per_host = per_host or default_ranks_per_host(found.plan.mesh)
     with config.answering():
-        compiled = settled(config, compiled_here(config, found, per_host))
+        compiled = with_device_choices(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), Backend.here().kind)
-    batches = steady(plan)
+    batches = steady_batches(plan)
     programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:
         what = "A step" if batches == 1 else f"{batches} batches of a window"
@@ -65,7 +63,7 @@ def run(
     if json:
         print_json({**_plain(plan, trace, rows, costs, programs, units, step), "links": plan.mesh.links(per_host)})
     else:
-        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host, units, step)
+        _show(config, plan, trace, rows, costs, programs, compiled.stages_of(trace), per_host, units, step)
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
@@ -111,7 +109,7 @@ def _plain(
         "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and axes else {}),
         "without_rule": [one._asdict() for one in trace.without_rule(rows)],
-        "notes": [*trace.notes, *trace.everywhere(rows)],
+        "notes": [*trace.notes, *trace.notes_without_rule(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
 
@@ -144,7 +142,7 @@ def _show(
         *unit_table(plan.mesh, units),
         *step_tables(plan, step),
     )
-    for note in [*trace.notes, *trace.everywhere(rows)]:
+    for note in [*trace.notes, *trace.notes_without_rule(rows)]:
         console.print(Text(f"note: {note}"))
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))

@@ -22,20 +22,21 @@ from shardwise.config import Config, build_data, build_plan, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
-from shardwise.launch.folder import CHECKPOINTS, PLAN, FoundRun, prepare_folder, read_lines
+from shardwise.launch.folder import CHECKPOINTS, FoundRun, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.rank import end_now, message_of, stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.launch.subject import check_plan
 from shardwise.report.display import Display, show_result
+from shardwise.report.files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, SCHEDULE
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
 
 from .common import INTERRUPTED, exit_code
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun, where nobody watches and ranks may start at different times
-STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", "schedule.json", PLAN)
+STALE = (SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -76,14 +77,14 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
                 stopped = _train_here(config, display if first and not json else None)
             else:
                 _train_local(config, display, quiet=json)
-                stopped = not (folder / "result.json").exists()
+                stopped = not (folder / RESULT).exists()
     extra = {"notes": notices, "resumed_from": found.step or None}
     if stopped:
         if first:
             _tell_stopped(folder, console if not json else None, extra)
         raise typer.Exit(INTERRUPTED)
     if first:
-        result = jsonlib.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = jsonlib.loads((folder / RESULT).read_text(encoding="utf-8"))
         print_json({**result, **extra}) if json else show_result(console, result, time.monotonic() - start)
 
 
@@ -91,7 +92,7 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
     """Tell how far the run has come, and whether a checkpoint keeps that."""
     path = latest(folder / CHECKPOINTS)
     saved = None if path is None else Checkpoint.open(path).step
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / METRICS)
     done = max(saved or 0, lines[-1]["step"] + 1 if lines else 0)
     if console is None:
         values = {
@@ -120,9 +121,9 @@ def _prepare(config: Config) -> FoundRun:
         clear_logs(folder)
         for name in STALE:
             (folder / name).unlink(missing_ok=True)
-    for name in ("result.json", "about.json"):
+    for name in (RESULT, ABOUT):
         (folder / name).unlink(missing_ok=True)
-    (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
+    (folder / CONFIG).write_text(config.resolved(), encoding="utf-8")
     return found
 
 

@@ -20,6 +20,7 @@ from shardwise.launch.devices import check_kernels, check_torch
 from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
+from shardwise.report.files import CONFIG
 from shardwise.report.tables import grid, make_console, print_json, show
 
 WORST = 5  # the number of tensors shown if the plan is the same; otherwise all of the report are
@@ -74,7 +75,7 @@ def _processes(config: Config) -> dict[str, Any]:
     with run_folder(folder):
         (folder / "report.json").unlink(missing_ok=True)
         clear_logs(folder)
-        (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
+        (folder / CONFIG).write_text(config.resolved(), encoding="utf-8")
         command = ["-m", "shardwise.launch.verifying", str(folder)]
         # The timeout is long, since ranks wait for each other while each computes the whole single-device run.
         launch_local(

@@ -1,6 +1,6 @@
 """The configuration of a run, which is checked before anything starts."""
 
-from .build import Data, build_data, build_dataset, build_loss_scale, build_model, build_optimizer, build_plan
+from .build import Data, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from .config import Config, load_config
 from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -17,7 +17,6 @@ __all__ = [
     "ParallelConfig",
     "TrainConfig",
     "build_data",
-    "build_dataset",
     "build_loss_scale",
     "build_model",
     "build_optimizer",

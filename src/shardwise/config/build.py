@@ -14,9 +14,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
-from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
+from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
 from shardwise.data.tokenise import OnProgress
+from shardwise.data.tokenizer import open_tokenizer
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
@@ -102,12 +104,6 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
         return [int(token) for token in tokenizer.encode([text.encode(errors="replace")])[0]]
 
     return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
-
-
-def build_dataset(config: Config) -> tuple[Any, Decode | None]:
-    """Return the training data and, for text, the function that turns tokens into text (:func:`build_data`)."""
-    data = build_data(config)
-    return data.train, data.decode
 
 
 def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:

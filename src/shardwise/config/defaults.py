@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, divisors
 from shardwise.core.optim import APPLIES, decay_steps
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
 from shardwise.core.tensor_options import TensorOptions
-from shardwise.core.timetable import homes, read
+from shardwise.core.timetable import rank_of_stage, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 from shardwise.parallel.schedule import check_schedule
@@ -85,8 +85,11 @@ def _sizes(draft: ConfigDraft, kind: str, vocabulary: int | None) -> None:
     if vocabulary is not None and draft.sound("model.vocabulary") and draft["model.vocabulary"] < vocabulary:
         what = "the bytes of a text" if draft["data.tokenizer"] == BYTES else "the tokens of data.tokenizer"
         draft.refuse("model.vocabulary", f"at least {vocabulary}, {what}")
-    is_text = draft["data.factory"] is None
-    if is_text and draft.sound("model.context", "data.sequence_length") and draft["model.context"] < length:
+    if (
+        not draft.given("data.factory")
+        and draft.sound("model.context", "data.sequence_length")
+        and draft["model.context"] < length
+    ):
         draft.refuse("model.context", f"at least data.sequence_length = {length}")
     if draft.sound("model.width"):
         width = draft["model.width"]
@@ -244,8 +247,8 @@ def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> 
     for key in SAME_ROWS:
         size = draft[key]
         if size > left if most else left % size:
-            divisors = ", ".join(str(n) for n in range(1, left + 1) if left % n == 0)
-            draft.refuse(key, f"at most {left}, {what}{over}" if most else f"a divisor of {what}{over}: {divisors}")
+            one_of = f"a divisor of {what}{over}: {divisors(left)}"
+            draft.refuse(key, f"at most {left}, {what}{over}" if most else one_of)
             return False
         left, over = left // size, f" over {key} = {size}" if size > 1 else over
     return True
@@ -286,11 +289,15 @@ def _pipeline(draft: ConfigDraft) -> None:
     stages = draft["parallel.stages"]
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
-        draft.refuse("parallel.stages", f"{wanted} numbers, one for each stage")
+        draft.refuse("parallel.stages", _one_each(wanted))
     alone = SCHEDULES[name].stages_alone and pp > 1
     draft.default("train.clip_norm", 0.0 if alone else 1.0)
     if alone and draft["train.clip_norm"]:
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
+
+
+def _one_each(stages: int | str) -> str:
+    return f"{stages} number{'s' * (stages != 1)}, one for each stage"
 
 
 def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
@@ -298,7 +305,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
     texts, stages, each = (draft[f"parallel.{key}"] for key in ("timetable", "stages", "stages_per_rank"))
     if texts is not None:
         try:
-            each = len(homes(read(texts, pp, each, microbatches))) // pp
+            each = len(rank_of_stage(read(texts, pp, each, microbatches))) // pp
         except ConfigError as error:
             draft.refuse_field(error)
             return
@@ -312,9 +319,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
         )
     if stages is not None:
         if len(stages) % pp or (each is not None and len(stages) != each * pp):
-            draft.refuse(
-                "parallel.stages", f"{pp * each if each else f'a multiple of {pp}'} numbers, one for each stage"
-            )
+            draft.refuse("parallel.stages", _one_each(pp * each if each else f"a multiple of {pp}"))
         each = len(stages) // pp
     draft.default("parallel.stages_per_rank", each)
 
@@ -329,8 +334,7 @@ def _shards(draft: ConfigDraft, ranks: int) -> None:
     if not draft.sound(key, "parallel.zero"):
         return
     if ranks % groups:
-        legal = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        draft.refuse(key, f"a divisor of parallel.dp = {ranks}: {legal}")
+        draft.refuse(key, f"a divisor of parallel.dp = {ranks}: {divisors(ranks)}")
     elif draft["parallel.zero"] and ranks // groups == 1:
         smallest = f"parallel.dp of at least {2 * groups}" + (f" with {key} = {groups}" if groups > 1 else "")
         draft.refuse("parallel.zero", f"0, or {smallest}", "There is one rank to shard over")

@@ -19,6 +19,7 @@ from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.pipeline_options import Norm
 from shardwise.core.tensor_options import Tensor, TensorPlan
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
+from shardwise.parallel.data import ZERO
 
 from .rules import (
     LARGEST,
@@ -147,7 +148,7 @@ class ParallelConfig:
     pins: Mapping[str, str] | None = key(words('a table of patterns, such as "*.q_proj.weight" = "column"'))
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
-    zero: int = key(integer(0, most=3), 0)
+    zero: int = key(integer(0, most=len(ZERO) - 1), 0)
     gathered: Gathered | None = key(choice(*plan.CHOICES["gathered"]))
     prefetch: int | None = key(integer(0))
     reduced: Reduced | None = key(choice(*plan.CHOICES["reduced"]))

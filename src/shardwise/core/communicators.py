@@ -74,26 +74,28 @@ def communicators(
     for axes, lane in more:
         found |= dict.fromkeys(groups(mesh, axes, lane))
     for program in programs:
-        ranks = mesh.members(program.coordinates)
-        used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
-        for axes, lane in dict.fromkeys((one.axes, str(one.lane)) for one in used if one.axes):
+        ranks, (collectives, messages) = mesh.members(program.coordinates), _used(program)
+        for axes, lane in collectives:
             found |= dict.fromkeys(groups(mesh, axes, lane, ranks))
-        for one in {(one.op, one.peer, one.channel): one for one in used if one.peer is not None}.values():
+        for one in messages:
             found |= dict.fromkeys(pair_of(mesh, rank, one) for rank in ranks)
     return _apart(sorted(found, key=lambda one: (one.pair, one.lane, one.ranks)))
 
 
 def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> list[int]:
     """Return the number of ranks in each of the :func:`communicators` of a rank that runs ``program``."""
+    collectives, messages = _used(program)
+    first = mesh.members(program.coordinates)[0]
+    groups = {(mesh.group(first, axes), lane) for axes, lane in (*more, *collectives) if mesh.axis_size(axes) > 1}
+    return [len(ranks) for ranks, _ in groups] + [2] * len(messages)
+
+
+def _used(program: Program) -> tuple[list[tuple[Axes, str]], list[Instruction]]:
+    """Return the axes and lanes of a program's collectives, and one instruction of each kind of message."""
     used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
-    axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])
-    pairs = {(one.op, one.peer, one.channel) for one in used if one.peer is not None}
-    groups = {
-        (mesh.group(mesh.members(program.coordinates)[0], each), lane)
-        for each, lane in axes
-        if mesh.axis_size(each) > 1
-    }
-    return [len(ranks) for ranks, _ in groups] + [2] * len(pairs)
+    collectives = dict.fromkeys((one.axes, str(one.lane)) for one in used if one.axes)
+    messages = {(one.op, one.peer, one.channel): one for one in used if one.peer is not None}
+    return list(collectives), list(messages.values())
 
 
 def _apart(wanted: Sequence[Members]) -> tuple[Members, ...]:

@@ -12,9 +12,11 @@ from shardwise.core.options import check_options, count, word
 
 Gathered = Literal["use", "forward", "step"]
 Reduced = Literal["microbatch", "step"]
+Rest = Literal["R", "S"]
+Gradient = Literal["P", "S"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 
-DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
+DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, Rest], str] = {
     ("R", "P", "R"): "DDP",
     ("R", "P", "S"): "ZeRO-1",
     ("R", "S", "S"): "ZeRO-2",
@@ -33,9 +35,9 @@ class ParameterRule:
     """
 
     pattern: str
-    rest: Literal["R", "S"] = "R"
-    grad: Literal["P", "S"] = "P"
-    state: Literal["R", "S"] = "R"
+    rest: Rest = "R"
+    grad: Gradient = "P"
+    state: Rest = "R"
 
     def __post_init__(self) -> None:
         check_text("parameters.pattern", self.pattern)

@@ -125,15 +125,15 @@ def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
     """Return whether one of ``kernels``, such as "sm_80" or "compute_90", runs on a card of a compute capability.
 
     Machine code (sm) runs on cards of its own major version that are not older, and code for the driver to compile
-    (compute) on all cards that are not older.  Code for one architecture (sm_90a) runs on that architecture only.
+    (compute) on all cards that are not older.  Code for one architecture (sm_90a, compute_90a) runs on that
+    architecture only, and code for a family (sm_100f, compute_100f) on cards of its own major version.
     """
     for name in kernels:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
         if match is None:
             return True  # the name is unknown here, so the decision is left to torch
-        made, exact = (int(match[2]), int(match[3])), match[4] == "a"
-        if made == capability or (
-            not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])
-        ):
+        made, suffix = (int(match[2]), int(match[3])), match[4]
+        reaches = made[0] == capability[0] or (match[1] == "compute" and not suffix)
+        if made == capability or (suffix != "a" and made < capability and reaches):
             return True
     return False

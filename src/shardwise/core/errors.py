@@ -49,6 +49,11 @@ def did_you_mean(word: object, legal: Iterable[object]) -> str:
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
+def divisors(number: int) -> str:
+    """Return the divisors of a number, as messages list them."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def check_value(field: str, value: object, holds: bool, legal: str) -> None:
     """Raise :class:`ConfigError` about ``value`` unless its condition ``holds``."""
     if not holds:

@@ -79,13 +79,6 @@ class FlatBuffer:
             segments.append((group, start, max(start, end)))
         return FlatBuffer(tuple(entries), _round_up(end, parts * unit), itemsize, tuple(segments), align)
 
-    def entry(self, name: str) -> FlatEntry:
-        """Return the entry called ``name``; raise :class:`ShardwiseError` if there is none."""
-        for entry in self.entries:
-            if entry.name == name:
-                return entry
-        raise ShardwiseError(f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}")
-
     def gaps(self) -> list[tuple[int, int]]:
         """Return the ranges (start, stop) of padding, whose elements belong to no tensor."""
         edges = [0, *(edge for entry in self.entries for edge in (entry.offset, entry.stop)), self.numel]

@@ -78,7 +78,6 @@ class Lane(StrEnum):
     REDUCE = "reduce"
     SEND = "send"
     RECEIVE = "receive"
-    HOST = "host"
 
 
 class Category(StrEnum):

@@ -42,6 +42,11 @@ class Box:
         if len(self.start) != len(self.stop):
             raise ShardwiseError(f"a box from {self.start} to {self.stop} has two numbers of dims")
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the extent on each dim, which is 0 if stop is not beyond start."""
@@ -146,11 +151,7 @@ class Layout:
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""
-        return tuple(math.prod(factor_shape) for factor_shape in self.local_factors(mesh, rank))
-
-    def local_factors(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the local size of each factor of each dim on ``rank``."""
-        return tuple(tuple(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
+        return tuple(math.prod(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
 
     def nbytes(self, itemsize: int, mesh: Mesh, rank: int) -> int:
         """Return the number of bytes of the local tensor on ``rank``, at ``itemsize`` bytes per element."""

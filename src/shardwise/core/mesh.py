@@ -199,7 +199,7 @@ class Mesh:
             position = position * size + at
         return position
 
-    def beside(self, names: Iterable[str]) -> tuple[str, ...]:
+    def other_axes(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the axes that are not in ``names``; of an axis with one sub-axis in ``names``, return the other."""
         given = tuple(names)
         known = {axis_of(name): name for name in given}

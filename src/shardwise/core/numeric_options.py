@@ -14,6 +14,11 @@ LOW_PRECISIONS = ("bf16", "fp16")
 """These precisions compute with low-precision copies of fp32 master weights."""
 
 
+def scalar_bytes(precision: str) -> int:
+    """Return the bytes of a master weight, and of a loss or norm, under a precision."""
+    return 8 if precision == "fp64" else 4
+
+
 @dataclass(frozen=True, slots=True)
 class NumericOptions:
     """``precision`` is the dtype in which the model computes; ``dropout = "fast"`` allows fused kernels whose masks

@@ -63,8 +63,8 @@ class Plan:
 
     def replace(self, **changes: Any) -> Plan:
         """Return the plan with some of its flat options changed, checked again."""
-        check_keys("plan", changes, (*OWN, *OPTIONS))
-        own = {key: value for key, value in changes.items() if key in OWN}
+        check_keys("plan", changes, (*UNGROUPED, *OPTIONS))
+        own = {key: value for key, value in changes.items() if key in UNGROUPED}
         groups: dict[str, dict[str, Any]] = {}
         for key, (group, option) in OPTIONS.items():
             if key in changes:
@@ -108,7 +108,7 @@ class Plan:
         lines += [f"vertical_sync = {str(self.pipeline.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.pipeline.stages)}"]
         lines += ["timetable = [", *(f"    {_quote(text)}," for text in self.pipeline.timetable), "]"]
-        lines += [f"{key} = {_quote(values[key])}" for key in WORDS]
+        lines += [f"{key} = {_quote(values[key])}" for key in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]
         lines += ["", "[pins]", *(f"{_quote(pattern)} = {_quote(text)}" for pattern, text in self.tensor.pins)]
@@ -126,7 +126,7 @@ class Plan:
             values: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"plan: not TOML: {error}.") from error
-        check_keys("plan", values, (*OWN, *OPTIONS))
+        check_keys("plan", values, (*UNGROUPED, *OPTIONS))
         if "mesh" in values:
             values["mesh"] = Mesh(tuple(_records("mesh", values["mesh"], Axis)))
         if "parameters" in values:
@@ -134,13 +134,13 @@ class Plan:
         return Plan.of(**values)
 
 
-OWN = ("mesh", "microbatches")
+UNGROUPED = ("mesh", "microbatches")
 """These options are in no group."""
 
 OPTIONS: Mapping[str, tuple[str, Field[Any]]] = {
     key_of(option): (group.name, option)
     for group in fields(Plan)
-    if group.name not in OWN
+    if group.name not in UNGROUPED
     for option in fields(getattr(Plan(), group.name))
 }
 """This maps the name that users write of every other option to its group and its field there."""
@@ -150,12 +150,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """These options each take one of the listed words."""
 
-COUNTS = ("prefetch", "stages_per_rank", "window", "tensor_bytes")
-WORDS = (
-    "recompute", "precision", "schedule", "norm", "tensor", "tensor_plan", "dropout", "offload", "gathered", "reduced",
-    "reduce",
-)  # fmt: skip
-"""TOML has the counts and the words in these orders, so that it stays the same as in files of old runs."""
+COUNTS = tuple(key for key, (_, option) in OPTIONS.items() if "least" in option.metadata)
+"""These options are each an integer."""
 
 
 def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.instruction import Instruction
 from shardwise.core.mesh import Coordinates, Mesh
 
 BUFFERS = ("reads", "writes", "frees")
@@ -45,7 +45,7 @@ class Program:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the program as JSON, without defaults; :meth:`from_json` reads it back unchanged."""
+        """Return the program as JSON, without the defaults of instructions."""
         return json.dumps(
             {
                 "name": self.name,
@@ -57,25 +57,6 @@ class Program:
                 "instructions": [_to_dict(instruction) for instruction in self.instructions],
             }
         )
-
-    @staticmethod
-    def from_json(text: str) -> Program:
-        """Read what :meth:`to_json` wrote; raise :class:`ShardwiseError` if it is something else."""
-        try:
-            data = json.loads(text)
-            instructions = tuple(_from_dict(item) for item in data["instructions"])
-            slots, unreduced, stashes = (tuple(map(tuple, data[pool])) for pool in ("slots", "unreduced", "stashes"))
-            return Program(
-                data["name"],
-                tuple(data["coordinates"].items()),
-                instructions,
-                slots,
-                unreduced,
-                stashes,
-                data["batches"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ShardwiseError(f"not a program in JSON: {type(error).__name__}: {error}") from error
 
 
 def class_of(programs: Sequence[Program], mesh: Mesh, rank: int) -> Program:
@@ -98,16 +79,3 @@ def _to_dict(instruction: Instruction) -> dict[str, Any]:
             value = [[buffer.kind, buffer.index, buffer.microbatch, buffer.version] for buffer in value]
         found[field.name] = value
     return found
-
-
-def _from_dict(data: dict[str, Any]) -> Instruction:
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    if "slots" in values:
-        values["slots"] = tuple(map(tuple, values["slots"]))
-    for key in BUFFERS:
-        if key in values:
-            values[key] = tuple(Buffer(BufferKind(kind), *rest) for kind, *rest in values[key])
-    values["op"] = Op(values["op"])
-    if "lane" in values:
-        values["lane"] = Lane(values["lane"])
-    return Instruction(**values)

@@ -63,26 +63,27 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine defines what a solver minimises: the seconds of a microbatch of ``rows`` rows per rank, at ``rates``.
+class SolverObjective:
+    """This is what a solver minimises: the seconds of a microbatch of ``rows`` rows per rank, at ``rates``.
 
     ``memory`` is the limit in bytes, over all stages of a pipeline together, for parameters, their gradients and
-    optimizer states (``beside`` bytes per trainable element) and the activations saved for backward of ``live``
-    microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the model is traced.
-    Gradients are summed over ranks as ``summed`` bytes an element; None means as they are kept.
+    optimizer states (``state_bytes_per_element`` bytes per trainable element) and the activations saved for backward of
+    ``live_microbatches`` microbatches; None means no limit.  ``kind`` of device is "gpu" or "cpu"; None means where the
+    model is traced.  Gradients are summed over ranks as ``summed`` bytes an element; None means as they are kept.
     """
 
     rates: Rates
     rows: int
     memory: int | None = None
-    beside: float = 12  # the gradient and Adam's two moments in fp32
-    live: int = 1
+    state_bytes_per_element: float = 12  # the gradient and Adam's two moments in fp32
+    live_microbatches: int = 1
     kind: str | None = None
     summed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or min(self.memory or 0, self.beside, self.live) < 0:
-            wrong = f"{self.rows} rows, {self.memory} bytes, {self.beside} beside an element, {self.live} microbatches"
+        if self.rows < 1 or min(self.memory or 0, self.state_bytes_per_element, self.live_microbatches) < 0:
+            numbers = f"{self.state_bytes_per_element} beside an element, {self.live_microbatches} microbatches"
+            wrong = f"{self.rows} rows, {self.memory} bytes, {numbers}"
             raise ConfigError.on("machine", wrong, "1 row or more, none of the others below 0")
 
 

@@ -25,16 +25,16 @@ class Schedule:
     """These are the traits of the schedule called ``name``.
 
     ``stages_per_rank`` is the number of stages that each rank has, or the least number if ``more_stages`` are allowed.
-    At most ``most`` microbatches (None: any number) and at least ``each`` per rank are legal.  Stages go round over the
-    ranks, or down and up again if ``v_shaped``.  ``splits`` says that backward is split into I and W; under
-    ``dualpipe-v`` some backwards are whole.
+    At most ``max_microbatches`` microbatches (None: any number) and at least ``min_microbatches_per_rank`` per rank are
+    legal.  Stages go round over the ranks, or down and up again if ``v_shaped``.  ``splits`` says that backward is
+    split into I and W; under ``dualpipe-v`` some backwards are whole.
     """
 
     name: str
     stages_per_rank: int = 1
     more_stages: bool = False
-    most: int | None = None
-    each: int = 0
+    max_microbatches: int | None = None
+    min_microbatches_per_rank: int = 0
     v_shaped: bool = False
     splits: bool = False
     weights: Weights = "newest"
@@ -62,7 +62,7 @@ class Schedule:
 SCHEDULES: Mapping[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("naive", most=1),
+        Schedule("naive", max_microbatches=1),
         Schedule("gpipe"),
         Schedule("1f1b"),
         Schedule("interleaved", stages_per_rank=2, more_stages=True),
@@ -72,7 +72,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("dualpipe-v", stages_per_rank=2, v_shaped=True, splits=True),
         Schedule("pipedream", weights="stashed"),
         # With fewer microbatches in a batch than ranks, three batches would be in the pipeline at once.
-        Schedule("pipedream-2bw", each=1, weights="double-buffered"),
+        Schedule("pipedream-2bw", min_microbatches_per_rank=1, weights="double-buffered"),
     )
 }
 """These schedules have an order of their own; the keys are their names."""

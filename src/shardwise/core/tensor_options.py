@@ -15,13 +15,13 @@ Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Pins = tuple[tuple[str, str], ...]
 
-OTHERS = ("pp", "dp_replicate", "dp")
+NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
 """These mesh axes do not shard parameters by their dims."""
 
 
 def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of two ranks or more that shard parameters by their dims, in the order of the mesh."""
-    return tuple(axis.name for axis in mesh.axes if axis.name not in OTHERS and axis.size > 1)
+    return tuple(axis.name for axis in mesh.axes if axis.name not in NON_TENSOR_AXES and axis.size > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class TensorOptions:
     ``tensor_plan``, ``pins`` and ``tensor_bytes``.
 
     ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
-    ``bytes`` bytes (``core/rates.py``, ``Machine.memory``); 0 means no limit.  Under "propagate" and "table" the
-    ``pins`` decide: pairs, or a mapping, of a pattern of names and a cut (``core/pins.py``).
+    ``bytes`` bytes (``core/rates.py``, ``SolverObjective.memory``); 0 means no limit.  Under "propagate" and "table"
+    the ``pins`` decide: pairs, or a mapping, of a pattern of names and a cut (``core/pins.py``).
     """
 
     recipe: Tensor = word("1d", get_args(Tensor), key="tensor")

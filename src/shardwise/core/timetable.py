@@ -29,7 +29,7 @@ LEGAL = (
 )
 
 
-def written(timetable: Timetable) -> tuple[str, ...]:
+def to_texts(timetable: Timetable) -> tuple[str, ...]:
     """Return the tasks of each rank as a text: ``F0.0 F0.1 B0.0 B0.1``; :func:`read` reads them back unchanged."""
     return tuple(" ".join(map(word, tasks)) for tasks in timetable)
 
@@ -64,7 +64,7 @@ def first(timetable: Timetable, microbatches: int) -> Timetable:
     return tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
 
 
-def homes(timetable: Timetable) -> tuple[int, ...]:
+def rank_of_stage(timetable: Timetable) -> tuple[int, ...]:
     """Return the rank of each stage."""
     found = {task.stage: rank for rank, tasks in enumerate(timetable) for task in tasks}
     return tuple(found[stage] for stage in range(len(found)))
@@ -141,7 +141,7 @@ def _check_order(timetable: Timetable) -> None:
                 kind, stage, m = tasks[place[rank]]
                 done.add(("B" if kind == "I" else kind, stage, m))
                 place[rank] += 1
-    home = homes(timetable)
+    home = rank_of_stage(timetable)
     waits = [
         f"rank {rank} has {word(tasks[place[rank]])} next, which waits for {need[0]}{need[1]}.{need[2]} on rank "
         f"{home[need[1]]}"

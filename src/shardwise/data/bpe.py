@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError
 
-from .documents import measure, pieces, read
+from .documents import byte_counter, pieces, read
 from .sources import SourceFile, find_files
 from .tokenise import OnProgress
 from .tokenizer import END_TOKENS
@@ -74,7 +74,7 @@ class _Text:
 
     def parts(self) -> Iterator[str]:
         total, done = sum(file.size for file in self.files), 0
-        size_of = measure(self.files)
+        size_of = byte_counter(self.files)
         for spans in pieces(self.files, ["00"] * len(self.files)):
             for fragment in read(spans, self.field):
                 self.bytes += len(fragment.text)

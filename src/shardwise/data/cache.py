@@ -26,7 +26,7 @@ import numpy as np
 
 from shardwise.core.errors import ConfigError
 
-from .documents import measure, pieces
+from .documents import byte_counter, pieces
 from .fingerprint import fingerprints
 from .sources import SourceFile
 from .tokenise import OnProgress, SplitSide, default_workers, tokenise_all
@@ -182,7 +182,7 @@ def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: 
     shutil.rmtree(aside, ignore_errors=True)  # a process that died may have left it
     aside.mkdir()
     template = Job((), wanted.field, wanted.name, wanted.tokenizer.end_token, wanted.validation, "")
-    size_of = measure(wanted.files)
+    size_of = byte_counter(wanted.files)
     try:
         sides = tokenise_all(
             pieces(wanted.files, digests), template, aside, workers, lambda spans: report.more(size_of(spans))

@@ -38,12 +38,11 @@ class Fragment(NamedTuple):
     """A fragment is the text of one document, or a part of it.
 
     ``digest`` is the SHA-256 of the whole document, or None if it has to be computed from ``text``, which is then the
-    whole document; ``first`` and ``last`` say whether the document begins and ends here; ``path`` is its file.
+    whole document; ``last`` says whether the document ends here; ``path`` is its file.
     """
 
     text: bytes
     digest: bytes | None = None
-    first: bool = True
     last: bool = True
     path: str = ""
 
@@ -68,7 +67,7 @@ def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list
         yield group
 
 
-def measure(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
+def byte_counter(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
     """Return a function that gives the number of bytes of a piece and is to be called once for each piece: a file that
     is cut by rows counts with its first piece."""
     whole = {file.path: file.size for file in files if file.kind in CUT_BY_ROWS}
@@ -115,9 +114,7 @@ def _text(span: Span) -> Fragment:
     with open(span.path, "rb") as file:
         start, stop = (_cut(file, place, size) for place in (span.start, span.stop))
         file.seek(start)
-        return Fragment(
-            file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size, span.path
-        )
+        return Fragment(file.read(stop - start), bytes.fromhex(span.digest), span.stop == size, span.path)
 
 
 def _cut(file: BinaryIO, place: int, size: int) -> int:

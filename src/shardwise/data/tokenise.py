@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 
@@ -71,10 +71,7 @@ def tokenise_all(
 
         for number, spans in enumerate(pieces):
             part = folder / f"part-{number}"
-            job = Job(
-                tuple(spans), template.field, template.tokenizer, template.end_token, template.validation, str(part)
-            )
-            waiting.append((spans, part, submit(job)))
+            waiting.append((spans, part, submit(replace(template, spans=tuple(spans), out=str(part)))))
             if len(waiting) >= IN_FLIGHT * workers:
                 take()
         while waiting:
@@ -118,32 +115,21 @@ class _Joined:
             file.close()
 
 
-Submit = Callable[[Job], "Future[Done]"]
-
-
 @contextmanager
-def _workers(count: int) -> Iterator[Submit]:
-    """Give a function that does jobs: in this process for one worker, else in ``count`` other processes."""
-    if count == 1:
-        yield _Here().submit
+def _workers(count: int) -> Iterator[Callable[[Job], Future[Done]]]:
+    """Give a function that does jobs: in this process, at once, for one worker, else in ``count`` other processes."""
+    if count > 1:
+        with _Processes(count) as processes:
+            yield processes.submit
         return
-    with _Processes(count) as processes:
-        yield processes.submit
+    opened = functools.cache(open_tokenizer)
 
-
-class _Here:
-    """This does jobs in this process, at once."""
-
-    def __init__(self) -> None:
-        self._opened: tuple[Any, Any] = (None, None)
-
-    def submit(self, job: Job) -> Future[Done]:
-        key = (job.tokenizer, job.end_token)
-        if self._opened[0] != key:
-            self._opened = (key, open_tokenizer(*key))
+    def submit(job: Job) -> Future[Done]:
         done: Future[Done] = Future()
-        done.set_result(tokenise(job, self._opened[1]))
+        done.set_result(tokenise(job, opened(job.tokenizer, job.end_token)))
         return done
+
+    yield submit
 
 
 class _Processes:

@@ -7,6 +7,7 @@ imports.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -104,26 +105,18 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # text that a library prints must not be taken for an answer
-    made: dict[tuple[str, str | None], Tokenizer] = {}
+    opened = functools.cache(open_tokenizer)
     for line in sys.stdin:
-        job = job_of(json.loads(line))
+        values = json.loads(line)
+        job = Job(**{**values, "spans": tuple(Span(**span) for span in values["spans"])})
         try:
-            key = (job.tokenizer, job.end_token)
-            if key not in made:
-                made[key] = open_tokenizer(*key)
-            answer: dict[str, Any] = asdict(tokenise(job, made[key]))
+            answer: dict[str, Any] = asdict(tokenise(job, opened(job.tokenizer, job.end_token)))
         except ConfigError as error:
             answer = {"config": str(error)}
         except OSError as error:
             answer = {"os": [error.errno, error.strerror, str(error.filename or Path(job.out).parent)]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-
-
-def job_of(values: dict[str, Any]) -> Job:
-    """Return the job of a parsed line of JSON."""
-    spans: Sequence[dict[str, Any]] = values.pop("spans")
-    return Job(spans=tuple(Span(**span) for span in spans), **values)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -129,8 +129,8 @@ def here(device: torch.device | None = None, ranks: int = 1) -> Device:
         return _cpu(ranks)
     free, total = backend.free_and_total(device)  # free is without this process's own context and tensors
     found = _gpu(backend.name(device), total)
-    own = backend.reserved(device) + (found.reserve.context if found.reserve else 0)
-    return Device(found.name, found.kind, total, min(total, free + own), found.reserve)
+    own = backend.reserved(device) + Reserve().context
+    return replace(found, budget=min(total, free + own))
 
 
 def _gpu(name: str, memory: int) -> Device:

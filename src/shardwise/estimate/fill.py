@@ -68,15 +68,15 @@ class Filler:
         # Tasks are numbered: F by stage and microbatch, then all backwards.  Each kind and stage has the seconds and
         # bytes of a task, the numbers of its task of microbatch 0 and of the task that needs its result, and the
         # seconds until that arrives there.
-        self.lanes: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
+        self.kinds: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
         self.numbers = 2 * n * m
         moved = [costs.transfer[edge] if home[edge] != home[edge + 1] else 0.0 for edge in range(n - 1)]
         for s, (held, kept) in enumerate(zip(costs.activations, costs.weight_activations, strict=True)):
             after, delay = (s + 1, moved[s]) if s < n - 1 else (n + s, 0.0)
-            self.lanes["F", s] = (costs.forward[s], held, s * m, after * m, delay)
+            self.kinds["F", s] = (costs.forward[s], held, s * m, after * m, delay)
             after, delay = (n + s - 1, moved[s - 1]) if s else (2 * n, 0.0)
-            self.lanes["I", s] = (costs.input[s], kept - held, (n + s) * m, after * m, delay)
-            self.lanes["B", s] = (costs.backward[s], -held, (n + s) * m, after * m, delay)
+            self.kinds["I", s] = (costs.input[s], kept - held, (n + s) * m, after * m, delay)
+            self.kinds["B", s] = (costs.backward[s], -held, (n + s) * m, after * m, delay)
         self.microbatches = m
 
     def fill(
@@ -114,12 +114,12 @@ class Filler:
     def _run(self, one: _Rank, fit: float, arrived: list[float | None], waits: dict[int, int], ready: list[int]) -> int:
         """Run a rank up to a task whose input has not been computed, and return that task's number; -1 if the rank has
         ended or has no memory left."""
-        lanes, due, weight, kept = self.lanes, one.due, self.costs.weight, self.costs.weight_activations
+        kinds, due, weight, kept = self.kinds, one.due, self.costs.weight, self.costs.weight_activations
         while one.backwards:
             forward = one.done < one.ahead[0]
             task = (one.forwards if forward else one.backwards)[0]
             kind, stage, microbatch = task
-            seconds, taken, first, after, delay = lanes[kind, stage]
+            seconds, taken, first, after, delay = kinds[kind, stage]
             begin = arrived[first + microbatch]
             if begin is None:
                 return first + microbatch

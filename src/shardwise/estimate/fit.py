@@ -100,19 +100,8 @@ def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
     while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
         for precision in dict.fromkeys((now.precision, "bf16" if now.precision == "fp32" else now.precision)):
             for one in _plainer(_shared(replace(now, dp=dp, precision=precision))):
-                after = {
-                    "parallel.dp": one.dp,
-                    "parallel.tp": one.tp,
-                    "parallel.precision": one.precision,
-                    "parallel.zero": one.zero,
-                }
-                before = {
-                    "parallel.dp": now.dp,
-                    "parallel.tp": now.tp,
-                    "parallel.precision": now.precision,
-                    "parallel.zero": now.zero,
-                }
-                yield {key: value for key, value in after.items() if value != before[key]}, one
+                pairs = {key: (getattr(now, key), getattr(one, key)) for key in ("dp", "tp", "precision", "zero")}
+                yield {f"parallel.{key}": new for key, (old, new) in pairs.items() if new != old}, one
         dp *= 2
 
 

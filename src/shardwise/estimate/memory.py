@@ -10,6 +10,7 @@ import torch
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.core.layout import shard_sizes
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
@@ -27,7 +28,7 @@ HOST = "cpu"
 
 
 @dataclass
-class Account:
+class HeldBytes:
     """The bytes that a rank holds in one memory from step to step, by buffer, and the peak of each bucket's STEP."""
 
     persistent: dict[Buffer, int] = field(default_factory=dict)
@@ -43,22 +44,22 @@ class Account:
 def accounts(
     trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rows: int, rank: int = 0, device: str = HOST,
     common: bool = False, buckets: Sequence[Bucket] | None = None,
-) -> tuple[Account, Account]:  # fmt: skip
+) -> tuple[HeldBytes, HeldBytes]:  # fmt: skip
     """Return what ``rank`` holds from step to step on its device, and on the host (the same account if both are one).
 
     ``buckets`` are those of the rank, by default all; ``rows`` is the number in a batch; ``common`` is as in
     :func:`bucket_states`.  Masters are part of a bucket's ``state``.
     """
-    there = Account()
-    here = there if device == HOST else Account()
+    on_device = HeldBytes()
+    on_host = on_device if device == HOST else HeldBytes()
     own = trace.buckets if buckets is None else buckets
-    _buckets(there, here, own, plan, choice, rank, device, common, trace.opaque is not None)
-    _pools(there, trace, plan, choice, program, rank, common)
-    here.hold(BufferKind.UNUSED.of(), trace.beside.unused)
-    there.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
-    there.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
-    there.hold(BufferKind.SCALAR.of(), _scalars(plan.numeric.precision))
-    return there, here
+    _buckets(on_device, on_host, own, plan, choice, rank, device, common, trace.opaque is not None)
+    _pools(on_device, trace, plan, choice, program, rank, common)
+    on_host.hold(BufferKind.UNUSED.of(), trace.beside.unused)
+    on_device.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
+    on_device.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
+    on_device.hold(BufferKind.SCALAR.of(), _scalars(plan.numeric.precision))
+    return on_device, on_host
 
 
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
@@ -69,7 +70,7 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
 
 
 def _buckets(
-    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int,
+    on_device: HeldBytes, on_host: HeldBytes, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int,
     device: str,
     common: bool, per_parameter: bool,
 ) -> None:  # fmt: skip
@@ -78,26 +79,28 @@ def _buckets(
         share = Share.of(bucket, plan, choice, rank, per_parameter)
         each = bucket_widths(choice, bucket)
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
-        for account, states in zip((there, here), both, strict=True):
+        for account, states in zip((on_device, on_host), both, strict=True):
             account.hold(BufferKind.PARAM.of(bucket.index), states.parameters)
             account.hold(BufferKind.GRAD.of(bucket.index), states.gradients)
             account.hold(BufferKind.STATE.of(bucket.index), states.optimizer)
-        taker, where = (here, HOST) if offload else (there, device)
+        taker, where = (on_host, HOST) if offload else (on_device, device)
         peak = max(
             (step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0
         )
         # What torch copies to a GPU in another dtype it converts on the host first.
-        rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
+        rounded = (
+            share.held.numel * bucket.dtype.itemsize if taker is not on_device and bucket.dtype != bucket.wide else 0
+        )
         taker.steps[bucket.index] = max(peak, rounded)
         scaled = share.held.numel * bucket.wide.itemsize if plan.numeric.precision == "fp16" and not offload else 0
         taker.changed[bucket.index] = (
             sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
         )
-        there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
+        on_device.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 
 def _pools(
-    account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rank: int, common: bool
+    account: HeldBytes, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rank: int, common: bool
 ) -> None:  # fmt: skip
     """Add the slots, each as large as the largest bucket that it has to hold; parameters in common memory need none."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
@@ -116,7 +119,7 @@ def _pools(
         )
 
 
-def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
+def gradient_dtypes(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
     """Return the dtypes of the slots to which backward writes gradients, by parameter; the gradients of other
     parameters go to their buckets' buffers."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
@@ -127,7 +130,7 @@ def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
 def _scalars(precision: str) -> int:
     """Return the bytes of the loss, the norm and the wish to stop; of whether steps are halted; and of the loss scale,
     its counters, and the scale of the step."""
-    return 3 * (8 if precision == "fp64" else 4) + 4 + (16 if precision == "fp16" else 0)
+    return 3 * scalar_bytes(precision) + 4 + (16 if precision == "fp16" else 0)
 
 
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
@@ -159,7 +162,7 @@ class ProgramSizes:
     program: Sequence[Instruction]
     traces: Sequence[Trace]
     profiles: Sequence[Profile]
-    account: Account = field(default_factory=Account)
+    account: HeldBytes = field(default_factory=HeldBytes)
     parts: int = 1
     envs: Sequence[Env] = ()
     microbatches: int = 0
@@ -169,7 +172,7 @@ class ProgramSizes:
         self.microbatches = self.microbatches or len(self.traces)
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
-        self.scalar = 8 if trace.precision == "fp64" else 4
+        self.scalar = scalar_bytes(trace.precision)
         self.norms = self.scalar * norms_of(trace)  # the bytes of one rank's
         # The bytes of a batch's rows, loss, norm and wish to stop.
         self.batch = self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar
@@ -213,7 +216,7 @@ class ProgramSizes:
                 return self.gradients(one, self.unit(one).gradients)
             case Op.BACKWARD_INPUT:
                 deferred = {BufferKind.DEFERRED.of(u, m): {"": self.way(one).deferred}}
-                return {**self.gradients(one, self.unit(one).passed), **deferred}
+                return {**self.gradients(one, self.unit(one).input_gradients), **deferred}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.BACKUP:

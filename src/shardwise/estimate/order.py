@@ -107,6 +107,8 @@ def order(
                 min(limit, taken - (peak - budget)) if peak > budget else limit
                 for limit, taken, peak in zip(limits, found.simulation.peak_bytes, held, strict=True)
             ]
+    if not least:
+        raise ConfigError.on("cuts", "there are none", "the units in each stage, for one number of stages or several")
     if not chosen:
         needed = f"the least that one needs is {min(least):,}"
         wrong = f"no timetable was found that fits in {budget:,} bytes a rank; {needed}"

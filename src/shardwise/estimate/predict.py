@@ -13,13 +13,13 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.core.tensor_options import tensor_axes
-from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
+from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, gradient_dtypes, rows_of
 from shardwise.estimate.states import bucket_states
 from shardwise.estimate.subject import Subject
 from shardwise.estimate.timeline import Timeline, by_category, timeline
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import REPLICAS
 from shardwise.parallel.pipeline import PIPELINE
@@ -40,7 +40,6 @@ class Prediction:
     """
 
     rank: int
-    device: str
     program: Program
     timeline: Timeline
     persistent: Mapping[Buffer, int]
@@ -107,7 +106,7 @@ def predict(
             f"memory: the plan's precision is {plan.numeric.precision}, and the model was traced in {general.precision}"
         )
     cut = split(general, plan)
-    batches = steady(plan)
+    batches = steady_batches(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]
     subject = _Memory(traces, plan, choice, rows, device, common, profiled, cut)
@@ -130,31 +129,32 @@ class _Memory(Subject):
         envs = self.envs(rank)
         parts, split = envs[0].parts, any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {
-            "microbatches": len(self.sizes), "index": envs[0].index, "goals": goals(trace, plan), "split": split,
+            "microbatches": len(self.sizes), "index": envs[0].index, "split": split,
+            "gradient_dtypes": gradient_dtypes(trace, plan),
             "tensor": envs[0].tensor, "recompute": plan.memory.recompute,
         }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
         own = self.cut.own(trace.buckets, mesh.index(rank, PIPELINE))
-        there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
+        on_device, on_host = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
         times, alike = program.batches, [profiles[n] for n in self.sizes]
         walked = ProgramSizes(
             program.instructions,
             [*self.traces] * times,
             alike * times,
-            there,
+            on_device,
             parts * mesh.axis_size(tensor_axes(mesh)),
             envs * times,
             len(self.sizes),
         )
         found = timeline(program.instructions, walked)
-        host: dict[Category, int] = {} if here is there else by_category(here.persistent)
+        host: dict[Category, int] = {} if on_host is on_device else by_category(on_host.persistent)
         if host:
-            kept = sum(here.changed.values()) if plan.post_validates and program.batches > 1 else 0
-            host[Category.TEMPORARY] = max(here.steps.values(), default=0) + kept
+            kept = sum(on_host.changed.values()) if plan.post_validates and program.batches > 1 else 0
+            host[Category.TEMPORARY] = max(on_host.steps.values(), default=0) + kept
         unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
         at = describe(found.instructions[found.at], trace)
-        return Prediction(rank, self.device, program, found, there.persistent, host, at, unknown)
+        return Prediction(rank, program, found, on_device.persistent, host, at, unknown)
 
 
 def describe(one: Instruction, trace: Trace) -> str:
@@ -163,17 +163,13 @@ def describe(one: Instruction, trace: Trace) -> str:
     if one.unit >= 0:
         words.append(f"of {trace.units[one.unit].name}")
     if one.bucket >= 0:
-        words.append(f"of {bucket_name(trace, trace.buckets[one.bucket])}")
+        names = [trace.units[u].name for u in trace.buckets[one.bucket].units]
+        words.append(f"of {' and '.join(names)}")
     if one.op is Op.REDUCE:
         words.append(f"over {', '.join(one.axes)}")
     if one.microbatch >= 0:
         words.append(f"in microbatch {one.microbatch}")
     return " ".join(words)
-
-
-def bucket_name(trace: Trace, bucket: Bucket) -> str:
-    """Return the names of the units whose parameters the bucket has."""
-    return " and ".join(trace.units[u].name for u in bucket.units)
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:

@@ -41,6 +41,11 @@ class Found:
     simulation: Simulation
     named: Found | None = None
 
+    @property
+    def words(self) -> str:
+        """The name without ``auto``, such as ``from zb-h2``."""
+        return self.name.removeprefix("auto ")
+
 
 @dataclass(frozen=True)
 class _State:
@@ -55,9 +60,6 @@ class _State:
     def shifted(self, low: int, high: int, by: int) -> _State:
         """Return the state in which ranks ``low`` to ``high`` run ahead by ``by`` more forwards."""
         return replace(self, shifts=tuple(n + by * (low <= rank <= high) for rank, n in enumerate(self.shifts)))
-
-    def filled(self, fit: float) -> _State:
-        return replace(self, fit=fit)
 
 
 class _Search:
@@ -115,7 +117,7 @@ class _Search:
             for low, high in ((rank, rank), (0, rank), (rank, len(self.ranks)))
             for by in (1, -1, 2, -2)
         ]
-        moves += [partial(_State.filled, fit=fit) for fit in FITS if state.kind == "I"]
+        moves += [partial(replace, fit=fit) for fit in FITS if state.kind == "I"]
         best, before = self.value(state), None
         while before != state:
             before = state
@@ -131,13 +133,12 @@ def auto(
     costs: Costs,
     limit: float | Sequence[float] = float("inf"),
     norm: str = "barrier",
-    split: bool = True,
     events: int = 1_000_000,
 ) -> Found:
     """Return the shortest step found with at most ``limit`` bytes of activations on any rank, or on each; all ranks
     have the same number of the stages of ``costs``.
 
-    ``split`` says whether backwards may be in two parts, I and W.  The search is deterministic and plays about
+    The search is deterministic and plays about
     ``events`` tasks at most, at some microseconds each.  Raises :class:`ConfigError` if no timetable fits, with the
     least limit that one does.
     """
@@ -147,14 +148,14 @@ def auto(
     each, rest = divmod(costs.stages, ranks)
     if rest:
         raise ConfigError(f"costs: {costs.stages} stages cannot be the same number on each of {ranks} ranks.")
-    tables = {name: t for name, t in _named(ranks, microbatches, each).items() if split or not SCHEDULES[name].splits}
+    tables = _named(ranks, microbatches, each)
     found = [Found(name, table, simulate(table, costs, norm)) for name, table in tables.items()]
     limits = [float(limit)] * ranks if isinstance(limit, int | float) else list(limit)
     found = [
         one for one in found if all(peak <= most for peak, most in zip(one.simulation.peak_bytes, limits, strict=True))
     ]
     named = min(found, key=_order, default=None)
-    if searched := _searched(ranks, microbatches, costs, limits, norm, split, events):
+    if searched := _searched(ranks, microbatches, costs, limits, norm, events):
         found.append(searched)
     if not found:
         whole = _named(ranks, 1, each).values()
@@ -176,7 +177,9 @@ def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
     return {
         name: timetable(name, ranks, microbatches, v)
         for name, schedule in SCHEDULES.items()
-        if schedule.takes(v) and not schedule.asynchronous and (schedule.most or microbatches) >= microbatches
+        if schedule.takes(v)
+        and not schedule.asynchronous
+        and (schedule.max_microbatches or microbatches) >= microbatches
     }
 
 
@@ -191,18 +194,18 @@ def _bases(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
     return {**_named(ranks, microbatches, v), **alone}
 
 
-def _begin(search: _Search, ranks: int, split: bool) -> list[_State]:
+def _begin(search: _Search, ranks: int) -> list[_State]:
     """Return the bases that differ without their W's, their first ranks running ahead by 0, 1 or 2 more forwards."""
     drafts: dict[PlanDraft, str] = {}
     for name in search.bases:
         drafts.setdefault(search.drafts[name, "B"], name)
-    kinds = [("B", 1.0), *(("I", fit) for fit in FITS[::2] if split)]
+    kinds = [("B", 1.0), *(("I", fit) for fit in FITS[::2])]
     ramps = [tuple(round(more * (ranks - rank) / ranks) for rank in range(ranks)) for more in (0, 1, 2)]
     return [_State(name, kind, fit, ramp) for name in drafts.values() for kind, fit in kinds for ramp in ramps]
 
 
 def _searched(
-    ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], norm: str, split: bool, events: int
+    ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], norm: str, events: int
 ) -> Found | None:
     """Return the best that the search finds (None if nothing fits): over few microbatches first, if there are many."""
     few = 3 * ranks
@@ -211,7 +214,7 @@ def _searched(
     states: list[_State] = []
     for size in sizes:
         search = _Search(_bases(ranks, size, costs.stages // ranks), size, costs, limits, norm, events // len(sizes))
-        begin = begin or _begin(search, ranks, split)
+        begin = begin or _begin(search, ranks)
         states = [search.climb(state) for state in sorted(states or begin, key=search.value)[:CLIMBS]]
     for state in (*sorted(states, key=search.value), *begin):
         if played := search.play(state):

@@ -63,13 +63,6 @@ class Costs:
                 raise ConfigError.on(f"costs.{name}", wrong, f"{wanted} finite numbers of at least 0.")
             object.__setattr__(self, name, values)
 
-    @classmethod
-    def uniform(
-        cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0
-    ) -> Costs:
-        """Return the costs of equal stages, with one byte of activations each."""
-        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
-
     @property
     def stages(self) -> int:
         return len(self.forward)
@@ -87,10 +80,9 @@ class Simulation:
     ``seconds`` is the time of the step.  Under ``barrier`` it is from the first task to the end of the slowest
     optimizer step; under ``post-validate`` the longest that any rank takes from its first task to the end of its own
     optimizer step, as steps follow each other at that period.  ``work`` has the seconds that each rank computes, its
-    optimizer step included.  ``peak_activations`` is, for each rank, the most pairs (stage, microbatch) that are
-    between F and the end of B or W at once, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as
-    (rank, place in its list), of tasks that each started when the one before had ended or arrived; the last ends the
-    step.
+    optimizer step included.  ``peak_bytes`` is, for each rank, the most bytes of activations at once.  ``critical``
+    is the path, as (rank, place in its list), of tasks that each started when the one before had ended or arrived; the
+    last ends the step.
     """
 
     timetable: Timetable
@@ -98,7 +90,6 @@ class Simulation:
     stop: tuple[Floats, ...]
     seconds: float
     work: Floats
-    peak_activations: tuple[int, ...]
     peak_bytes: tuple[float, ...]
     critical: tuple[tuple[int, int], ...]
 
@@ -148,7 +139,7 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
     start, stop = tuple(map(np.array, events.start)), tuple(map(np.array, events.stop))
     table = costs.seconds
     work = step + [sum(table[kind][stage] for kind, stage, _ in tasks) for tasks in timetable]
-    return Simulation(timetable, start, stop, float(seconds), work, *_peaks(timetable, costs), events.path(last))
+    return Simulation(timetable, start, stop, float(seconds), work, _peaks(timetable, costs), events.path(last))
 
 
 class _Events:
@@ -168,7 +159,7 @@ class _Events:
         self.where: list[tuple[int, int]] = [(-1, -1)] * (3 * costs.stages * self.microbatches)
         # A kind and stage has the number of its task of microbatch 0 and of the one that this needs (negative: none),
         # the seconds between the two, and its own seconds.
-        self.lanes: dict[tuple[str, int], tuple[int, int, float, float]] = {}
+        self.kinds: dict[tuple[str, int], tuple[int, int, float, float]] = {}
         seconds, n = costs.seconds, costs.stages
         for stage in range(n):
             before, after = (
@@ -179,20 +170,20 @@ class _Events:
             rows = {"F": (0, stage - 1, before), "B": (1, back, after), "I": (1, back, after), "W": (2, n + stage, 0.0)}
             for kind, (row, need, delay) in rows.items():
                 first = (row * n + stage) * self.microbatches
-                self.lanes[kind, stage] = (first, need * self.microbatches, delay, seconds[kind][stage])
+                self.kinds[kind, stage] = (first, need * self.microbatches, delay, seconds[kind][stage])
 
     def play(self) -> None:
         """Let each rank run until it waits for a task that has not run; that task wakes it."""
         ended: list[float | None] = [None] * len(self.where)
         waits: dict[int, int] = {}  # the rank that waits for each task
-        lanes, where, ready = self.lanes, self.where, list(range(len(self.timetable)))
+        kinds, where, ready = self.kinds, self.where, list(range(len(self.timetable)))
         while ready:
             rank = ready.pop()
             tasks, start, stop, cause = self.timetable[rank], self.start[rank], self.stop[rank], self.cause[rank]
             now = stop[-1] if stop else 0.0
             for place in range(len(stop), len(tasks)):
                 kind, stage, microbatch = tasks[place]
-                first, need, delay, seconds = lanes[kind, stage]
+                first, need, delay, seconds = kinds[kind, stage]
                 number, need, because = first + microbatch, need + microbatch, -1
                 if need >= 0:
                     arrival = ended[need]
@@ -221,7 +212,7 @@ class _Events:
         rank, chain, words = min(first), list[int](), list[str]()
         while rank not in chain:
             chain.append(rank)
-            begin, need, _, _ = self.lanes[first[rank][:2]]
+            begin, need, _, _ = self.kinds[first[rank][:2]]
             row, rest = divmod(need + first[rank].microbatch, len(self.where) // 3)
             stage, microbatch = divmod(rest, self.microbatches)
             after = self.home[stage]
@@ -251,11 +242,8 @@ def _words(task: Task) -> str:
     return f"{task.kind} of stage {task.stage} and microbatch {task.microbatch}"
 
 
-def _peaks(timetable: Timetable, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return each rank's most activations alive at once, and their most bytes: F takes them, B or W releases them."""
+def _peaks(timetable: Timetable, costs: Costs) -> tuple[float, ...]:
+    """Return each rank's most bytes of activations at once: F takes them, B or W releases them."""
     taken = {"F": costs.activations, "W": [-x for x in costs.weight_activations], "B": [-x for x in costs.activations]}
     taken["I"] = [kept - held for kept, held in zip(costs.weight_activations, costs.activations, strict=True)]
-    counted = {"F": 1, "I": 0, "W": -1, "B": -1}
-    counts = [max(accumulate(counted[kind] for kind, _, _ in tasks)) for tasks in timetable]
-    sizes = [max(accumulate(taken[kind][stage] for kind, stage, _ in tasks)) for tasks in timetable]
-    return tuple(counts), tuple(sizes)
+    return tuple(max(accumulate(taken[kind][stage] for kind, stage, _ in tasks)) for tasks in timetable)

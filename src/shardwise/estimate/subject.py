@@ -10,8 +10,7 @@ from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.ops.collectives import Env
-from shardwise.parallel.data import batch_axes
-from shardwise.units.share import Share
+from shardwise.units.share import Share, place_of
 from shardwise.units.trace import Trace
 
 
@@ -31,15 +30,7 @@ class Subject:
 
     def envs(self, rank: int) -> list[Env]:
         """Return the place of ``rank`` in each microbatch."""
-        mesh = self.plan.mesh
-        axes = batch_axes(mesh)
-        real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
-        parts, index, tensor = (
-            mesh.axis_size(axes),
-            mesh.index(rank, axes),
-            mesh.places(rank, tuple(self.traces[0].tensor)),
-        )
-        return [Env(axes=real, parts=parts, index=index, rows=n, tensor=tensor) for n in self.sizes]
+        return [place_of(self.traces[0], self.plan.mesh, rank, n) for n in self.sizes]
 
     def share(self, bucket: int, rank: int) -> Share:
         """Return what ``rank`` has of a bucket."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
@@ -14,14 +15,14 @@ from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.memory import COUNTER, norms_of
 from shardwise.estimate.subject import Subject
 from shardwise.lower.step import lower
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.units.share import Share
-from shardwise.units.trace import Trace
+from shardwise.units.trace import NOT_CAPTURED, Trace
 
-_OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
+_OPAQUE = UnitTraffic(unknown=(NOT_CAPTURED,))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def step_traffic(
     all ones) and the second run of what a VALIDATE undoes are left out.
     """
     plan = plan.replace(microbatches=len(traces))
-    program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
+    program = class_of(programs or lower(traces[0], plan, batches=steady_batches(plan)), plan.mesh, rank)
     ours = _RankTraffic(Subject(list(traces), plan, choice, rows), rank)
     return [TrafficMoment(one, ours.of(one), ours.unknown(one)) for one in program.instructions]
 
@@ -57,7 +58,7 @@ class _RankTraffic:
         self.subject, self.rank = subject, rank
         self.traces, self.plan = subject.traces, subject.plan
         self.envs = subject.envs(rank)
-        self.scalar = 8 if self.traces[0].precision == "fp64" else 4
+        self.scalar = scalar_bytes(self.traces[0].precision)
         self._units: dict[tuple[int, int, int], UnitTraffic] = {}
         self._shares: dict[int, Share] = {}
 

@@ -19,7 +19,7 @@ def module_path(node: fx.Node | None) -> str:
     return str(path).removeprefix("module").removeprefix(".")
 
 
-def named(node: fx.Node) -> str:
+def op_in_words(node: fx.Node) -> str:
     """Return the name of an op in all blocks, such as ``linear blocks.*.mlp.up``."""
     return (
         f"{getattr(schema(node.target), 'name', str(node.target)).removeprefix('aten::')} {starred(module_path(node))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,7 +17,23 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
-def picks(node: fx.Node) -> bool:
+def values_of(node: fx.Node) -> Sequence[Any]:
+    """Return the values of a captured node's results, also where it has only one."""
+    value = node.meta["val"]
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def as_result(node: fx.Node, each: Sequence[Any]) -> Any:
+    """Return what there is of ``each`` result of a captured node as the node has them: several, or one by itself."""
+    return each if isinstance(node.meta["val"], tuple | list) else each[0]
+
+
+def outputs_of(graph: fx.Graph) -> Any:
+    """Return what a graph returns, in nodes."""
+    return next(iter(graph.find_nodes(op="output"))).args[0]
+
+
+def selects_result(node: fx.Node) -> bool:
     """Return whether a node takes one of several results."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 

@@ -54,11 +54,6 @@ class Values(Mapping[str, Tensor]):
             raise ConfigError(f'initial: "{unknown}" is no tensor of the model.{did_you_mean(unknown, self._tensors)}')
 
     @staticmethod
-    def of_module(module: nn.Module) -> Values:
-        """Return the values that a module has."""
-        return Values(module)
-
-    @staticmethod
     def of_mapping(module: nn.Module, values: Mapping[str, Tensor]) -> Values:
         """Return ``values`` by name, such as a state dict, and those of the module for what it lacks."""
         if isinstance(values, Values):
@@ -109,7 +104,7 @@ class Values(Mapping[str, Tensor]):
         The one tensor is made for as long as this takes, and not at all if all boxes are empty.  Raises
         :class:`ShardwiseError` for a box that does not fit."""
         shape = tuple(self._tensors[name].shape)
-        everything = Box((0,) * len(shape), shape)
+        everything = Box.whole(shape)
         for box, out in goals:
             if len(box.start) != len(shape) or not everything.contains(box) or tuple(out.shape) != box.shape:
                 raise ShardwiseError(

@@ -13,11 +13,12 @@ import psutil
 from shardwise.backend import Backend
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
+from shardwise.report.files import ABOUT, MEMORY
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.units.trace import Trace
 
-from .measuring import MEMORY, write_memory
+from .measuring import write_memory
 from .mfu import mfu, model_flops, peak_flops
 from .ready import Ready
 from .results import write_json
@@ -35,12 +36,13 @@ def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
     log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
     if trainer.comm.rank != 0:
         return
-    programs = trainer.compiled.programs(trainer.compiled.general, trainer.plan.microbatches, steady(trainer.plan))
+    compiled, plan = trainer.compiled, trainer.plan
+    programs = compiled.programs(compiled.general, plan.microbatches, steady_batches(plan))
     (run.folder / "program.txt").write_text(
         "\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8"
     )
     about = _about(run) | {"start_seconds": age(), "first_step": first, "staging_bytes": ceiling, "phases": phases}
-    write_json(run.folder / "about.json", about)
+    write_json(run.folder / ABOUT, about)
     write_memory(run.folder / MEMORY, run.forecast)
     for line in (*about["notes"], *([str(run.matmul)] if run.matmul else [])):
         log.info(line)

@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.estimate.devices import here
 from shardwise.report.tables import plural, size
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.connect import check_possible, tell
+from shardwise.runtime.connect import check_possible, gather_texts
 
 if TYPE_CHECKING:
     from .forecast import Forecast
@@ -30,7 +30,7 @@ SHOWN = 3  # the most processes that a message names
 NAME = 80  # the most characters of a device's name
 # A card counts as shared if more than this share of it is taken: a driver keeps some memory for itself, and this
 # process's context may be larger than what is assumed.
-LITTLE = 0.05
+OWN_SHARE = 0.05
 
 # ---- before ranks start ----------------------------------------------------------------------------------------------
 
@@ -100,8 +100,18 @@ def check_kernels(local: int) -> None:
     """Raise :class:`ConfigError` if this torch has no kernels for one of this machine's first ``local`` devices."""
     backend = Backend.here()
     lacking = backend.without_kernels(local)
-    if lacking:
-        raise ConfigError(_without_kernels(backend, *lacking[0]))
+    if not lacking:
+        return
+    name, capability = lacking[0]
+    card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
+    build = card.build(torch.__version__)
+    mend = (
+        f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
+    )
+    raise ConfigError(
+        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
+        f"{drivers.in_words(capability)}: it has those of {backend.kernels}; {mend} hide the card with {card.hides}"
+    )
 
 
 def check_ranks(ranks: int, local: int) -> None:
@@ -116,19 +126,6 @@ def check_ranks(ranks: int, local: int) -> None:
         wrong = f"torch has nothing by which {ranks} ranks on devices of type {backend.type} communicate"
         raise ConfigError.on("train.devices", wrong, "1")
     check_possible(backend, backend.transport, ranks, local)
-
-
-def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -> str:
-    card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
-    build = card.build(torch.__version__)
-    mend = (
-        f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
-    )
-    return (
-        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
-        f"{drivers.in_words(capability)}: it has those of "
-        f"{backend.kernels}; {mend} hide the card with {card.hides}"
-    )
 
 
 # ---- between ranks ---------------------------------------------------------------------------------------------------
@@ -153,7 +150,7 @@ class Card:
     @property
     def shared(self) -> bool:
         """Return whether other processes hold a part of the device's memory."""
-        return self.total - self.free > LITTLE * self.total
+        return self.total - self.free > OWN_SHARE * self.total
 
 
 def cards_of(comm: Communicator) -> list[Card]:
@@ -162,7 +159,7 @@ def cards_of(comm: Communicator) -> list[Card]:
         return []
     return [
         Card(**json.loads(one))
-        for one in tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")
+        for one in gather_texts(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")
     ]
 
 
@@ -191,7 +188,7 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
     mine, held = cards[comm.rank], ""
     if comm.rank in short:
         held = occupied(mine.free, mine.total, mine.name, uuid=Backend.of(comm.device).uuid(comm.device), own=family())
-    first = tell(comm, held, "who holds the memory of the devices")[short[0]]
+    first = gather_texts(comm, held, "who holds the memory of the devices")[short[0]]
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
     # The advice has to go by the free memory alone.
     bounded = replace(found, config=replace(found.config, train=replace(found.config.train, memory_gib=None)))
@@ -204,7 +201,7 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
 
 
 @contextmanager
-def room_to_start(device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(device: torch.device) -> Iterator[None]:
     """Raise :class:`ConfigError` if the body of the ``with``, the first use of the device, runs out of its memory."""
     try:
         yield

@@ -91,9 +91,9 @@ def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
     return RecordedCollective(group, message, number, name, sizes, str(entry["state"]), int(entry["time_created_ns"]))
 
 
-def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
-    """Ask all ranks with a pipe in ``pipes``, and wait at most ``seconds`` for what they write into ``folder``; ranks
-    that do not answer are left out."""
+def collect(folder: Path, pipes: Path | None) -> dict[int, Flight]:
+    """Ask all ranks with a pipe in ``pipes``, and wait at most :data:`ANSWER_TIME` for what they write into ``folder``;
+    ranks that do not answer are left out."""
     asked: dict[int, float] = {}
     for pipe in () if pipes is None else pipes.glob(f"{STEM}*.pipe"):
         with suppress(OSError, ValueError):  # no process reads the pipe any more
@@ -105,7 +105,7 @@ def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> d
             finally:
                 os.close(file)
     found: dict[int, Flight] = {}
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + ANSWER_TIME
     while len(found) < len(asked) and time.monotonic() < deadline:
         time.sleep(POLL)
         for rank in asked.keys() - found.keys():

@@ -16,20 +16,20 @@ from shardwise.config.sections import SECTIONS
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
-from shardwise.report.lines import parsed_line
+from shardwise.report.files import METRICS, PLAN, RESULT, WEIGHTS, parsed_line, write_whole
 
 from .monitor import RANKS_LOCK
 
 CHECKPOINTS = "checkpoints"
-PLAN = "plan.toml"
-LEFT = ("metrics.jsonl", "weights.safetensors")  # worth keeping even without a checkpoint
+LEFT = (METRICS, WEIGHTS)  # worth keeping even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
-SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
-FREE = ("model.weights",)  # read only at the start of a run
-SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
-# Keys with these prefixes may change when a finished run goes on.
-LONGER = ("train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *FREE)
+MUST_MATCH = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
+START_ONLY = ("model.weights",)  # read only at the start of a run
+NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
+MAY_CHANGE_WHEN_FINISHED = (
+    "train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def prepare_folder(config: Config) -> FoundRun:
     configuration, naming the keys, or has taken more than ``train.steps``.
     """
     folder = Path(config.train.run_dir)
-    finished = (folder / "result.json").exists()
+    finished = (folder / RESULT).exists()
     path = latest(folder / CHECKPOINTS)
     if path is None:
         left = finished or any((folder / name).exists() and (folder / name).stat().st_size for name in LEFT)
@@ -66,19 +66,20 @@ def prepare_folder(config: Config) -> FoundRun:
         return FoundRun(notices=_set_aside(folder))
     checkpoint = _opened(path)
     changes = dict(_changes(checkpoint.meta.get("config"), config))
-    if finished and (checkpoint.step >= config.train.steps or any(not key.startswith(LONGER) for key in changes)):
+    longer = checkpoint.step < config.train.steps and all(key.startswith(MAY_CHANGE_WHEN_FINISHED) for key in changes)
+    if finished and not longer:
         return FoundRun(notices=_set_aside(folder))
     if checkpoint.step > config.train.steps:
         there = f"the unfinished run in {folder} is at step {checkpoint.step} already"
         legal = f'at least {checkpoint.step}, another folder, or train.resume = "never", which sets that run aside'
         raise ConfigError.on(f"train.steps = {config.train.steps}", there, legal)
-    wrong = [key for key in changes if key.startswith(SAME) and key not in FREE]
+    wrong = [key for key in changes if key.startswith(MUST_MATCH) and key not in START_ONLY]
     if wrong:
         words = "; ".join(f"{key}: {changes[key]}" for key in wrong)
         there = f"an unfinished run of another configuration is there, at step {checkpoint.step} ({words})"
         legal = 'the same configuration, another folder, or train.resume = "never", which sets that run aside'
         raise ConfigError.on(f"train.run_dir = {shown(str(folder))}", there, legal)
-    told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
+    told = [f"{key}: {change}" for key, change in changes.items() if key not in NOT_REPORTED and key not in START_ONLY]
     notices = [f"going on from step {checkpoint.step} ({path})"]
     return FoundRun(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
 
@@ -147,7 +148,5 @@ def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     kept = [values for values in read_lines(path) if values["step"] < before]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, "".join(json.dumps(values) + "\n" for values in kept))
     return kept

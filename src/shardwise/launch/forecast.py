@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Fit, FitChoices, nearest
-from shardwise.estimate.memory import goals
+from shardwise.estimate.memory import gradient_dtypes
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.lower.compiled import Compiled, solves, traced_for
@@ -28,13 +28,13 @@ from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN
 from shardwise.report.tables import size
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
-from .folder import PLAN
-from .left_open import OPEN, WAYS, Before, left_open
+from .left_open import COMBINATIONS, OPEN, EarlierChoice, left_open
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Forecast:
         compiled: Compiled,
         device: Device,
         common: bool = False,
-        before: Before | None = None,
+        before: EarlierChoice | None = None,
     ) -> Forecast:
         """Return the forecast for a model that was compiled for ``build_plan(config)``.
 
@@ -69,7 +69,7 @@ class Forecast:
         """
         found = Forecast(config, compiled, device, common=common)
         if keys_left := left_open(config):
-            found._choose(keys_left, WAYS if before is None else (WAYS[before.way], *WAYS))
+            found._choose(keys_left, COMBINATIONS if before is None else (COMBINATIONS[before.way], *COMBINATIONS))
         if solves(found.plan):
             found._shrink(0 if before is None else before.tensor_bytes)
         if before is not None:
@@ -113,14 +113,14 @@ class Forecast:
             self._known[plan, rank] = predict(
                 lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
                 rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common,
-                profiled=self._profiled, split=compiled.cut,
+                profiled=self._profiled, split=compiled.stages_of,
             )  # fmt: skip
         return self._known[plan, rank]
 
     def peaks(self, plan: Plan) -> list[int]:
         """Return, for each stage of the pipeline, the peak bytes of the rank that needs most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
-        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).cut(trace, plan))
+        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).stages_of(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
@@ -131,7 +131,7 @@ class Forecast:
         options: dict[str, Any] = {
             "microbatches": plan.microbatches,
             "index": 0,
-            "goals": goals(trace, plan),
+            "goals": gradient_dtypes(trace, plan),
             "split": True,
         }
         options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.memory.recompute}
@@ -175,9 +175,9 @@ class Forecast:
                 "false"
             )
 
-    def _keeps(self, before: Before, keys_left: Sequence[str]) -> bool:
+    def _keeps(self, before: EarlierChoice, keys_left: Sequence[str]) -> bool:
         """Return whether what the free memory decides is as ``before``; the user may have changed everything else."""
-        earlier = dict(zip(OPEN, WAYS[before.way], strict=True))
+        earlier = dict(zip(OPEN, COMBINATIONS[before.way], strict=True))
         same = all(getattr(self.plan.data, key) == earlier[key] for key in keys_left)
         return same and (not solves(self.plan) or self.plan.tensor.bytes == before.tensor_bytes)
 
@@ -221,8 +221,8 @@ class Forecast:
     def advice(self, fit: Fit) -> str:
         """Describe what :meth:`nearest` has found."""
         if fit.changes is not None:
-            return f"the nearest plan that fits: {keys(fit.changes)} ({size(fit.peak)} a rank)"
-        with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
+            return f"the nearest plan that fits: {as_settings(fit.changes)} ({size(fit.peak)} a rank)"
+        with_ = f", with {as_settings(fit.least_changes)}" if fit.least_changes else ""
         reserve = self.device.reserve
         if reserve is None or self.config.train.memory_gib is not None:
             return (
@@ -243,7 +243,7 @@ class Forecast:
                 break
         self.compiled = self.compiled.under(plan)
         what = "the longest that fits" if needed <= self.budget else "the shortest, and even so too long"
-        values = keys({f"parallel.{key}": word for key, word in chosen.items()})
+        values = as_settings({f"parallel.{key}": word for key, word in chosen.items()})
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
 
     def _gather_ahead(self) -> None:
@@ -298,7 +298,7 @@ class Forecast:
         self.compiled = self._traced(plan).under(plan)
         self.note = note if self.note is None else f"{self.note}; {note}"
 
-    def _solved(self, plan: Plan) -> Seconds:
+    def _solved(self, plan: Plan) -> MicrobatchCost:
         predicted = self._traced(plan).general.predicted
         assert predicted is not None
         return predicted()
@@ -330,7 +330,7 @@ class Forecast:
 
         self._compiled.setdefault(key(self.plan), self.compiled)
         if key(plan) not in self._compiled:
-            with uncollected():
+            with without_gc():
                 self._compiled[key(plan)] = self.compiled.under(plan)
         return self._compiled[key(plan)]
 
@@ -357,7 +357,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return replace(config, parallel=replace(config.parallel, **values))
 
 
-def keys(changes: Mapping[str, Any]) -> str:
+def as_settings(changes: Mapping[str, Any]) -> str:
     """Return ``parallel.zero = 3, parallel.recompute = "full"``."""
     return ", ".join(f"{key} = {value!r}".replace("'", '"') for key, value in changes.items())
 
@@ -369,7 +369,7 @@ def gib_at_least(nbytes: int) -> str:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Switch off Python's garbage collector, which takes a tenth of a capture's time to scan the growing graph."""
     enabled = gc.isenabled()
     gc.disable()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from shardwise.estimate.predict import Prediction
 from shardwise.estimate.timeline import by_category
-from shardwise.report.memory import Account
+from shardwise.report.memory import MemoryProfile
 from shardwise.report.tables import count, plural
 
 from .forecast import Forecast
 
 
-def account(prediction: Prediction) -> Account:
+def account(prediction: Prediction) -> MemoryProfile:
     """Return a prediction as the account that is shown, stored and drawn."""
     moments = prediction.timeline.moments
-    return Account(
+    return MemoryProfile(
         prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
         tuple({c.value: n for c, n in moment.peak.items()} for moment in moments),
         {c.value: n for c, n in by_category(prediction.persistent).items()}, prediction.timeline.at, prediction.at,

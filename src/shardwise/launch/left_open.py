@@ -13,21 +13,21 @@ from shardwise.parallel.data import shard_axes
 
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""
-WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
+COMBINATIONS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
 """The combinations of their values; those that communicate least, and need most memory, come first."""
 
 
-class Before(NamedTuple):
-    """This is what an earlier start of a run chose by its free memory: the index of one of :data:`WAYS`, and the bytes
-    that the solver of tensor plans could use (0: no limit)."""
+class EarlierChoice(NamedTuple):
+    """This is what an earlier start of a run chose by its free memory: the index of one of :data:`COMBINATIONS`, and
+    the bytes that the solver of tensor plans could use (0: no limit)."""
 
     way: int
     tensor_bytes: int
 
     @staticmethod
-    def of(plan: Plan) -> Before:
+    def of(plan: Plan) -> EarlierChoice:
         """Return the choices in ``plan``."""
-        return Before(WAYS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
+        return EarlierChoice(COMBINATIONS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
 
 
 def left_open(config: Config) -> tuple[str, ...]:

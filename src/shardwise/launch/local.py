@@ -113,7 +113,7 @@ def launch_local(
     run_dir: Path,
     *,
     threads: int,
-    hang_timeout: float = 20.0,
+    hang_timeout: float,
     tick: Callable[[], object] | None = None,
     on_stop: Callable[[], object] | None = None,
     on_notice: Callable[[str], object] | None = None,

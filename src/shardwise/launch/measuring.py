@@ -19,14 +19,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.report.memory import Account
+from shardwise.report.files import MEMORY
+from shardwise.report.memory import MemoryProfile
 from shardwise.runtime.engine import Engine
 
 from .forecast import Forecast
 from .forecast_shown import account, headline
 from .results import write_json
 
-MEMORY = "memory.json"
 """The file in the run's folder that rank 0 writes the prediction and the measurement to."""
 
 
@@ -133,11 +133,11 @@ class StepMemory:
             **held, "activations": held["activations"] + living, "temporary": temporary, "reserve": source.reserve,
         })  # fmt: skip
 
-    def account(self) -> Account:
+    def account(self) -> MemoryProfile:
         """Return the account of the step, which is over; the peak counts used bytes without the allocator's reserve."""
         used = [sum(p.values()) - p["reserve"] for p in self._peaks]
         at = used.index(max(used))
-        return Account(
+        return MemoryProfile(
             self._engine.comm.rank, tuple(map(str, self._instructions)), tuple(self._peaks), self._held, at,
             self._name(self._instructions[at]), self._host,
         )  # fmt: skip
@@ -159,7 +159,7 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield the engine's buffers with their categories, whole ones before those that may be ranges of them."""
     memory = engine.memory
     parameters = [
-        *(b.own_parameters if b.common else b.param for b in memory.buckets.values()),
+        *(b.held_parameters if b.common else b.param for b in memory.buckets.values()),
         *memory.slots.slots,
         *memory.stashes.slots,
         *memory.buffers.values(),
@@ -172,11 +172,12 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if one is not None
     )
     for bucket in memory.buckets.values():
-        own = bucket.own_parameters
+        own = bucket.held_parameters
         if bucket.master.data_ptr() != own.data_ptr():
             yield "optimizer", bucket.master
-        if bucket.taken is not None and bucket.grad is not None and not _inside(bucket.taken, bucket.grad):
-            yield "gradients", bucket.taken
+        given = bucket.optimizer_gradient
+        if given is not None and bucket.grad is not None and not _inside(given, bucket.grad):
+            yield "gradients", given
         for update in bucket.updates:
             yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
 
@@ -186,7 +187,7 @@ def _inside(part: Tensor, whole: Tensor) -> bool:
     return part.device == whole.device and start >= 0 and start + part.nbytes <= whole.nbytes
 
 
-def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:
+def write_memory(path: Path, forecast: Forecast, measured: MemoryProfile | None = None) -> None:
     """Write what was predicted for rank 0, and what has been measured there so far."""
     values: dict[str, Any] = {
         "title": headline(forecast), "device": forecast.device.to_dict(), "budget_bytes": forecast.budget,
@@ -203,7 +204,8 @@ def read_memory(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
         accounts = {
-            key: None if values[key] is None else Account.from_dict(values[key]) for key in ("predicted", "measured")
+            key: None if values[key] is None else MemoryProfile.from_dict(values[key])
+            for key in ("predicted", "measured")
         }
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.report.files import write_whole
+from shardwise.runtime.call import CommunicationError
 from shardwise.runtime.progress import record_path
 
 RANKS_LOCK = ".ranks"  # a file in the run's folder: each rank holds a shared lock on it until it ends
@@ -40,8 +42,6 @@ class RankError:
     @staticmethod
     def of(rank: int, error: BaseException, place: str, message: str) -> RankError:
         """Return the record of ``error``, made now."""
-        from shardwise.runtime.communicator import CommunicationError  # imported late because it imports torch
-
         kind: Any = "other"
         if isinstance(error, CommunicationError) or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
             kind = "communication"
@@ -54,9 +54,7 @@ class RankError:
         path = record_path(run_dir, self.rank).with_suffix(".error")
         if path.exists():
             return
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(asdict(self)))
 
 
 def read_errors(run_dir: Path) -> list[RankError]:

@@ -23,14 +23,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS, OP_INFO
 from shardwise.core.plan import Plan
 from shardwise.core.schedules import AUTO
-from shardwise.core.timetable import Task, Timetable, read, written
+from shardwise.core.timetable import Task, Timetable, read, to_texts
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.order import Order, UnitCosts, order
-from shardwise.estimate.search import Found
 from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.report.files import PLAN, SCHEDULE
 from shardwise.report.tables import size
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.alone import AloneCommunicator
@@ -39,11 +39,10 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
 
-from .folder import PLAN, plan_of
+from .folder import plan_of
 from .forecast import Forecast
 from .results import write_json
 
-SCHEDULE = "schedule.json"
 """The file in the run's folder that rank 0 writes the choice to."""
 WARMUP, STEPS, PINGS = 1, 3, 5
 TOO_LARGE = b"too large"
@@ -84,9 +83,12 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
 
 
 def settle_by_costs(forecast: Forecast) -> None:
-    """Do as :func:`settle` where nothing trains, by the units' FLOPs and memory traffic instead of measured times."""
+    """Do as :func:`settle` where nothing trains, by the units' FLOPs and memory traffic instead of measured times, if
+    the config leaves the timetable open."""
+    if not unordered(forecast.config):
+        return
     trace, _ = forecast.profile()
-    ratio, found = forecast.compiled.own_rates().flops_per_byte, {}
+    ratio, found = forecast.compiled.device_rates().flops_per_byte, {}
     for c in cost(trace, trace.rows or 2, device=forecast.device.kind):
         traffic = ratio * c.forward_bytes
         f, i, w = c.forward_flops + traffic, c.input_flops + 2 * traffic, float(c.weight_flops)
@@ -134,7 +136,7 @@ def _kept(forecast: Forecast, folder: Path) -> str:
 
 def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:
     each = len(stages) // plan.mesh.axis_size(PIPELINE)
-    return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=written(timetable))
+    return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=to_texts(timetable))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -157,8 +159,8 @@ def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str,
     within a step, and the engine is dropped afterwards.
     """
     plan = forecast.plan
-    cut = forecast.compiled.cut(forecast.compiled.general)
-    plan = plan.replace(schedule=AUTO, timetable=written(_halved(cut.tasks(plan.microbatches))))
+    cut = forecast.compiled.stages_of(forecast.compiled.general)
+    plan = plan.replace(schedule=AUTO, timetable=to_texts(_halved(cut.tasks(plan.microbatches))))
     compiled = forecast.compiled.under(plan)
     alone = AloneCommunicator(plan.mesh, comm.rank, comm.device)
     engine = Engine(compiled, alone, build_optimizer(forecast.config), seed=forecast.config.train.seed)
@@ -244,7 +246,9 @@ def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path)
     plan = _planned(forecast.plan, chosen.stages, chosen.found.timetable).to_toml()
     counted = replace(chosen.costs, activations=(), weight_activations=())
     note = _note(chosen, forecast.config.parallel.pp)
-    write_json(folder / SCHEDULE, {"name": _name(chosen.found), "note": note, "costs": vars(counted), "plan": plan})
+    write_json(
+        folder / SCHEDULE, {"name": f"{AUTO}: {chosen.found.words}", "note": note, "costs": vars(counted), "plan": plan}
+    )
     return {"plan": plan, "note": note}
 
 
@@ -264,7 +268,7 @@ def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
 def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:
     """Return the costs of the units that a stage can have, with the bytes that each needs for a microbatch."""
     trace, profile = forecast.profile()
-    cut = forecast.compiled.cut(trace)
+    cut = forecast.compiled.stages_of(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
     again = forecast.plan.memory.recompute != "none"
@@ -283,18 +287,11 @@ def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCo
     )  # fmt: skip
 
 
-def _name(found: Found) -> str:
-    return f"{AUTO}: {found.name.removeprefix(f'{AUTO} ')}"
-
-
 def _note(chosen: Order, ranks: int) -> str:
     """Return a note such as ``parallel.schedule = "auto": from zbv, 2 stages a rank of [3, 3, 3, 3] units: …``."""
     step, named = chosen.found.simulation, chosen.named
     each = len(chosen.stages) // ranks
-    words = (
-        f"{chosen.found.name.removeprefix(f'{AUTO} ')}, {each} stage{'s' if each > 1 else ''} a rank of "
-        f"{list(chosen.stages)} units"
-    )
+    words = f"{chosen.found.words}, {each} stage{'s' if each > 1 else ''} a rank of {list(chosen.stages)} units"
     known = (
         f"{milliseconds(step.seconds)} a step simulated, bubble {step.bubble_of_total:.2%} of total, at most "
         f"{size(chosen.peak)} a rank"

@@ -80,7 +80,7 @@ def record_error(run_dir: Path, rank: int, progress: Progress, error: BaseExcept
     try:
         found.save(run_dir)
     except OSError:  # a full disk: the record has room for the message
-        progress.tell(found.message)
+        progress.notify(found.message)
     return found
 
 

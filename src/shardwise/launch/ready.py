@@ -39,7 +39,7 @@ class Surroundings:
     def tell(self, text: str) -> None:
         """Write ``text`` into the log, and tell it to the user."""
         log.warning(text)
-        (self.warn or self.progress.tell)(text)
+        (self.warn or self.progress.notify)(text)
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint.reader import latest
@@ -14,21 +16,6 @@ from .local import RunFailed
 CAUSES = ("lost", "hang", "communication")  # a rank's own exception would happen again
 
 
-class LaunchLog:
-    """This writes the events of the run as a whole into ``logs/launcher.log``, each with its time."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "logs" / "launcher.log"
-
-    def write(self, text: str) -> None:
-        """Append a line; a full disk does not end the run."""
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        except OSError:
-            return
-
-
 def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say: Callable[[str], object]) -> bool:
     """Call ``start``, which runs all ranks to their end, and again whenever a rank was lost or hung.
 
@@ -36,29 +23,33 @@ def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say:
     ``limit`` restarts in a row without a new checkpoint, and at once where starting again would not help (an error in
     the model, the data or the configuration), or if the ranks had been asked to stop.
     """
-    log = LaunchLog(run_dir)
+    log = partial(_log, run_dir)
     in_a_row, before = 0, _last(run_dir)
     while True:
         began = time.monotonic()
-        log.write("starting the ranks")
+        log("starting the ranks")
         try:
             asked = start()
-            log.write(
-                f"the ranks ended after {time.monotonic() - began:.1f} s{', as they were asked to' if asked else ''}"
-            )
+            log(f"the ranks ended after {time.monotonic() - began:.1f} s{', as they were asked to' if asked else ''}")
             return asked
         except RunFailed as failure:
             last = _last(run_dir)
             in_a_row = in_a_row + 1 if last == before else 1
             before = last
             for line in (str(failure), *failure.details):
-                log.write(line)
-            log.write(f"all ranks had ended {time.monotonic() - failure.began:.1f} s after the first sign of it")
+                log(line)
+            log(f"all ranks had ended {time.monotonic() - failure.began:.1f} s after the first sign of it")
             if failure.cause not in CAUSES or failure.asked or in_a_row > limit:
                 raise
             place = f"from {last.name}" if last is not None else "from the beginning"
             say(f"{failure}; starting again {place} (restart {in_a_row} of {limit})")
-            log.write(f"starting again {place} (restart {in_a_row} of {limit})")
+            log(f"starting again {place} (restart {in_a_row} of {limit})")
+
+
+def _log(run_dir: Path, text: str) -> None:
+    """Append a line with its time to ``logs/launcher.log``; a full disk does not end the run."""
+    with suppress(OSError), (run_dir / "logs" / "launcher.log").open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
 def _last(run_dir: Path) -> Path | None:

@@ -22,6 +22,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.optim import OptimizerChoice
 from shardwise.models import generate
+from shardwise.report.files import METRICS, write_whole
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.whole_state import WholeState
@@ -118,7 +119,7 @@ class MetricsWriter:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                self.warn(f"step {values['step']}: metrics.jsonl cannot be written: {error.strerror}; the run goes on")
+                self.warn(f"step {values['step']}: {METRICS} cannot be written: {error.strerror}; the run goes on")
             self._failed = True
 
     def summary(self) -> Metrics:
@@ -150,21 +151,21 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
-    """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank`` writes.
+def save_weights(whole: WholeState, path: Path) -> None:
+    """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and rank 0 writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
     """
-    if whole.comm.rank != rank:
-        for _ in whole.collect(rank):
+    if whole.comm.rank != 0:
+        for _ in whole.collect(0):
             continue
         return
     names, described = whole.first_names, whole.describe()
     tensors = [(name, *described[name]) for name, first in names.items() if name == first]
     part = path.with_suffix(".part")
     tied = {name: first for name, first in names.items() if name != first}
-    write_as_they_come(part, tensors, whole.collect(rank), {"format": "pt", **tied})
+    write_as_they_come(part, tensors, whole.collect(0), {"format": "pt", **tied})
     part.replace(path)
 
 
@@ -179,9 +180,7 @@ def sample_text(module: nn.Module, prompt: Sequence[int], decode: Callable[[Any]
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON object atomically."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def tokens_per_row(example: Mapping[str, Tensor]) -> int:

@@ -22,7 +22,8 @@ from shardwise.backend import Backend
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.initial.values import Values
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
+from shardwise.report.files import EVALUATIONS, MEMORY, METRICS, RESULT, SAMPLE, SAMPLES, WEIGHTS
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
@@ -32,7 +33,7 @@ from shardwise.train.trainer import LossScaleError, NonFiniteError
 from .about import utilisation, write_about
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
-from .measuring import MEMORY, StepMemory, write_memory
+from .measuring import StepMemory, write_memory
 from .ready import Ready
 from .repeatable import repeatable
 from .results import (
@@ -47,8 +48,6 @@ from .results import (
 )
 
 log = logging.getLogger("shardwise")
-
-WEIGHTS = "weights.safetensors"
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Run(Ready):
             return step + 1
         every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
         stop = min(train.steps, step + plan.pipeline.window, *(step + n - step % n for n in every))
-        return min(stop, step + steady(plan)) if self._measures(step) and not self._traced(step, stop) else stop
+        return min(stop, step + steady_batches(plan)) if self._measures(step) and not self._traced(step, stop) else stop
 
     def _traced(self, step: int, stop: int) -> list[int]:
         return [at for at in self.config.train.trace_steps if step <= at < stop]
@@ -224,7 +223,7 @@ class Run(Ready):
         found = evaluate(trainer, batches, perplexity=self.data.decode is not None)
         if trainer.comm.rank == 0:
             values = {"step": done, **found}
-            append_line(self.folder / "evaluations.jsonl", values, self.side.tell)
+            append_line(self.folder / EVALUATIONS, values, self.side.tell)
             log.info(
                 "after step %d: validation loss %s over %d rows, %.2f s",
                 done,
@@ -239,17 +238,18 @@ class Run(Ready):
     def _sample(self, done: int) -> None:
         """Collect the state from all ranks, and let rank 0 write a sample."""
         self.side.progress.phase(f"writing a sample after step {done - 1}")
-        state = self.trainer.state_dict(rank=0) if self._writes else {}
-        text = self._text(state) if self._writes and self.trainer.comm.rank == 0 else None
+        state = self.trainer.state_dict(rank=0) if self._writes_samples else {}
+        text = self._text(state) if self._writes_samples and self.trainer.comm.rank == 0 else None
         if text is not None:
-            append_line(self.folder / "samples.jsonl", {"step": done, "text": text}, self.side.tell)
+            append_line(self.folder / SAMPLES, {"step": done, "text": text}, self.side.tell)
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.text(done, "sample", text)
-        if self._writes:  # others wait here, where they are patient, and not in the next step's first collective
+        if self._writes_samples:
+            # Others wait here, where they are patient, and not in the next step's first collective.
             self.trainer.comm.barrier(what="the sample of rank 0")
 
     @property
-    def _writes(self) -> bool:
+    def _writes_samples(self) -> bool:
         """Return whether the model is one of shardwise's own, trained on text, so that it can write a sample."""
         return self.data.decode is not None and self.data.encode is not None and self.config.model.name is not None
 
@@ -286,12 +286,12 @@ class Run(Ready):
         if self.trainer.comm.rank != 0:
             yield None
             return
-        history = keep_lines(self.folder / "metrics.jsonl", first)
-        for name in ("evaluations.jsonl", "samples.jsonl"):  # of the weights after a step; metrics count from 0
+        history = keep_lines(self.folder / METRICS, first)
+        for name in (EVALUATIONS, SAMPLES):  # of the weights after a step; metrics count from 0
             keep_lines(self.folder / name, first + 1)
         tokens = tokens_per_row(self.trainer.compiled.example)
         self.metrics = MetricsWriter(
-            (self.folder / "metrics.jsonl").open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,
+            (self.folder / METRICS).open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,
             self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=utilisation(self),
             board=TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None,
         )  # fmt: skip
@@ -316,11 +316,11 @@ class Run(Ready):
         """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
         written = {"weights": str(folder / WEIGHTS)}
-        if self._writes:
+        if self._writes_samples:
             self.side.progress.phase("writing a sample")
             text = self._text(load_file(folder / WEIGHTS))
-            (folder / "sample.txt").write_text(text, encoding="utf-8")
-            written["sample"] = str(folder / "sample.txt")
+            (folder / SAMPLE).write_text(text, encoding="utf-8")
+            written["sample"] = str(folder / SAMPLE)
         assert self.metrics is not None
         mesh, device = self.trainer.plan.mesh, self.trainer.comm.device
         result: Metrics = {
@@ -330,11 +330,11 @@ class Run(Ready):
             "run_dir": str(folder),
             **written,
         }
-        evaluations = read_lines(folder / "evaluations.jsonl")
+        evaluations = read_lines(folder / EVALUATIONS)
         result |= {
             key: evaluations[-1][key]
             for key in ("validation_loss", "perplexity")
             if evaluations and key in evaluations[-1]
         }
-        write_json(folder / "result.json", result)
+        write_json(folder / RESULT, result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))

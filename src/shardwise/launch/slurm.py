@@ -82,7 +82,7 @@ def port_of(job: int, step: int) -> int:
     return PORTS[(job + STEP_STRIDE * step) % len(PORTS)]
 
 
-def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
+def expand_nodes(nodes: str, name: str) -> list[str]:
     """Return the hosts of ``node[01-03,07],gpu5``, in that order; the last of several brackets varies fastest.
 
     Raise :class:`ConfigError`, which calls the variable ``name``, if ``nodes`` is malformed.
@@ -105,7 +105,7 @@ def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
     return hosts
 
 
-def expand_tasks(tasks: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
+def expand_tasks(tasks: str, name: str) -> list[int]:
     """Return ``[4, 4, 3]`` for ``4(x2),3``; :class:`ConfigError` calls the variable ``name``."""
     counts: list[int] = []
     for part in tasks.split(","):

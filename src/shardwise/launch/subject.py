@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
-from shardwise.config.build import LossFunction
+from shardwise.config import Config, Hardware, build_data, build_model, build_plan, load_config
+from shardwise.config.build import Constructor, LossFunction
 from shardwise.core.devices import DeviceModel
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.data import Loader
+from shardwise.data.loader import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 
-from .forecast import Forecast, uncollected
+from .forecast import Forecast, without_gc
 from .left_open import left_open
 from .ordering import settle_by_costs, unordered
 
-EXAMPLE_ROWS = 2
-
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """This holds a plan with its model, its loss, and whole batches of its data, whose tensors have rows in dim 0."""
 
     plan: Plan
@@ -45,28 +44,37 @@ def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
     return load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
 
 
-def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
+def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:
     """Build what ``config`` describes, with the first ``batches`` batches of its data.
 
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
     """
     constructor, loss = build_model(config)
-    recorded = record(constructor, seed=config.train.seed)
-    initial = Values.of_recorded(recorded, config.train.seed)
+    initial = initial_values(config, constructor)
     module = initial.whole() if weights else initial.structure()
-    dataset, _ = build_dataset(config)
-    with Loader(dataset, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
-        return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
+    with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
+        return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
+
+
+def initial_values(config: Config, constructor: Constructor) -> Values:
+    """Return the initial values that the constructor gives under the seed of ``config``; nothing is computed yet."""
+    return Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+
+
+def example_of(dataset: Any) -> dict[str, Tensor]:
+    """Return the first two rows of a dataset, or the only one; the model is captured with them."""
+    samples = Samples(dataset)
+    return samples.read(range(min(2, samples.size)))
 
 
 def compiled_here(
-    config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None
+    config: Config, found: LoadedModel, per_host: int | None = None, device: torch.device | None = None
 ) -> Compiled:
     """Compile the model for its plan and for devices like those of this machine, ``per_host`` of them on each host.
 
     What is compiled runs on ``device``, by default the CPU.
     """
-    per_host, device = per_host or ranks_of_a_host(found.plan.mesh), device or torch.device("cpu")
+    per_host, device = per_host or default_ranks_per_host(found.plan.mesh), device or torch.device("cpu")
     there = _device(config)
     return Compiled(
         found.module,
@@ -80,21 +88,22 @@ def compiled_here(
     )
 
 
-def ranks_of_a_host(mesh: Mesh) -> int:
+def default_ranks_per_host(mesh: Mesh) -> int:
     """Return the number of ranks on one host: one for each GPU of this machine, or all ranks if it has none."""
     return Hardware.here().gpus or mesh.size
 
 
-def settled(config: Config, compiled: Compiled) -> Compiled:
+def with_device_choices(config: Config, compiled: Compiled) -> Compiled:
     """Return ``compiled`` under the plan that this machine would train, with a note on what the config leaves open."""
-    if not opens(config):
+    if not depends_on_device(config):
         return compiled
-    found = _ordered(Forecast.of(config, compiled, _device(config)))
+    found = Forecast.of(config, compiled, _device(config))
+    settle_by_costs(found)
     found.compiled.general.notes += [found.note] if found.note is not None else []
     return found.compiled
 
 
-def opens(config: Config) -> bool:
+def depends_on_device(config: Config) -> bool:
     """Return whether the plan that would be trained depends on the device."""
     return (
         bool(left_open(config))
@@ -115,7 +124,9 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     """
     with config.answering():
         device = device or _device(config)
-        return _ordered(Forecast.of(config, _compiled(config, device.kind, device.model), device))
+        found = Forecast.of(config, _compiled(config, device.kind, device.model), device)
+        settle_by_costs(found)
+        return found
 
 
 def check_plan(config: Config, device: torch.device) -> None:
@@ -129,7 +140,7 @@ def check_plan(config: Config, device: torch.device) -> None:
         return
     with config.answering():
         compiled = _compiled(config, Backend.of(device).kind, device=device)
-        compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
+        compiled.programs(compiled.general, compiled.plan.microbatches, steady_batches(compiled.plan))
 
 
 def _compiled(
@@ -137,20 +148,11 @@ def _compiled(
 ) -> Compiled:
     """Compile the model without weights for its plan, with the rates of the device ``model``, else of its ``kind``."""
     constructor, loss = build_model(config)
-    dataset, _ = build_dataset(config)
-    samples = Samples(dataset)
-    example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
-    with uncollected():
-        module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
+    example = example_of(build_data(config).train)
+    with without_gc():
+        module = initial_values(config, constructor).structure()
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            model=model, per_host=ranks_of_a_host(plan.mesh),
+            model=model, per_host=default_ranks_per_host(plan.mesh),
         )  # fmt: skip
-
-
-def _ordered(found: Forecast) -> Forecast:
-    """Find a timetable for the pipeline where the config leaves it open, and return the same forecast."""
-    if unordered(found.config):
-        settle_by_costs(found)
-    return found

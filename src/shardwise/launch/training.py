@@ -18,29 +18,28 @@ from shardwise.config import Config, build_data, build_loss_scale, build_model, 
 from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
 from shardwise.core.plan import Plan
-from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
-from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.pipeline import role
+from shardwise.parallel.pipeline import stages_in_words
 from shardwise.parallel.tensor import across_hosts
-from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.report.files import PLAN
+from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
-from .devices import Card, cards_of, check_free, mixed, room_to_start
-from .folder import PLAN, plan_of
-from .forecast import Forecast, uncollected
-from .left_open import Before
+from .devices import Card, cards_of, check_free, explain_out_of_memory, mixed
+from .folder import plan_of
+from .forecast import Forecast, without_gc
+from .left_open import EarlierChoice
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
 from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
-from .subject import EXAMPLE_ROWS
+from .subject import example_of, initial_values
 
 DEVICE_TIMEOUT = 600.0
 """The number of seconds that a collective may be pending on a device.  It is longer than any phase for which a host is
@@ -72,9 +71,9 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     device = Backend.here().device()
     if Backend.of(device).asynchronous:
         timeout = max(timeout, DEVICE_TIMEOUT)
-    with room_to_start(device):
+    with explain_out_of_memory(device):
         comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
-    progress.take(role(plan, comm.rank))
+    progress.set_role(stages_in_words(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     backend = Backend.of(comm.device)
@@ -99,7 +98,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
     """Build the model, the data and the trainer; without ``model.weights`` the weights depend on the seed alone."""
     progress = side.progress
-    with room_to_start(comm.device):
+    with explain_out_of_memory(comm.device):
         cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
@@ -107,14 +106,13 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     module = initial.module
     progress.phase("opening the data")
     data = build_data(config)
-    samples = Samples(data.train)
-    example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
+    example = example_of(data.train)
     progress.phase("choosing kernels")
     rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     per_host = ranks_of_a_host(comm)
-    with uncollected():
+    with without_gc():
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
             per_host=per_host,
@@ -148,22 +146,19 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     """Predict what the plan needs on the rank with the least memory; raise ConfigError on all ranks if it is more."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
-    told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
-    told[:3, comm.rank] = torch.tensor([device.budget, device.memory, host.budget], dtype=torch.float64)
-    if comm.rank == 0 and (kept := plan_of(Path(config.train.run_dir))) is not None:
-        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor.bytes], dtype=torch.float64)
-    host_sum(comm, told, "the memory of all ranks")
-    before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
-    found = Forecast.of(
-        config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before
-    )
+    kept = plan_of(Path(config.train.run_dir)) if comm.rank == 0 else None
+    way, nbytes = (0, 0) if kept is None else (EarlierChoice.of(kept).way + 1, kept.tensor.bytes)
+    mine = torch.tensor([device.budget, device.memory, host.budget, way, nbytes], dtype=torch.float64)
+    budgets, memories, hosts, ways, kept_bytes = host_gather(comm, mine, "the memory of all ranks").T.tolist()
+    before = EarlierChoice(int(ways[0]) - 1, int(kept_bytes[0])) if ways[0] else None
+    found = Forecast.of(config, compiled, scarcest(device, budgets, memories, cards), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan.mesh, per_host)) is not None else []
     found.compiled.general.notes += [note] if (note := mixed(cards)) is not None else []
     check_free(comm, cards, found)
     found.check()
-    found.check_host(int(told[2].min()))
+    found.check_host(int(min(hosts)))
     return found
 
 
@@ -176,7 +171,7 @@ def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float]
 
 def _initial(config: Config, constructor: Constructor) -> Values:
     """Return the initial values, of the constructor or of ``model.weights``, which must fit; nothing is read yet."""
-    initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+    initial = initial_values(config, constructor)
     if config.model.weights is None:
         return initial
     found = fit_weights(Path(config.model.weights), initial.module)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.report.files import CONFIG
+
 from .rank import rank_process
 
 if TYPE_CHECKING:
@@ -26,16 +28,16 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
     """
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
-    from .subject import compiled_here, opens, settled, subject
+    from .subject import compiled_here, depends_on_device, subject, with_device_choices
 
     with config.answering():
         found = subject(config, STEPS)
         plan = found.plan
         if plan.overlaps:
             found = subject(config, OVERLAPPING_STEPS)
-        captured = settled(config, compiled_here(config, found, device=device)) if opens(config) else None
-        if captured is None and device is not None:
-            captured = compiled_here(config, found, device=device)
+        captured = None
+        if depends_on_device(config) or device is not None:
+            captured = with_device_choices(config, compiled_here(config, found, device=device))
         run = run_threads if comm is None else _one_rank(comm)
         return verify(
             found.module,
@@ -86,7 +88,7 @@ def main() -> None:
 
         from .results import write_json
 
-        config = load_config(run_dir / "config.toml")
+        config = load_config(run_dir / CONFIG)
         torch.set_num_threads(config.train.threads)
         comm = connect(build_plan(config).mesh, torch.device("cpu"), on_wait=progress.wait)
         try:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardwise.report.files import CONFIG
+
 from .rank import rank_process, record_error, stop_on
 
 
@@ -23,7 +25,7 @@ def main() -> None:
 
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this rank.
         asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
-        config = load_config(run_dir / "config.toml")
+        config = load_config(run_dir / CONFIG)
         # The absolute path stays right if a factory changes the working directory.
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
         failed = partial(record_error, run_dir, int(os.environ["RANK"]), progress)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
@@ -24,21 +24,22 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axes
+from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.core.rates import Machine, Rates, rates
+from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.measure.unit_traffic import communicating_axes
-from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import axes_across
 from shardwise.shard.assignment import TensorParallelSpec
+from shardwise.units.share import place_of
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
@@ -96,7 +97,7 @@ class Compiled:
             )
         if self._values is None:
             given = self.initial
-            self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
+            self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
@@ -121,7 +122,7 @@ class Compiled:
         StageSplit.of(found, self.plan)  # raises if the plan has stages, before the model is built
         # The model's code may hold tensors that are not registered, and it is run on a first batch.
         self.module = self.values.whole()
-        self._values = Values.of_module(self.module)
+        self._values = Values(self.module)
         self._traces.clear()
         self._captures = {}
         found = self.trace((), None)
@@ -135,7 +136,7 @@ class Compiled:
         if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
             with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
                 self.module = self.values.bare()
-                self.initial, self._values = None, Values.of_module(self.module)
+                self.initial, self._values = None, Values(self.module)
 
     def evaluation(self) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""
@@ -193,7 +194,7 @@ class Compiled:
         """Return the costs of the general trace's units in FLOPs, by which it is cut into stages."""
         key = id(self.general)
         if key not in self._weights:
-            self._weights[key] = weights_of(self.general, self.devices, self.own_rates())
+            self._weights[key] = weights_of(self.general, self.devices, self.device_rates())
         return self._weights[key]
 
     @property
@@ -201,7 +202,7 @@ class Compiled:
         """The kind of device that the model is compiled for."""
         return self.kind or Backend.of(self.device).kind
 
-    def own_rates(self) -> Rates:
+    def device_rates(self) -> Rates:
         """Return the assumed rates of the devices and links in the precision of the plan."""
         across = axes_across(self.plan.mesh, self.per_host or self.plan.mesh.size)
         return self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
@@ -235,21 +236,23 @@ class Compiled:
     @property
     def microbatch_rows(self) -> int:
         """The number of rows of each microbatch, on all ranks together."""
-        whole = self.batch_rows or next(iter(self.example.values())).shape[0]
+        whole = self.batch_rows or rows_in(self.example)
         return max(-(-whole // self.plan.microbatches), 1)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> SolverObjective:
         """Return the solver's model of the machine; it takes all parameters to be under the last rule, with Adam."""
-        plan, size = self.plan, 8 if self.plan.numeric.precision == "fp64" else 4
+        plan, size = self.plan, scalar_bytes(self.plan.numeric.precision)
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
         rule, shards = plan.data.parameters[-1], plan.mesh.axis_size(SHARDS)
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
         summed = COMPUTE_DTYPE[plan.data.reduce].itemsize if plan.data.reduce != "auto" else None
-        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices, summed)
+        return SolverObjective(
+            self.device_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices, summed
+        )
 
-    def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
+    def stages_of(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """Return the stages of a trace under ``plan``, by default its own; units have the training trace's stages."""
         if plan is None or plan is self.plan:
             return StageSplit.of(one, self.plan, self._stages)
@@ -263,7 +266,7 @@ class Compiled:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(
-                    one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches
+                    one, plan, buckets=self.buckets, cut=self.stages_of(one), training=self.training, batches=batches
                 )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
@@ -281,9 +284,9 @@ class Compiled:
         out to need more.
         """
         one, plan = self.general, self.plan
-        programs = [*self.programs(one, plan.microbatches, steady(plan))]
+        programs = [*self.programs(one, plan.microbatches, steady_batches(plan))]
         if self.training:
-            programs += lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=False)
+            programs += lower(one, plan, buckets=self.buckets, cut=self.stages_of(one), training=False)
         return communicators(programs, plan.mesh, self.beside_programs(one))
 
     def beside_programs(self, one: Trace) -> list[tuple[Axes, str]]:
@@ -296,10 +299,8 @@ class Compiled:
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
         """Return the axes and lane of the collectives inside units, and of those that count targets."""
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
-        rows = tuple(axis for axis in batch_axes(self.plan.mesh) if mesh.axis_size(axis) > 1)
         for one in traces:
-            parts, last = mesh.axis_size(rows), mesh.places(mesh.size - 1, tuple(one.tensor))  # its parts are largest
-            env = Env(axes=rows, parts=parts, index=parts - 1, rows=one.rows or 0, tensor=last)
+            env = place_of(one, mesh, mesh.size - 1, one.rows or 0)  # the last rank's parts are largest
             graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
             for graph in graphs:
                 axes = communicating_axes(graph, env) if graph is not None else ()

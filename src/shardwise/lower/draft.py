@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -35,10 +35,12 @@ class ProgramDraft:
         """Return the positions of the instructions that write ``buffer``."""
         return [i for i, one in enumerate(self.compute) if buffer in one.writes]
 
-    def last(self, buffers: Sequence[Buffer]) -> int:
-        """Return the last position that writes any of ``buffers``."""
-        wanted = set(buffers)
-        return max(i for i, one in enumerate(self.compute) if wanted & set(one.writes))
+    def by_microbatch(self, positions: Iterable[int]) -> list[list[int]]:
+        """Return positions in groups, one for each microbatch."""
+        groups: dict[int, list[int]] = {}
+        for i in positions:
+            groups.setdefault(self.compute[i].microbatch, []).append(i)
+        return list(groups.values())
 
     @cached_property
     def _turns(self) -> list[tuple[int, int]]:

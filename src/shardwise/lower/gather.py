@@ -71,13 +71,7 @@ def _groups(draft: ProgramDraft, options: DataOptions, readers: list[int]) -> li
     """
     if options.gathered == "step":
         return [readers]
-    if options.gathered == "forward":
-        by: dict[int, list[int]] = {}
-        for i in readers:
-            by.setdefault(draft.compute[i].microbatch, []).append(i)
-        groups = sorted(by.values())
-    else:
-        groups = [[i] for i in readers]
+    groups = sorted(draft.by_microbatch(readers)) if options.gathered == "forward" else [[i] for i in readers]
     merged = [groups[0]]
     for group in groups[1:]:
         if draft.ahead(group[0], options.prefetch) <= merged[-1][-1] + 1:

@@ -57,7 +57,8 @@ def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions
     edges = _edges(cut)
     sent: list[list[Message]] = [[] for _ in places]
     received: list[dict[int, list[Message]]] = [{} for _ in places]  # by source rank
-    found = [one for m in range(versions.microbatches * versions.batches) for one in _in_microbatch(edges, places, m)]
+    number = versions.plan.microbatches * versions.batches
+    found = [one for m in range(number) for one in _in_microbatch(edges, places, m)]
     validations = Validations.of(drafts, found, versions)
     for one in sorted(found, key=lambda one: (one.made, one.to)):
         sent[one.source].append(one)

@@ -106,10 +106,7 @@ class Reductions:
 def _groups(draft: ProgramDraft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:
     if reduced == "step":
         return [tuple(writers)]
-    by: dict[int, list[int]] = {}
-    for i in writers:
-        by.setdefault(draft.compute[i].microbatch, []).append(i)
-    return sorted((tuple(group) for group in by.values()), key=lambda group: group[-1])
+    return sorted(map(tuple, draft.by_microbatch(writers)), key=lambda group: group[-1])
 
 
 def _through_slot(draft: ProgramDraft, way: _Way, slot: int) -> None:

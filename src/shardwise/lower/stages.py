@@ -12,7 +12,7 @@ from shardwise.core.instruction import Buffer, BufferKind
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates, rates
 from shardwise.core.timetable import Timetable, first
-from shardwise.graph.sizes import of_data
+from shardwise.graph.sizes import depends_on_data
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE, balance, carried
 from shardwise.parallel.schedule import stage_ranks, timetable
@@ -171,8 +171,8 @@ class StageSplit:
         }
         for rank, units in enumerate(self.of_rank):
             for name in (n for u in units for n in self.units[u].buffers if found.get(n, rank) != rank):
-                wrong = f"the buffer {name} is written by stage {found[name]} and read by stage {rank}"
-                raise ConfigError.on("pp", wrong, "stages with both in one")
+                wrong = f"the buffer {name} is written by rank {found[name]} and read by rank {rank} of the pipeline"
+                raise ConfigError.on("pp", wrong, "one rank that does both")
         return found
 
     def check(self) -> None:
@@ -181,7 +181,7 @@ class StageSplit:
         for u in self.units:
             for name in {n for rank in self.readers(u.index) for n in self.crossing(u.index, rank)}:
                 sizes = u.values[name].meta["val"].shape
-                if any(map(of_data, sizes)):
+                if any(map(depends_on_data, sizes)):
                     wrong = f"the size of a tensor that {u.name} makes and another stage reads depends on data"
                     raise ConfigError.on("pp", wrong, "pp = 1, or stages with both in one")
 

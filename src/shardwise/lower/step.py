@@ -23,7 +23,7 @@ from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.pipeline import PIPELINE, stages_of
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -47,7 +47,7 @@ def lower(
     buckets = trace.buckets if buckets is None else buckets
     if training:
         check_tied(plan, cut, buckets)
-    versions = Versions(cut, plan, plan.microbatches, batches)
+    versions = Versions(cut, plan, batches)
     each = [_Lowering(trace, plan, buckets, training, cut, rank, versions) for rank in range(cut.ranks)]
     drafts = [one.draft() for one in each]
     cuts = messages(drafts, cut, versions)
@@ -124,9 +124,10 @@ class _Lowering:
         slots = gather(draft, self.plan, self.buckets, ends)
         copies, stashes = stash(draft, own, ends)
         for batch, end in enumerate(ends):
-            loss = [self.sum_over(self.all_axes, BufferKind.LOSS.of(version=batch))] if self.all_axes else []
+            summed = BufferKind.LOSS.of(version=batch)
+            loss = [self.sum_over(self.all_axes, summed)] if self.all_axes else []
             if self.cut.ranks == 1:  # a pipeline's ranks sum the loss together, in `early` below
-                draft.after[draft.last([BufferKind.LOSS.of(version=batch)])] += loss
+                draft.after[draft.writers(summed)[-1]] += loss
                 loss = []
             complete = reductions.put(batch)
             for bucket, (first, *_) in shared(self.cut, self.rank, own):
@@ -144,7 +145,7 @@ class _Lowering:
             else:
                 draft.after[end] += self.reports(batch)
         place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
-        name = f"stage {self.rank}" if place else "all ranks"
+        name = stages_of(self.cut.home, self.rank) if place else "all ranks"
         instructions = tuple(derive_waits(draft.instructions()))
         return Program(name, place, instructions, slots, reductions.pool, stashes, versions.batches)
 
@@ -201,7 +202,7 @@ class _Lowering:
         saves = self.plan.memory.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
-        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]
+        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.cut.producers[u]]
         if "loss" in unit.outputs and self.trace.targets is not None:
             reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
         writes = [BufferKind.ACTIVATION.of(u, m)]
@@ -239,13 +240,15 @@ class _Lowering:
         unit = self.trace.units[u]
         whole = whole or not unit.products
         reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
-        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]  # autograd saves inputs
+        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.cut.producers[u]]  # autograd saves inputs
         reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
         reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
         passed = {name for name, grad in zip(unit.inputs, unit.input_grads, strict=True) if grad}
         writes += [
-            BufferKind.GRADIENT.of(p, m) for p in self.producers(u) if passed.intersection(self.trace.units[p].outputs)
+            BufferKind.GRADIENT.of(p, m)
+            for p in self.cut.producers[u]
+            if passed.intersection(self.trace.units[p].outputs)
         ]
         writes += [] if whole else [BufferKind.DEFERRED.of(u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
@@ -259,7 +262,7 @@ class _Lowering:
         unit = self.trace.units[u]
         if not unit.products:
             return []
-        held = [p for p in (*self.producers(u), u) if set(self.trace.units[p].outputs) & set(unit.held)]
+        held = [p for p in (*self.cut.producers[u], u) if set(self.trace.units[p].outputs) & set(unit.held)]
         reads = (BufferKind.DEFERRED.of(u, m), *(BufferKind.ACTIVATION.of(p, m) for p in held))
         writes = tuple(self.grads(u, unit.products))
         return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
@@ -272,10 +275,6 @@ class _Lowering:
             for b in self.used[u]
             if b.learns and any(p.name in wanted for p in b.parameters)
         ]
-
-    def producers(self, u: int) -> tuple[int, ...]:
-        """Return the units whose live tensors unit ``u`` reads."""
-        return self.cut.producers[u]
 
     # ---- the rest of a batch -----------------------------------------------------------------------------------------
 

@@ -26,16 +26,16 @@ from shardwise.units.trace import Bucket
 BACKWARD = ("B", "I", "W")  # the kinds of tasks that are a backward or a part of one
 
 
-def steady(plan: Plan) -> int:
+def steady_batches(plan: Plan) -> int:
     """Return the number of batches of a program that shows all that a whole window does; it is 1 if each batch has a
     program of its own.
     """
     if plan.asynchronous:
-        return steady_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
+        return asynchronous_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
     return min(plan.pipeline.window, 3) if plan.post_validates else 1
 
 
-def steady_batches(window: int, ranks: int, microbatches: int) -> int:
+def asynchronous_batches(window: int, ranks: int, microbatches: int) -> int:
     """Return the same number for an asynchronous schedule."""
     return min(window, _reported(ranks, microbatches) + 3)
 
@@ -46,31 +46,30 @@ def _reported(ranks: int, microbatches: int) -> int:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of the weights that the stages of ``cut`` use in ``batches`` batches of ``microbatches``
-    microbatches; microbatches are numbered through all batches."""
+    """The versions of the weights that the stages of ``cut`` use in ``batches`` batches; microbatches are numbered
+    through all batches."""
 
     cut: StageSplit
     plan: Plan
-    microbatches: int
     batches: int
 
     def batch(self, microbatch: int) -> int:
         """Return the batch of a microbatch."""
-        return microbatch // self.microbatches
+        return microbatch // self.plan.microbatches
 
     def version(self, microbatch: int, stage: int) -> int:
         """Return the version of the weights, a number of updates, that a stage uses for a microbatch."""
         if self.plan.stages_alone:
             return stashed_version(microbatch, stage, self.cut.stages, self.plan.pipeline.vertical_sync)
         if self.plan.double_buffered:
-            return double_buffered_version(microbatch, self.microbatches)
+            return double_buffered_version(microbatch, self.plan.microbatches)
         return self.batch(microbatch)
 
     @property
     def reported(self) -> int:
         """How many batches after a batch's update its loss and norm are reported, so that all stages have updated by
         then: the first stage is last, by as many microbatches as there are stages after it."""
-        return _reported(self.cut.ranks, self.microbatches) if self.plan.asynchronous else 0
+        return _reported(self.cut.ranks, self.plan.microbatches) if self.plan.asynchronous else 0
 
     def validates(self, batch: int) -> bool:
         """Whether stages update after a batch by their own norms, before the norm of all is known; they never do after
@@ -81,10 +80,10 @@ class Versions:
     def tasks(self, rank: int) -> list[Task]:
         """Return the tasks of a rank in its order: batch after batch, or overlapping under an asynchronous schedule."""
         if self.plan.asynchronous:
-            return [*self.cut.tasks(self.microbatches * self.batches)[rank]]
-        one = self.cut.tasks(self.microbatches)[rank]
+            return [*self.cut.tasks(self.plan.microbatches * self.batches)[rank]]
+        one = self.cut.tasks(self.plan.microbatches)[rank]
         return [
-            task._replace(microbatch=task.microbatch + k * self.microbatches)
+            task._replace(microbatch=task.microbatch + k * self.plan.microbatches)
             for k in range(self.batches)
             for task in one
         ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
-from shardwise.graph.schema import tensors_in
-from shardwise.graph.sizes import known, of_data
+from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
+from shardwise.graph.sizes import depends_on_data, size_for_rows
 from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
 from shardwise.kernels.flop_counter import Meter
@@ -36,7 +35,7 @@ Places = Mapping[str, tuple[int, int]]
 """This maps each axis of tensor parallelism to its number of ranks and to the rank's index along it."""
 
 
-def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
+def check_numbers(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
     """Return ``tensor``, or, where it is None, the last rank along each axis, which has the most.
 
     Raises :class:`ConfigError`, whose message begins with ``what``, for numbers that the trace cannot take.
@@ -62,37 +61,21 @@ def largest_sizes() -> Any:
 
 
 class MetaRun:
-    """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units."""
+    """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units.
 
-    def __init__(self, trace: Trace, env: Env, device: str) -> None:
-        self.env, self.device, self.frozen = env, device, set(trace.frozen)
-        self.captured = _captured(trace)
+    It is rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.  ``tensor`` is its
+    place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`.
+    """
+
+    def __init__(
+        self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places, **env: Any
+    ) -> None:
+        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
+        place = parts - 1 if index is None else index
+        self.env = Env(Silent(), ("dp",), parts, place, rows, targets=counted, tensor=tensor, **env)
+        self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.live: dict[str, Tensor] = {}
-
-    @staticmethod
-    def of(
-        trace: Trace, rows: int, parts: int, device: str, index: int | None = None,
-        tensor: Places = MappingProxyType({}), **env: Any
-    ) -> MetaRun:  # fmt: skip
-        """Return the run of rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.
-
-        ``tensor`` is its place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`."""
-        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
-        return MetaRun(
-            trace,
-            Env(
-                Silent(),
-                ("dp",),
-                parts,
-                parts - 1 if index is None else index,
-                rows,
-                targets=counted,
-                tensor=tensor,
-                **env,
-            ),
-            device,
-        )
 
     def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
         """Make a unit's outputs live; return those through which gradients come back."""
@@ -127,15 +110,15 @@ class UnitRun:
     in for them.  ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
     """
 
-    def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        self.walk, self.products = walk, products
-        self.meter = Meter(walk.device)
+    def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
+        self.run, self.products = run, products
+        self.meter = Meter(run.device)
         self.unknown: set[str] = set()
         self.weight_flops: dict[int, int] = {}
 
     def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
         values: dict[fx.Node, Any] = {}
-        feed = iter([self.walk.env, *arguments])
+        feed = iter([self.run.env, *arguments])
         last = _last_uses(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -159,8 +142,8 @@ class UnitRun:
                 result = self.placed(target)(*args, **kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
             self.unknown.add(str(target))
-            if node.target is recalled and self.walk.env.tape is not None:
-                self.walk.env.tape.kept[number] = None
+            if node.target is recalled and self.run.env.tape is not None:
+                self.run.env.tape.kept[number] = None
             return self.stand_in(node, args)
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
@@ -172,22 +155,21 @@ class UnitRun:
 
     def placed(self, target: Any) -> Any:
         """Return ``target`` as the device composes it."""
-        return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
+        return partial(COMPOSED[target], self.run.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
         """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest."""
-        several = isinstance(node.meta["val"], tuple | list)
-        values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
+        layouts = node.meta["layout"] if isinstance(node.meta["val"], tuple | list) else [node.meta["layout"]]
         operands = tensors_in(args)
         most = max((o.numel() for o in operands), default=1)
         made: list[Any] = []
-        for one, placed in zip(values, layouts, strict=True):
+        for one, placed in zip(values_of(node), layouts, strict=True):
             if not isinstance(one, Tensor):
-                made.append(known(one, self.walk.env.rows, most))
+                made.append(size_for_rows(one, self.run.env.rows, most))
                 continue
-            shape = local_shape(one, placed, self.walk.env, most)
+            shape = local_shape(one, placed, self.run.env, most)
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
-        return made if several else made[0]
+        return as_result(node, made)
 
 
 class _StandIn(torch.autograd.Function):
@@ -217,8 +199,8 @@ def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
     found = {("f", name): place.meta for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)}
     for unit in trace.units:
         assert unit.graph is not None
-        mine = _outputs(unit.graph)
-        found.update((("b", n), u.meta) for n, u in zip(unit.updates, mine[len(unit.outputs) :], strict=True))
+        updated = outputs_of(unit.graph)[len(unit.outputs) :]
+        found.update((("b", n), u.meta) for n, u in zip(unit.updates, updated, strict=True))
         kinds = {"p": unit.parameters, "b": unit.buffers}
         for place in (n for n in unit.graph.nodes if n.op == "placeholder" and n.name[0] in kinds):
             kind = place.name[0]
@@ -230,12 +212,7 @@ def _depends_on_data(node: fx.Node) -> bool:
     """Return whether the size of a node's result depends on data."""
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
-    return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
-
-
-def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
-    nodes: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-    return tuple(nodes)
+    return any(depends_on_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
 
 
 def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:

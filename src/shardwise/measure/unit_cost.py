@@ -16,8 +16,17 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.graph.torch_private import storage_key
-from shardwise.measure.meta_run import MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
-from shardwise.units.trace import Trace, Unit
+from shardwise.measure.meta_run import (
+    MetaRun,
+    Places,
+    UnitRun,
+    check_numbers,
+    failed_op,
+    largest_sizes,
+    storages,
+    without,
+)
+from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 from shardwise.units.weight_products import Product, find
 
 
@@ -56,48 +65,48 @@ def cost(
     place on the axes of tensor parallelism, by default the last.  Raises :class:`ConfigError` for numbers that the
     trace cannot take.
     """
-    places = check_walk("cost", trace, rows, parts, device, tensor)
+    places = check_numbers("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
-    walk = MetaRun.of(trace, rows, parts, device, tensor=places)
+    run = MetaRun(trace, rows, parts, device, tensor=places)
     with largest_sizes():
-        return [_unit(walk, unit) for unit in trace.units]
+        return [_unit(run, unit) for unit in trace.units]
 
 
 def _opaque(trace: Trace, unit: Unit) -> UnitCost:
     """Return the cost of a unit that was not captured: only its parameters are known."""
     number = sum(p.numel for p in trace.parameters)
     rest = {f.name: 0 for f in fields(UnitCost)[3:-1]}
-    return UnitCost(unit.index, unit.name, number, **rest, unknown=("the whole model: it was not captured",))
+    return UnitCost(unit.index, unit.name, number, **rest, unknown=(NOT_CAPTURED,))
 
 
-# ---- the walk --------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _unit(walk: MetaRun, unit: Unit) -> UnitCost:
+def _unit(run: MetaRun, unit: Unit) -> UnitCost:
     assert unit.graph is not None
-    parameters, buffers, constants, batch, inputs = walk.arguments(unit)
-    run = _Measured(walk, find(unit.graph, [p.requires_grad for p in parameters]))
-    with run.meter, saved_tensors_hooks(run.pack, _unpack), torch.set_grad_enabled(unit.differentiable):
-        results = run.forward(unit.graph, [*parameters, *buffers, *constants, *batch, *inputs])
-        good, out = walk.publish(unit, results), storages(results[: len(unit.outputs)])
+    parameters, buffers, constants, batch, inputs = run.arguments(unit)
+    measured = _Measured(run, find(unit.graph, [p.requires_grad for p in parameters]))
+    with measured.meter, saved_tensors_hooks(measured.pack, _unpack), torch.set_grad_enabled(unit.differentiable):
+        results = measured.forward(unit.graph, [*parameters, *buffers, *constants, *batch, *inputs])
+        good, out = run.publish(unit, results), storages(results[: len(unit.outputs)])
         del results
-    saved = storages(k.tensor for k in run.kept)
-    forward_flops, forward_bytes = run.meter.flops, run.meter.bytes
-    weight = run.backward(good, [t for t in (*parameters, *inputs) if t.requires_grad]) if good else 0
-    given = storages([*walk.leaves.values(), *constants, *inputs])
+    saved = storages(k.tensor for k in measured.kept)
+    forward_flops, forward_bytes = measured.meter.flops, measured.meter.bytes
+    weight = measured.backward(good, [t for t in (*parameters, *inputs) if t.requires_grad]) if good else 0
+    given = storages([*run.leaves.values(), *constants, *inputs])
     return UnitCost(
         unit.index, unit.name, sum(p.numel() for p in parameters),
-        forward_flops, run.meter.flops - forward_flops - weight, weight, forward_bytes,
-        sum(without(out, given).values()), sum(without(saved, given).values()), tuple(sorted(run.unknown)),
+        forward_flops, measured.meter.flops - forward_flops - weight, weight, forward_bytes,
+        sum(without(out, given).values()), sum(without(saved, given).values()), tuple(sorted(measured.unknown)),
     )  # fmt: skip
 
 
 class _Measured(UnitRun):
     """Run one unit, forward and backward, and see what autograd keeps of its forward."""
 
-    def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        super().__init__(walk, products)
+    def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
+        super().__init__(run, products)
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> _Kept:

@@ -27,15 +27,15 @@ from shardwise.measure.meta_run import (
     MetaRun,
     Places,
     UnitRun,
-    check_walk,
+    check_numbers,
     largest_sizes,
     storages,
     without,
 )
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_work import MetaStep, UnitWork
-from shardwise.ops.weight_gradients import Factors, Kernels
-from shardwise.units.trace import Trace, Unit
+from shardwise.ops.weight_gradients import GradientFactors, Kernels
+from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class UnitMemory:
     outputs: int = 0  # bytes of live outputs that the unit made itself
     updates: int = 0  # bytes of new values of buffers, kept until the step ends
     gradients: tuple[int, ...] = ()  # bytes that BACKWARD leaves pending, by input of the unit
-    passed: tuple[int, ...] = ()  # bytes that BACKWARD_INPUT leaves pending, by input of the unit
+    input_gradients: tuple[int, ...] = ()  # bytes that BACKWARD_INPUT leaves pending, by input of the unit
     alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
     none: Way = Way()  # the way without RECOMPUTE
     again: Way = Way()  # the way with RECOMPUTE as in the plan's ``recompute``, if it has one
@@ -87,41 +87,40 @@ class Profile:
 
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
-    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None,
-    recompute: str = "none",
+    gradient_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False,
+    tensor: Places | None = None, recompute: str = "none",
 ) -> Profile:  # fmt: skip
     """Return the bytes of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
     Without ``index`` it is the last rank, which has the most rows; ``tensor`` is its place on the axes of tensor
     parallelism, by default the last.  ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the
-    number in a step.  ``goals`` maps parameters to the dtypes of the buffers to which backward writes their gradients,
-    where these are not the bucket's ``wide``; with ``split``, backwards in two parts are run too; ``recompute`` is a
-    plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
+    number in a step.  ``gradient_dtypes`` maps parameters to the dtypes of the buffers to which backward writes their
+    gradients, where these are not the bucket's ``wide``; with ``split``, backwards in two parts are run too;
+    ``recompute`` is a plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
     """
-    places = check_walk("memory", trace, rows, parts, device, tensor)
+    places = check_numbers("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
-        return Profile(
-            tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units)
-        )
+        return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
     alone = microbatches == 1 and trace.precision != "fp16"
-    walk = MetaRun.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
+    run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone)
     with largest_sizes():
-        return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split, recompute).run()), _count(trace, walk))
+        profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)
+        return Profile(tuple(profiler.measured()), _count(trace, run))
 
 
-def _count(trace: Trace, walk: MetaRun) -> int:
+def _count(trace: Trace, run: MetaRun) -> int:
     targets = trace.targets
     if targets is None:
         return 0
     kinds = (("p", targets.leaves), ("b", targets.buffers))
-    values = [walk.leaf(kind, name) for kind, names in kinds for name in names]
+    values = [run.leaf(kind, name) for kind, names in kinds for name in names]
     values += [torch.empty_like(c, device=META) for c in targets.constants]
-    values += [walk.leaf("f", name) for name in targets.fields]
+    values += [run.leaf("f", name) for name in targets.fields]
     tracker = StorageTracker(META.type)
     with tracker, torch.no_grad():
-        UnitRun(walk, {}).forward(targets.graph, values)
+        UnitRun(run, {}).forward(targets.graph, values)
     return tracker.peak
 
 
@@ -166,7 +165,7 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
     return made
 
 
-# ---- the walk --------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 class _Profiler:
@@ -175,24 +174,24 @@ class _Profiler:
     def __init__(
         self,
         trace: Trace,
-        walk: MetaRun,
+        run: MetaRun,
         microbatches: int,
-        goals: Mapping[str, torch.dtype],
+        gradient_dtypes: Mapping[str, torch.dtype],
         split: bool,
         recompute: str,
     ) -> None:
-        self.trace, self.walk, self.split = trace, walk, split
+        self.trace, self.run, self.split = trace, run, split
         self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
-        self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
-        backend = Backend.of_kind("gpu" if walk.device == "gpu" else "cpu")
+        self.gradient_dtypes = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(gradient_dtypes)
+        backend = Backend.of_kind("gpu" if run.device == "gpu" else "cpu")
         kernels = Kernels.of(backend, COMPUTE_DTYPE.get(trace.precision))
-        self.step = MetaStep(trace, walk, microbatches, self.goals, kernels)
+        self.step = MetaStep(trace, run, microbatches, self.gradient_dtypes, kernels)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
         self.producer = {n: u.index for u in trace.units for n in u.outputs}
 
-    def run(self) -> list[UnitMemory]:
+    def measured(self) -> list[UnitMemory]:
         units = self.trace.units
         found = [self.forward(u) for u in units]
         for u in reversed(units):
@@ -201,11 +200,11 @@ class _Profiler:
         return found
 
     def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
-        products = tuple(n in unit.products and self.goals[n] for n in unit.parameters)
+        products = tuple(n in unit.products and self.gradient_dtypes[n] for n in unit.parameters)
         return unit.code, products, unit.output_grads, unit.outputs.count("loss"), len(unit.updates), _forms(arguments)
 
     def arguments(self, unit: Unit) -> list[Tensor]:
-        return [a for kind in self.walk.arguments(unit) for a in kind]
+        return [a for kind in self.run.arguments(unit) for a in kind]
 
     def forward(self, unit: Unit) -> UnitMemory:
         arguments = self.arguments(unit)
@@ -214,11 +213,13 @@ class _Profiler:
             work = UnitWork(self.step, unit, arguments)
             peak, _ = work.forward("alone")
             made, updates = work.made()
-            memory = UnitMemory(unit.index, unit.name, made, updates, alone=peak, unknown=work.names_of_unknown())
+            memory = UnitMemory(
+                unit.index, unit.name, made, updates, alone=peak, unknown=tuple(sorted(work.unit_run.unknown))
+            )
             self.forwards[key] = memory, _forms(work.live, arguments)
         memory, forms = self.forwards[key]
         for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
-            self.walk.live[name] = value
+            self.run.live[name] = value
         return replace(memory, index=unit.index, name=unit.name)
 
     def backward(self, unit: Unit) -> dict[str, Any]:
@@ -261,17 +262,17 @@ class _Profiler:
                 again, more = work.forward("again")
             backward, grads = work.backward(given, before)
             found[name] = Way(forward, kept, again, kept + more, backward)
-            unknown |= {*work.names_of_unknown()}
+            unknown |= work.unit_run.unknown
         return {**found, "unknown": tuple(sorted(unknown))}, grads
 
     def walk_parts(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
         order: Sequence[int], ways: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the ways completed by the peaks of the two parts of a backward, and ``passed``."""
+        """Return the ways completed by the peaks of the two parts of a backward, and ``input_gradients``."""
         found: dict[str, Any] = {}
         for name, recompute in self.ways.items():
-            work, held = UnitWork(self.step, unit, arguments), deque[Factors]()
+            work, held = UnitWork(self.step, unit, arguments), deque[GradientFactors]()
             if recompute == "selective":
                 work.forward("record")
             work.forward("save" if recompute == "none" else "again")
@@ -281,7 +282,7 @@ class _Profiler:
             tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
             elsewhere = storages([*arguments, *work.live])
             deferred = without(storages(tensors), elsewhere)
-            found["passed"] = _owned(unit, grads, order, {**elsewhere, **deferred})
+            found["input_gradients"] = _owned(unit, grads, order, {**elsewhere, **deferred})
             del tensors, grads, own
             found[name] = replace(
                 ways[name], inputs=peak, deferred=sum(deferred.values()), weights=work.backward_weight(held)

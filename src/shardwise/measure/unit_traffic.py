@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.graph.sizes import of_data
+from shardwise.graph.sizes import depends_on_data
 from shardwise.ops.collectives import Env
 from shardwise.ops.exchanges import Exchange, exchanges, stand_in
 from shardwise.ops.own_op import facts_of
@@ -116,4 +116,4 @@ def exchanged(node: fx.Node, env: Env) -> tuple[Exchange, ...]:
 def _depends_on_data(node: fx.Node) -> bool:
     """Return whether the size of an operand depends on data."""
     values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return any(of_data(s) for v in values for s in v.shape)
+    return any(depends_on_data(s) for v in values for s in v.shape)

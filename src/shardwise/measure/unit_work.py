@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.measure.meta_run import META, MetaRun, UnitRun, failed_op, storages, without
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
+from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 from shardwise.units.selective_recompute import Tape, recallable
 from shardwise.units.trace import Trace, Unit
 from shardwise.units.unit_backward import Saved, UnitBackward
@@ -24,12 +24,12 @@ from shardwise.units.weight_products import Operand, expose, find
 
 @dataclass(frozen=True)
 class MetaStep:
-    """This is what the units of a step share; ``goals`` maps parameters to the dtypes of their gradients' buffers."""
+    """This is what the units of a step share; ``gradient_dtypes`` are those of the buffers of parameters' gradients."""
 
     trace: Trace
-    walk: MetaRun
+    run: MetaRun
     microbatches: int
-    goals: Mapping[str, torch.dtype]
+    gradient_dtypes: Mapping[str, torch.dtype]
     kernels: Kernels
 
 
@@ -40,7 +40,7 @@ class UnitWork(UnitBackward):
         super().__init__()
         trace = step.trace
         self.unit, self.arguments, self.kernels = unit, arguments, step.kernels
-        self.run, self.tracker = UnitRun(step.walk, {}), StorageTracker(META.type)
+        self.unit_run, self.tracker = UnitRun(step.run, {}), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: list[Saved] = []
@@ -50,7 +50,8 @@ class UnitWork(UnitBackward):
         self.weights = torch.empty(step.microbatches, dtype=wide, device=META) if trace.targets is not None else None
         self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
-        self.goals = {n: torch.empty(trained[n].shape, dtype=step.goals[n], device=META) for n in unit.products}
+        dtypes = step.gradient_dtypes
+        self.goals = {n: torch.empty(trained[n].shape, dtype=dtypes[n], device=META) for n in unit.products}
 
     def weight(self) -> Tensor:
         """Return the interpreter's w_m: a new scalar, or an element of the tensor of all microbatches' weights."""
@@ -68,7 +69,7 @@ class UnitWork(UnitBackward):
 
         Returns the peak bytes and the bytes that are left, both above what was there before.
         """
-        unit, env = self.unit, self.run.walk.env
+        unit, env = self.unit, self.unit_run.run.env
         graph = unit.graph
         assert graph is not None
         own = len(unit.outputs) + len(unit.updates)
@@ -80,11 +81,11 @@ class UnitWork(UnitBackward):
         keep = what in ("save", "again")
         before = self.tracker.mark()
         with (
-            self.run.meter,
+            self.unit_run.meter,
             self.tracker,
             self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
         ):
-            outputs = self.run.forward(graph, self.arguments)
+            outputs = self.unit_run.forward(graph, self.arguments)
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
                 leaves = self.arguments[: len(unit.parameters)]
@@ -112,13 +113,13 @@ class UnitWork(UnitBackward):
         self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
 
     def backward(
-        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
+        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[GradientFactors] | None = None
     ) -> tuple[int, list[Tensor | None]]:
         """Run BACKWARD on the ``pending`` gradients of outputs; return the peak bytes and the gradients of inputs.
 
         These are added to those ``before``.  With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
-        self.run.walk.env.meanwhile = self.flush
+        self.unit_run.run.env.meanwhile = self.flush
         unit = self.unit
         inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
         live = {n: x for n, x, g in zip(unit.inputs, inputs, unit.input_grads, strict=True) if g}
@@ -126,21 +127,21 @@ class UnitWork(UnitBackward):
             if old is not None:
                 self.pass_on(name, old)
         start = self.tracker.mark()
-        with self.run.meter, self.tracker:
+        with self.unit_run.meter, self.tracker:
             self.run_backward(
                 unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
             )
         return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
 
-    def backward_weight(self, held: deque[Factors]) -> int:
+    def backward_weight(self, held: deque[GradientFactors]) -> int:
         """Run BACKWARD_WEIGHT; return its peak bytes."""
         start = self.tracker.mark()
-        with self.run.meter, self.tracker:
+        with self.unit_run.meter, self.tracker:
             while held:
                 self.multiply(held.popleft())
         return self.tracker.peak - start
 
-    def multiply(self, factors: Factors) -> None:
+    def multiply(self, factors: GradientFactors) -> None:
         accumulate(self.goals[factors.weight], factors, False, self.kernels)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -150,8 +151,5 @@ class UnitWork(UnitBackward):
         try:
             return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         except (NotImplementedError, RuntimeError) as error:
-            self.run.unknown.add(f"backward of {failed_op(error)}")
+            self.unit_run.unknown.add(f"backward of {failed_op(error)}")
             return [torch.empty_like(t) if isinstance(t, Tensor) else None for t in wanted]
-
-    def names_of_unknown(self) -> tuple[str, ...]:
-        return tuple(sorted(self.run.unknown))

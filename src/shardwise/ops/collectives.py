@@ -78,7 +78,7 @@ Groups = Sequence[str]
 Way = Callable[[Env, Tensor, Any], Tensor]
 """How a value or its gradient is moved: a function of the Env, the tensor, and the axes or the factor to move over."""
 
-Factors = Sequence[tuple[int, Groups]]
+DimFactors = Sequence[tuple[int, Groups]]
 """The factors of a dim, major first: the size of each in elements, and the axes that shard it."""
 
 
@@ -111,6 +111,13 @@ class ShardedFactor(NamedTuple):
         ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
         return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
 
+    def folded(self, env: Env, shape: Sequence[int]) -> tuple[list[int], int, int, int]:
+        """Return the size of each rank's piece, this rank's index, and how many elements of a tensor of ``shape`` are
+        before the factor and after it."""
+        spans, index = self.pieces(env)
+        outer, inner = math.prod(shape[: self.dim]) * self.pre, math.prod(shape[self.dim + 1 :]) * self.post
+        return [stop - start for start, stop in spans], index, outer, inner
+
     def order(self, env: Env, device: torch.device) -> Tensor:
         """Return the position of each element of the ranks' concatenated pieces in the order of parts: 1-d, int64."""
         each = list(self._ranges(env))
@@ -134,7 +141,7 @@ def local_rows(env: Env) -> int:
     return stop - start
 
 
-def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
+def row_start(env: Env, axes: Groups) -> int:
     """Return the first row of this rank in the microbatch, if ``axes`` shard its rows."""
     return shard_range(env.rows, *env.group(axes))[0]
 
@@ -163,27 +170,29 @@ def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     return out
 
 
+def gathered(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
+    """Return ``x`` of each rank of ``axes``, all of one shape, along a new first dim; no gradient flows through it."""
+    own = in_memory(x)
+    out = own.new_empty((env.group(axes)[0], *own.shape))
+    env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(axes), lane="compute", what=what))
+    return out
+
+
 def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """Return the pieces of all ranks in order; uneven pieces are padded for the collective."""
-    spans, index = cut.pieces(env)
-    if len(spans) == 1:
+    sizes, index, outer, inner = cut.folded(env, x.shape)
+    if len(sizes) == 1:
         return x
-    sizes = [b - a for a, b in spans]
-    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
-    shape = list(x.shape)
-    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
-    shape[cut.dim] = cut.pre * whole * cut.post
-    even = min(sizes) == most
-    if even:
-        own = in_memory(x)
-    else:
+    most, whole, even = max(sizes), sum(sizes), len({*sizes}) == 1
+    own = x.reshape(outer, sizes[index], inner)
+    if not even:
         own = x.new_zeros((outer, most, inner))
-        own[:, :mine] = x.reshape(outer, mine, inner)
-    out = x.new_empty((len(spans), outer, most, inner))
-    env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather"))
+        own[:, : sizes[index]] = x.reshape(outer, sizes[index], inner)
+    out = gathered(env, own, cut.axes, "all_gather")
     together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
     if cut.parts:
         together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
+    shape = (*x.shape[: cut.dim], cut.pre * whole * cut.post, *x.shape[cut.dim + 1 :])
     return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
 
@@ -205,30 +214,26 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
 
 def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """Return this rank's piece of the sum over ranks; uneven pieces are padded for the collective."""
-    spans, index = cut.pieces(env)
-    if len(spans) == 1:
+    sizes, index, outer, inner = cut.folded(env, x.shape)
+    if len(sizes) == 1:
         return x
-    sizes = [b - a for a, b in spans]
-    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
-    shape = list(x.shape)
-    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    most, whole, shape = max(sizes), sum(sizes), list(x.shape)
     if cut.parts:
         x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
     if min(sizes) == most:
-        pieces = in_memory(x.reshape(outer, len(spans), most, inner).transpose(0, 1))
+        pieces = in_memory(x.reshape(outer, len(sizes), most, inner).transpose(0, 1))
     else:
-        folded = x.reshape(outer, whole, inner)
-        pieces = x.new_zeros((len(spans), outer, most, inner))
-        for i, (start, stop) in enumerate(spans):
-            pieces[i, :, : stop - start] = folded[:, start:stop]
+        pieces = x.new_zeros((len(sizes), outer, most, inner))
+        for i, piece in enumerate(x.reshape(outer, whole, inner).split_with_sizes(sizes, 1)):
+            pieces[i, :, : sizes[i]] = piece
     out = x.new_empty((outer, most, inner))
     env.wait(
         env.comm.reduce_scatter(
             out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"
         )
     )
-    shape[cut.dim] = cut.pre * mine * cut.post
-    return out[:, :mine].reshape(shape)
+    shape[cut.dim] = cut.pre * sizes[index] * cut.post
+    return out[:, : sizes[index]].reshape(shape)
 
 
 class _Move(torch.autograd.Function):

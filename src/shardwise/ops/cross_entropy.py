@@ -65,7 +65,7 @@ def cross_entropy(
     if share is not None or (plain and logits.requires_grad and torch.is_grad_enabled()):
         scale = torch.ones((), dtype=wide, device=logits.device) if count is None else count.reciprocal()
         share = share or (logits.shape[1], ())
-        kind = _Chances if target.is_floating_point() else _Named
+        kind = _Probabilities if target.is_floating_point() else _Named
         wanted = kind(env, target, weight, ignore_index, smoothing, wide, share)
         result: Tensor = _CrossEntropy.apply(
             env, logits, target, wanted, scale, reduction == NONE, env.alone and summand, share
@@ -119,7 +119,7 @@ def _mine(env: Env, weight: Tensor | None, share: Share) -> Tensor | None:
 
 def _nll(
     env: Env,
-    chances: Tensor,
+    log_probabilities: Tensor,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -130,7 +130,7 @@ def _nll(
     if share is not None:
         target, own = _own(env, target, ignore_index, share)
         target, weight, ignore_index = target.where(own, -100), _mine(env, weight, share), -100
-    return F.nll_loss(chances, target, weight, reduction=reduction, ignore_index=ignore_index)
+    return F.nll_loss(log_probabilities, target, weight, reduction=reduction, ignore_index=ignore_index)
 
 
 class _Named:
@@ -170,15 +170,15 @@ class _Named:
             return None
         return self.named[piece] if self.every is None else self.named[piece] + self.total
 
-    def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
-        """Subtract a times ``scale`` from ``powers``, in place."""
+    def take(self, piece: slice, exponentials: Tensor, scale: Tensor) -> None:
+        """Subtract a times ``scale`` from ``exponentials``, in place."""
         taken = -scale if self.named is None else -scale * self.named[piece]
-        powers.scatter_add_(1, self.index[piece], taken.where(self.own[piece], 0))
+        exponentials.scatter_add_(1, self.index[piece], taken.where(self.own[piece], 0))
         if self.every is not None:
-            powers.sub_((self.every * scale) * self.valid[piece])
+            exponentials.sub_((self.every * scale) * self.valid[piece])
 
 
-class _Chances:
+class _Probabilities:
     """The wanted amounts for targets that are probabilities; a rank has the probabilities of its own classes."""
 
     def __init__(
@@ -202,10 +202,10 @@ class _Chances:
     def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
         return sums[1]
 
-    def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
-        powers.sub_(self.all(piece).mul_(scale))
+    def take(self, piece: slice, exponentials: Tensor, scale: Tensor) -> None:
+        exponentials.sub_(self.all(piece).mul_(scale))
 
-    def lesson(self, losses: Tensor) -> Tensor:
+    def target_gradient(self, losses: Tensor) -> Tensor:
         """Return the gradient of the targets, given the losses of the classes."""
         return losses * self.keep if self.weight is None else losses * self.keep * self.weight
 
@@ -220,13 +220,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, env: Env, logits: Tensor, target: Tensor, wanted: _Named | _Chances, scale: Tensor, by_row: bool,
-        is_loss: bool, share: Share
+        ctx: Any, env: Env, logits: Tensor, target: Tensor, wanted: _Named | _Probabilities, scale: Tensor,
+        by_row: bool, is_loss: bool, share: Share
     ) -> Tensor:  # fmt: skip
         where, wide = env.kind or logits.device.type, scale.dtype
         rows, (classes, axes) = len(logits), share
         gradient = torch.empty_like(logits)
-        lesson = torch.empty_like(target) if ctx.needs_input_grad[2] else None
+        target_gradient = torch.empty_like(target) if ctx.needs_input_grad[2] else None
         losses = torch.empty_like(wanted.valid, dtype=wide)
         # The most scores of a row on any rank, so that all ranks have the same number of pieces.
         most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])
@@ -238,40 +238,39 @@ class _CrossEntropy(torch.autograd.Function):
             scores = logits[piece].to(wide)
             own = largest(scores, 1)
             sums = wanted.sums(piece, scores)
-            powers = torch.sub(scores, own, out=scores if wide != logits.dtype and lesson is None else None).exp_()
-            top, total, *sums = joined(env, axes, own, powers.sum(1, keepdim=True), *sums)
+            reused = scores if wide != logits.dtype and target_gradient is None else None
+            exponentials = torch.sub(scores, own, out=reused).exp_()
+            top, total, *sums = joined(env, axes, own, exponentials.sum(1, keepdim=True), *sums)
             amount, every = wanted.amount(piece, *sums), total.log() + top
             losses[piece] = (every if amount is None else amount * every) - sums[0]
-            if lesson is not None:
-                lesson[piece] = wanted.lesson(every - scores) * scale
+            if target_gradient is not None:
+                target_gradient[piece] = wanted.target_gradient(every - scores) * scale
             factor = (scale if amount is None else scale * amount) / total
             factor = factor * (own - top).exp_() if axes else factor
-            powers.mul_(factor.where(wanted.valid[piece], 0))
-            wanted.take(piece, powers, scale)
-            gradient[piece] = powers
-        ctx.save_for_backward(gradient, lesson, wanted.valid.any())
+            exponentials.mul_(factor.where(wanted.valid[piece], 0))
+            wanted.take(piece, exponentials, scale)
+            gradient[piece] = exponentials
+        ctx.save_for_backward(gradient, target_gradient, wanted.valid.any())
         ctx.where, ctx.is_loss, ctx.by_row = where, is_loss, by_row
         losses = losses.where(wanted.valid, 0)
         return losses.squeeze(1) if by_row else losses.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, lesson, any_valid = ctx.saved_tensors
+        gradient, target_gradient, any_valid = ctx.saved_tensors
         seed = grads[0].where(any_valid, 0)  # without any target the loss is 0/0, but its gradient is 0
         if ctx.by_row:
             seed = seed.unsqueeze(1)
         elif ctx.where == "cpu":  # where reading the value costs nothing, and it is mostly 1
             is_one = seed == 1
             if ctx.is_loss if seed.is_meta else bool(is_one):
-                return None, gradient, lesson, *[None] * 5
-        learned = None if lesson is None else lesson * seed.to(lesson.dtype)
+                return None, gradient, target_gradient, *[None] * 5
+        learned = None if target_gradient is None else target_gradient * seed.to(target_gradient.dtype)
         return None, gradient * seed.to(gradient.dtype), learned, *[None] * 5
 
 
 @own_op(communicates=True)
-def valid_targets(
-    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = (), weight: Tensor | None = None
-) -> Tensor:
+def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...], weight: Tensor | None) -> Tensor:
     """Return the number of valid targets, or the sum of their classes' weights, as a scalar of 8 bytes: this rank's,
     summed over ``axes``, which shard its rows."""
     return collectives.all_sum(env, _weighed(target, weight, ignore_index), axes, "targets")
@@ -279,7 +278,7 @@ def valid_targets(
 
 @own_op(communicates=True)
 def valid_targets_once(
-    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = (), weight: Tensor | None = None
+    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...], weight: Tensor | None
 ) -> Tensor:
     """Do the same for targets that every rank has: the first rank over the batch axes counts them, others return 0."""
     return valid_targets(env, target, ignore_index, axes, weight) * (env.index == 0)

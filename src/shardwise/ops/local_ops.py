@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import Env, Factors
+from shardwise.ops.collectives import DimFactors, Env
 
 # ---- rows of a table that is sharded ---------------------------------------------------------------------------------
 
 
-def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+def _found(env: Env, index: Tensor, factors: DimFactors) -> tuple[Tensor, Tensor]:
     """Return the index of each row in this rank's part of a table, and whether the row is in that part."""
     local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for number, (size, axes) in reversed(list(enumerate(factors))):
@@ -29,7 +29,7 @@ def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
     return local, here
 
 
-def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
+def own_index(env: Env, index: Tensor, factors: DimFactors) -> Tensor:
     """Return indices into this rank's part of the rows; those of other ranks' rows become 0. An index that is no row of
     the whole table stays as it is, so that the lookup fails on all ranks as it does on one device."""
     local, here = _found(env, index, factors)
@@ -37,14 +37,14 @@ def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
     return torch.where(here, local, index).masked_fill(another, 0)
 
 
-def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:
+def own_only(env: Env, found: Tensor, index: Tensor, factors: DimFactors, padding: int = -1) -> Tensor:
     """Return ``found`` (*index.shape, width) with zeros for other ranks' rows; row ``padding`` has no gradient."""
     _, here = _found(env, index, factors)
     out = found.masked_fill(~here[..., None], 0)
     return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
 
 
-def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
+def own_rows(env: Env, factors: DimFactors, device: torch.device) -> Tensor:
     """Return the indices of this rank's rows in the whole table: 1-d, int64."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, axes in factors:
@@ -53,7 +53,7 @@ def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
     return rows
 
 
-def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
+def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: DimFactors, keys: DimFactors) -> Tensor:
     """Select along ``dim`` the head of keys or values of each of this rank's query heads; ``each`` share one."""
     local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
     return x.index_select(dim, local)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.ops.collectives import ROWS, Env, Groups, all_sum
+from shardwise.ops.collectives import ROWS, Env, Groups, all_sum, gathered
 from shardwise.ops.own_op import own_op
 
 
@@ -75,8 +75,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             v, m = torch.var_mean(wide, dims, correction=0)
             local[:channels], local[channels:-1] = m, v
             local[-1].fill_(elements)  # to assign a number would copy it to the device and make the host wait
-        every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
-        env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
+        every = gathered(env, local, axes, "BatchNorm statistics")
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total

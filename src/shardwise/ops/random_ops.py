@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import Env, Factors, Groups, row_start
+from shardwise.ops.collectives import DimFactors, Env, Groups, row_start
 from shardwise.ops.local_ops import own_rows
 from shardwise.ops.own_op import own_op
 
 ALPHA = 1.7580993408473766  # SELU tends to -ALPHA at minus infinity
 
 
+def _key(env: Env, ordinal: int) -> tuple[int, int, int]:
+    """Return the seed, the step, and the ordinal of a random op of the unit in the whole forward."""
+    return env.seed, env.step, env.ordinal + ordinal
+
+
 def _row_start(env: Env, spread: Groups) -> int:
     return env.offset + row_start(env, spread)
 
 
-Grid = Sequence[Factors] | None
+Grid = Sequence[DimFactors] | None
 """The factors of each dim of one sample's tensor; None if no axis shards it."""
 
 
@@ -41,10 +46,8 @@ def dropout(
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
-    columns = _columns(env, grid, x.device)
-    return keyed.keyed_dropout(
-        x, p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
-    )
+    columns, row = _columns(env, grid, x.device), _row_start(env, spread)
+    return keyed.keyed_dropout(x, p, *_key(env, ordinal), batch, row, shape, env.kind, columns)
 
 
 @own_op(shares=True, blind=True)
@@ -64,19 +67,8 @@ def alpha_dropout(
     2017)."""
     if p in (0, 1):
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
-    row = _row_start(env, spread)
-    keep = keyed.keyed_mask(
-        p,
-        env.seed,
-        env.step,
-        env.ordinal + ordinal,
-        x.shape if shape is None else shape,
-        batch,
-        row,
-        x.device,
-        env.kind,
-        _columns(env, grid, x.device),
-    )
+    shape, row, columns = x.shape if shape is None else shape, _row_start(env, spread), _columns(env, grid, x.device)
+    keep = keyed.keyed_mask(p, *_key(env, ordinal), shape, batch, row, x.device, env.kind, columns)
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
     return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
@@ -108,8 +100,8 @@ def attention(
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     # A query that may attend to nothing gives zeros, as in the fused kernels.
     dead = torch.isneginf(scores).all(-1, keepdim=True)
-    chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
+    probabilities = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return dropout(env, probabilities, p, ordinal, batch, spread, grid) @ v
 
 
 def random_like(
@@ -132,16 +124,7 @@ def random_of(
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, or randint (integers in [a, b))."""
-    key = (
-        env.seed,
-        env.step,
-        env.ordinal + ordinal,
-        tuple(shape),
-        batch,
-        _row_start(env, spread),
-        device or "cpu",
-        env.kind,
-    )
+    key = (*_key(env, ordinal), tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
     columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
@@ -155,13 +138,5 @@ def bernoulli(
     env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
     """Draw a tensor of the shape of ``p``: each element is 1 with its probability in ``p``, else 0."""
-    return keyed.keyed_bernoulli(
-        p,
-        env.seed,
-        env.step,
-        env.ordinal + ordinal,
-        batch,
-        _row_start(env, spread),
-        env.kind,
-        _columns(env, grid, p.device),
-    )
+    columns, row = _columns(env, grid, p.device), _row_start(env, spread)
+    return keyed.keyed_bernoulli(p, *_key(env, ordinal), batch, row, env.kind, columns)

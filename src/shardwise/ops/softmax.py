@@ -27,14 +27,9 @@ def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) ->
     """Combine over the ranks of ``axes`` the maximum ``top``, the ``total`` of exponentials relative to it, and the
     plain ``sums``; all have the same shape, before and after.
     """
-    parts = env.group(axes)[0]
-    if parts == 1:
+    if env.group(axes)[0] == 1:
         return top, total, *sums
-    own = torch.stack([top, total, *sums])
-    every = own.new_empty((parts, *own.shape))
-    env.comm.all_gather(
-        every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes"
-    ).wait()
+    every = collectives.gathered(env, torch.stack([top, total, *sums]), axes, "softmax over shards of classes")
     tops, totals, *others = every.unbind(1)
     top = tops.amax(0)
     return top, (totals * (tops - top).exp_()).sum(0), *(one.sum(0) for one in others)

@@ -17,7 +17,7 @@ from shardwise.wide import WideProduct
 aten = torch.ops.aten
 
 
-class Factors(NamedTuple):
+class GradientFactors(NamedTuple):
     """The factors of the gradient of the parameter ``weight``.
 
     ``kind`` is a key of ``MULTIPLY``; ``rest`` are the arguments of that function after dY and X. ``dims`` is the
@@ -44,9 +44,6 @@ class Kernels(NamedTuple):
     def of(backend: Backend, dtype: torch.dtype | None) -> Kernels:
         """Return the kernels of a backend for the compute dtype ``dtype``."""
         return Kernels(backend.kind, backend.wide_product(dtype))
-
-
-CPU_KERNELS = Kernels("cpu")
 
 
 @own_op(kept=True)
@@ -103,14 +100,14 @@ class _Convolution(torch.autograd.Function):
         return dx, None, db, *(None for _ in ctx.rest)
 
 
-def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels | None = None) -> None:
+def accumulate(goal: Tensor, factors: GradientFactors, add: bool, kernels: Kernels) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or ``add`` it.
 
     If the factors have a lower precision than ``goal``, the gradient is rounded to that first, except for products of
-    matrices that ``kernels`` (by default those of a CPU) can multiply into a wider dtype.
+    matrices that ``kernels`` can multiply into a wider dtype.
     """
     _, dy, kind, x, dims, rest = factors
-    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, kernels or CPU_KERNELS, *rest)
+    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, kernels, *rest)
 
 
 def _put(goal: Tensor, value: Tensor, add: bool) -> None:

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.core.data_options import ParameterRule
-from shardwise.core.errors import ConfigError, check_value
+from shardwise.core.data_options import DATA_PARALLEL_ROWS, ParameterRule
+from shardwise.core.errors import ConfigError, check_value, divisors
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
@@ -35,12 +35,7 @@ from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
 
-ZERO = (
-    ParameterRule("*"),
-    ParameterRule("*", state="S"),
-    ParameterRule("*", grad="S", state="S"),
-    ParameterRule("*", rest="S", grad="S", state="S"),
-)
+ZERO = tuple(ParameterRule("*", *row) for row in DATA_PARALLEL_ROWS)
 """These are the rules of the stages of ZeRO; stage 0 is DDP."""
 
 
@@ -51,8 +46,7 @@ def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Pl
     """
     check_value("zero", zero, isinstance(zero, int) and 0 <= zero < len(ZERO), f"0 to {len(ZERO) - 1}")
     if not isinstance(replicas, int) or replicas < 1 or size % replicas:
-        legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise ConfigError(f"replicas: {replicas!r} of {size} ranks is not legal; legal: {legal}.")
+        raise ConfigError(f"replicas: {replicas!r} of {size} ranks is not legal; legal: {divisors(size)}.")
     own = (*((Axis(REPLICAS, replicas),) if replicas > 1 else ()), Axis(SHARDS, size // replicas))
     outer = tuple(axis for axis in plan.mesh.axes if axis.name == PIPELINE)
     inner = tuple(axis for axis in plan.mesh.axes if axis.name not in (PIPELINE, SHARDS, REPLICAS))

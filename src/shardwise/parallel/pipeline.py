@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.schedules import AUTO
-from shardwise.core.timetable import Timetable, homes, read
+from shardwise.core.timetable import Timetable, rank_of_stage, read
 from shardwise.parallel.schedule import check_schedule, stage_ranks
 
 PIPELINE = "pp"
@@ -33,7 +33,7 @@ def pipeline(
     "auto" needs.
     """
     if schedule == AUTO:
-        found = homes(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()
+        found = rank_of_stage(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()
         stages_per_rank = stages_per_rank or max(1, len(found) // size)
     else:
         stages_per_rank = stages_per_rank or check_schedule(schedule, size, plan.microbatches).stages_per_rank
@@ -53,13 +53,18 @@ def carried(plan: Plan) -> Timetable:
     return read(options.timetable, plan.mesh.axis_size(PIPELINE), options.stages_per_rank, plan.microbatches)
 
 
-def role(plan: Plan, rank: int) -> str:
+def stages_in_words(plan: Plan, rank: int) -> str:
     """Return the stages of a rank in words, ``stage 1`` or ``stages 0, 3``; "" where there is no pipeline."""
     size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
     if size == 1:
         return ""
     where = stage_ranks(plan.pipeline.schedule, size, size * plan.pipeline.stages_per_rank, carried(plan))
-    own = [str(stage) for stage, home in enumerate(where) if home == place]
+    return stages_of(where, place)
+
+
+def stages_of(homes: Sequence[int], place: int) -> str:
+    """Return the stages at a place in the pipeline in words; ``homes`` are the places of all stages."""
+    own = [str(stage) for stage, home in enumerate(homes) if home == place]
     return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.schedules import SCHEDULES, Schedule
-from shardwise.core.timetable import Task, Timetable, homes
+from shardwise.core.timetable import Task, Timetable, rank_of_stage
 
 Order = Callable[[int, int, int, int], Iterable[Task]]
 """This returns the tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
@@ -244,9 +244,9 @@ def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: in
             wrong = f'{stages_per_rank} is not legal with schedule "{name}"'
             wanted = f"{'at least ' * schedule.more_stages}{schedule.stages_per_rank}"
             raise ConfigError.on("stages_per_rank", wrong, f"{wanted}. Schedules for {stages_per_rank}: {others}.")
-    least = max(1, schedule.each * ranks)
-    if microbatches < least or (schedule.most is not None and microbatches > schedule.most):
-        legal = f"at least {least}" if schedule.most is None else f"{schedule.most}"
+    least = max(1, schedule.min_microbatches_per_rank * ranks)
+    if microbatches < least or (schedule.max_microbatches is not None and microbatches > schedule.max_microbatches):
+        legal = f"at least {least}" if schedule.max_microbatches is None else f"{schedule.max_microbatches}"
         wrong = f'{microbatches} is not legal with schedule "{name}" on {ranks} ranks'
         raise ConfigError.on("microbatches", wrong, f"{legal}.")
     return schedule
@@ -264,11 +264,8 @@ def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | N
 
 def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tuple[int, ...]:
     """Return the rank of each stage: that of the ``order``, if there is one, else the schedule's."""
-    return homes(order) if order else tuple(rank_of(name, stage, ranks) if ranks > 1 else 0 for stage in range(stages))
-
-
-def rank_of(name: str, stage: int, ranks: int) -> int:
-    """Return the rank that has a stage under a schedule."""
+    if order or ranks == 1:
+        return rank_of_stage(order) if order else (0,) * stages
     check_choice("schedule", name, SCHEDULES)
     place = v_shape if SCHEDULES[name].v_shaped else looped
-    return place(stage, ranks)
+    return tuple(place(stage, ranks) for stage in range(stages))

@@ -13,10 +13,9 @@ from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.traffic import TrafficMoment
-from shardwise.lower.versions import steady
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Cause, Traffic, UnitTraffic, by_cause
-from shardwise.ops.collectives import Env
-from shardwise.parallel.data import batch_axes
+from shardwise.units.share import place_of
 from shardwise.units.trace import Trace, Unit
 
 from .tables import grid, size
@@ -70,11 +69,7 @@ class Sum:
 
 def of_units(trace: Trace, mesh: Mesh, rows: int, programs: Sequence[Program]) -> list[Caused]:
     """Return what units communicate in a microbatch of ``rows`` rows, on the last rank."""
-    last, batch = mesh.size - 1, batch_axes(mesh)
-    real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
-    env = Env(
-        None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor))
-    )
+    env = place_of(trace, mesh, mesh.size - 1, rows)
     again = {one.unit for program in programs for one in program.instructions if one.op is Op.RECOMPUTE}
     return [
         Caused(unit, cause, one if unit.index in again else replace(one, again=()))
@@ -135,7 +130,7 @@ def unit_table(mesh: Mesh, found: Sequence[Caused]) -> list[Any]:
 
 def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
     """Return one table for each rank that communicates."""
-    batches, tables = steady(plan), []
+    batches, tables = steady_batches(plan), []
     when = "a step" if batches == 1 else f"{batches} batches of a window"
     for rank in dict.fromkeys(one.rank for one in found):
         own = [one for one in found if one.rank == rank]

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from .lines import parsed_line
+from .files import ABOUT, EVALUATIONS, METRICS, parsed_line
 from .tables import count, decimal, duration, pairs, show, size
 
 RECENT = 20  # the number of steps whose median speed is shown
@@ -56,10 +56,10 @@ class Display:
 
     def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
         self._console, self._steps, self._start = console, steps, start
-        self._evaluations, self._evaluated, self._first = Follower(run_dir / "evaluations.jsonl"), first, first
-        self._about = run_dir / "about.json"
+        self._evaluations, self._evaluated, self._first = Follower(run_dir / EVALUATIONS), first, first
+        self._about = run_dir / ABOUT
         self._described = False
-        self._follower = Follower(run_dir / "metrics.jsonl")
+        self._follower = Follower(run_dir / METRICS)
         self._recent: deque[Metrics] = deque(maxlen=RECENT)
         self._shown = float("-inf")
         self._bar = _Bar(console, steps, start) if console.is_terminal else None
@@ -125,10 +125,7 @@ class Display:
 
     def _line(self, last: Metrics) -> str:
         digits = len(str(self._steps))
-        return (
-            f"step {last['step'] + 1:>{digits}}/{self._steps}  loss {decimal(last['loss'])}  "
-            f"{self._speed:,.0f} tokens/s  {_mfu(last)}{duration(self._left)} left"
-        )
+        return f"step {last['step'] + 1:>{digits}}/{self._steps}  {_numbers(last, self._speed, self._left)}"
 
 
 def describe(about: Metrics) -> list[str]:
@@ -147,8 +144,9 @@ def describe(about: Metrics) -> list[str]:
     return lines + [f"note: {note}" for note in about["notes"]]
 
 
-def _mfu(last: Metrics) -> str:
-    return f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
+def _numbers(last: Metrics, speed: float, left: float) -> str:
+    mfu = f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
+    return f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {mfu}{duration(left)} left"
 
 
 class _Bar:
@@ -165,7 +163,7 @@ class _Bar:
         self.start, self.stop, self.refresh = self._progress.start, self._progress.stop, self._progress.refresh
 
     def show(self, last: Metrics, speed: float, left: float) -> None:
-        numbers = f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {_mfu(last)}{duration(left)} left"
+        numbers = _numbers(last, speed, left)
         done = last["step"] + 1
         description = f"step {done}/{self._steps}" if done < self._steps else "saving"
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)

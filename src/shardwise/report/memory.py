@@ -38,7 +38,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryProfile:
     """The bytes of one rank by category (:data:`CATEGORIES`; one that is left out has none).
 
     ``peaks`` has the peak of each of the step's ``instructions``, ``at`` is the index of the highest, and ``where``
@@ -77,11 +77,11 @@ class Account:
         }  # fmt: skip
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Account:
+    def from_dict(values: Mapping[str, Any]) -> MemoryProfile:
         """Read what :meth:`to_dict` returned."""
         columns = values["peaks"]
         peaks = tuple(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        return Account(
+        return MemoryProfile(
             values["rank"],
             tuple(values["instructions"]),
             peaks,
@@ -99,19 +99,19 @@ def _all(sizes: Mapping[str, int]) -> dict[str, int]:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _present(*accounts: Account) -> list[str]:
+def _present(*accounts: MemoryProfile) -> list[str]:
     """Return the categories that have any bytes, from the bottom up."""
     return [c for c in CATEGORIES if any(max([a.between.get(c, 0), *(p.get(c, 0) for p in a.peaks)]) for a in accounts)]
 
 
-def table(title: str, account: Account) -> RenderableType:
+def table(title: str, account: MemoryProfile) -> RenderableType:
     """Return a table of the bytes by category between steps and at the peak."""
     rows = [(c, size(account.between.get(c, 0)), size(account.peak.get(c, 0))) for c in _present(account)]
     totals = ("total", size(account.between_bytes), size(account.peak_bytes))
     return grid(title, ("category", ">between steps", ">at the peak"), rows, totals=totals)
 
 
-def comparison(title: str, predicted: Account, measured: Account) -> RenderableType:
+def comparison(title: str, predicted: MemoryProfile, measured: MemoryProfile) -> RenderableType:
     """Return a table of each account at its peak, and of what is measured beyond what was predicted."""
 
     def row(name: str, ours: int, theirs: int) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def unit(nbytes: float) -> tuple[str, int]:
     return next(((name, n) for name, n in UNITS if nbytes >= n), ("B", 1))
 
 
-def chart(account: Account, width: int, limit: int | None = None) -> Text:
+def chart(account: MemoryProfile, width: int, limit: int | None = None) -> Text:
     """Return the step from left to right, bytes from bottom to top, on :data:`HEIGHT` lines of ``width`` columns or
     less.
 
@@ -144,7 +144,7 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     name, scale = unit(top)
     labels = [f"{top * (row + 1) / HEIGHT / scale:.1f} " for row in range(HEIGHT)]
     left = max(map(len, labels))
-    columns, peak = _columns(account, width - left - 1)
+    columns, peak = _columns(account, max(1, width - left - 1))
     found = _present(account)
     before = left + 1 + peak
     text = Text(" " * before + "v peak" if peak + 6 <= len(columns) else " " * (before - 5) + "peak v")
@@ -167,7 +167,7 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     return text
 
 
-def _columns(account: Account, count: int) -> tuple[list[Mapping[str, int]], int]:
+def _columns(account: MemoryProfile, count: int) -> tuple[list[Mapping[str, int]], int]:
     """Return ``count`` columns of bytes by category, and the index of the column of the peak."""
     number = len(account.peaks)
     bounds = [(c * number // count, max(c * number // count + 1, (c + 1) * number // count)) for c in range(count)]
@@ -188,12 +188,16 @@ def _category(sizes: Mapping[str, int], order: Sequence[str], height: float) -> 
 # ---- as a picture ----------------------------------------------------------------------------------------------------
 
 
-def draw(account: Account, out: Path, title: str, limit: int | None = None, measured: Account | None = None) -> None:
+def draw(
+    account: MemoryProfile, out: Path, title: str, limit: int | None = None, measured: MemoryProfile | None = None
+) -> None:
     """Draw the stack over the step into ``out``, with what was ``measured`` as a line; ``limit`` is in bytes."""
     save(lambda: make_figure(account, title, limit, measured), out, "--picture")
 
 
-def make_figure(account: Account, title: str, limit: int | None = None, measured: Account | None = None) -> Figure:
+def make_figure(
+    account: MemoryProfile, title: str, limit: int | None = None, measured: MemoryProfile | None = None
+) -> Figure:
     """Return the picture, not yet on any canvas."""
     from matplotlib.figure import Figure
 
@@ -236,7 +240,7 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
     return figure
 
 
-def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
+def _mark(axes: Axes, account: MemoryProfile, scale: int, name: str) -> None:
     """Mark the peak, in words that lie inside the axes whichever side it is on."""
     at, top = account.at + 0.5, account.peak_bytes / scale
     right = at > 0.5 * len(account.peaks)

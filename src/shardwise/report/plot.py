@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError
 
+from .files import EVALUATIONS, METRICS, writing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -71,10 +73,10 @@ def read_run(folder: Path) -> PlottedRun:
     legal = "legal: the folder of a run (train.run_dir)"
     if not folder.is_dir():
         raise ConfigError(f"{folder}: {'is a file' if folder.exists() else 'there is no such folder'}; {legal}")
-    if not (folder / "metrics.jsonl").is_file():
+    if not (folder / METRICS).is_file():
         raise ConfigError(f"{folder}: there is no metrics.jsonl in this folder; {legal}")
-    metrics = _read(folder / "metrics.jsonl", ("loss", "tokens_per_second", "peak_memory_bytes"))
-    evaluations = folder / "evaluations.jsonl"
+    metrics = _read(folder / METRICS, ("loss", "tokens_per_second", "peak_memory_bytes"))
+    evaluations = folder / EVALUATIONS
     run = PlottedRun(
         folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else []
     )
@@ -237,12 +239,8 @@ def save(make: Callable[[], Figure], out: Path, option: str) -> None:
         raise ConfigError(f"plot: {error}; legal: pip install shardwise[plots]") from None
     figure = make()
     FigureCanvasAgg(figure)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out, option):
         figure.savefig(out, dpi=150)
-    except OSError as error:
-        words = f"cannot be written: {error.strerror or error}"
-        raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
 
 
 def check_format(out: Path, option: str) -> None:

@@ -14,8 +14,8 @@ from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
+from .files import parsed_line
 from .kinds import kind_of
-from .lines import parsed_line
 from .simulated import drawing
 from .timetable import COMPUTE, Drawing, TimeBox, mark_critical
 
@@ -57,7 +57,8 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     boxes: list[TimeBox] = []
     for first in sorted({one.pipeline for one in ranks}):
         group = [one for one in ranks if one.pipeline == first]
-        found = _simulated(group)
+        timetable, costs = _costs(group)
+        found = drawing("", simulate(timetable, costs), costs)
         boxes += [replace(box, rank=group[box.rank].rank, critical=False) for box in found.boxes]
     boxes = list(mark_critical(boxes, [one.pipeline for one in ranks]))
     seconds = max(box.stop for box in boxes)
@@ -81,12 +82,6 @@ def measured(folder: Path, step: int | None = None, microbatches: int | None = N
     batches = (1 + max(task.microbatch for tasks in timetable for task in tasks)) / microbatches
     first = tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
     return first, replace(costs, step=[seconds / batches for seconds in costs.step])
-
-
-def _simulated(group: Sequence[RankStep]) -> Drawing:
-    """Return the simulation of the ranks of one pipeline."""
-    timetable, costs = _costs(group)
-    return drawing("", simulate(timetable, costs), costs)
 
 
 def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:

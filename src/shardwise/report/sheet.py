@@ -8,8 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.core.errors import ConfigError
-
+from .files import writing
 from .plot import check_format, save
 
 if TYPE_CHECKING:
@@ -80,12 +79,8 @@ class Sheet:
         if out.suffix.lower() != ".svg":
             save(self.figure, out, option)
             return
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
+        with writing(out, option):
             out.write_text(self.svg(), encoding="utf-8")
-        except OSError as error:
-            words = f"cannot be written: {error.strerror or error}"
-            raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
 
     def figure(self) -> Figure:
         """Return the sheet as a figure of matplotlib, not yet on any canvas."""

@@ -7,13 +7,10 @@ from shardwise.estimate.simulate import Costs, Simulation
 from .timetable import Drawing, TimeBox
 
 
-def drawing(
-    title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations"
-) -> Drawing:
+def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier") -> Drawing:
     """Return what :func:`shardwise.estimate.simulate.simulate` found for ``costs`` and ``norm``, with optimizer steps.
 
-    The memory of a rank is that of its activations, in the unit that the costs have them in: bytes, or microbatches of
-    a rank.
+    The memory of a rank is that of its activations, in microbatches of a rank.
     """
     critical = set(simulation.critical)
     boxes = [
@@ -26,7 +23,7 @@ def drawing(
     return Drawing(
         title, (*boxes, *_updates(simulation, costs, norm)), len(simulation.timetable), simulation.seconds,
         simulation.bubble_of_total,
-        simulation.peak_bytes, memory_unit,
+        simulation.peak_bytes, "activations",
     )  # fmt: skip
 
 

@@ -83,11 +83,7 @@ def _finite(values: Any) -> Any:
 
 def count(number: float) -> str:
     """Return a large number with a thousands' unit and three or four digits, such as ``963.8 K``."""
-    for unit in ("", " K", " M", " G", " T"):
-        if abs(number) < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f} P"
+    return _scaled(number, 1000, ("", "K", "M", "G", "T", "P")).rstrip()
 
 
 def plural(number: int, word: str) -> str:
@@ -97,11 +93,17 @@ def plural(number: int, word: str) -> str:
 
 def size(nbytes: float) -> str:
     """Return a number of bytes with its unit, such as ``3.7 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> str:
+    """Return a number in the first of the units, each ``step`` of the one before, in which fewer than ``step`` are
+    written."""
+    for index, unit in enumerate(units):
+        text = f"{number / step**index:.{min(index, 1)}f}"
+        if abs(float(text)) < step or unit == units[-1]:
             break
-        nbytes /= 1024
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+    return f"{text} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.runtime.communicator import Call, Communicator, Completed, Handle
+from shardwise.runtime.call import Call
+from shardwise.runtime.communicator import Communicator, Completed, Handle
 
 
 class AloneCommunicator(Communicator):

@@ -11,12 +11,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise.core.communicators import groups
 from shardwise.core.errors import ShardwiseError
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import ThreadCommunicator
 
 PATIENCE = 1800.0  # seconds that ranks wait for each other: the speeds of their disks may differ much
-START_TIMEOUT = 300.0  # seconds for all processes to come up
 LANE = "background"
 
 

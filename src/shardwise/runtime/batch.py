@@ -260,7 +260,7 @@ class BatchState:
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
-                whole = collect.whole(b, b.final_gradient, f"gradients of bucket {b.bucket.index}")
+                whole = collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}")
                 if self.scale is not None:
                     for gradient in whole.values():
                         gradient /= self.scale
@@ -279,17 +279,14 @@ class BatchState:
         bucket.publish()
 
     def _update_alone(self, bucket: BucketMemory) -> None:
-        coefficient = self.coefficient
-        assert bucket.taken is not None
-        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the optimizer is offloaded to the host
-            bucket.taken.copy_(bucket.final_gradient)
+        coefficient, gradient = self.coefficient, bucket.optimizer_gradient
+        assert gradient is not None
+        if gradient.data_ptr() != bucket.held_gradient.data_ptr():  # the optimizer is offloaded to the host
+            gradient.copy_(bucket.held_gradient)
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
-            optimizer.step(
-                self.given.lr,
-                None if coefficient is None else coefficient.to(bucket.taken.device),
-                skip.to(bucket.taken.device),
-            )
+            factor = None if coefficient is None else coefficient.to(gradient.device)
+            optimizer.step(self.given.lr, factor, skip.to(gradient.device))
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

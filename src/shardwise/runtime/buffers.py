@@ -80,8 +80,7 @@ class BucketMemory:
         common = sharded and param is not None
         if param is None:
             param = comm.allocate(rest.numel, bucket.dtype)
-        own = param if param.numel() == held.numel else param[held.start : held.stop]
-        wide = bucket.wide
+        own, wide = part(param, held), bucket.wide
         if not bucket.learns:
             master = own
         elif host:
@@ -112,11 +111,11 @@ class BucketMemory:
         return self.comm.allocate((self.held if self.rule.grad == "S" else self.layout).numel, self.bucket.wide)
 
     @cached_property
-    def taken(self) -> Tensor | None:
+    def optimizer_gradient(self) -> Tensor | None:
         """Return what the optimizer takes: the held range of the gradient, on the host if the step is taken there."""
         if not self.learns:
             return None
-        return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.final_gradient
+        return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.held_gradient
 
     @cached_property
     def updates(self) -> list[Update]:
@@ -128,13 +127,8 @@ class BucketMemory:
 
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start
-        assert self.taken is not None
-        return Segment(self.master[first:last], self.taken[first:last], span.decays, span.start)
-
-    @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Return the bucket's parameters by name."""
-        return {p.name: p for p in self.bucket.parameters}
+        assert self.optimizer_gradient is not None
+        return Segment(self.master[first:last], self.optimizer_gradient[first:last], span.decays, span.start)
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
@@ -151,21 +145,21 @@ class BucketMemory:
         return self.bucket.learns
 
     @property
-    def own_gradient(self) -> Tensor:
+    def shard_gradient(self) -> Tensor:
         """Return this rank's ``shard`` of the gradient, whoever else has it."""
         assert self.grad is not None
-        return self.grad if self.grad.numel() == self.shard.numel else self.grad[self.shard.start : self.shard.stop]
+        return part(self.grad, self.shard)
 
     @property
-    def final_gradient(self) -> Tensor:
+    def held_gradient(self) -> Tensor:
         """Return the held range of the gradient, which the optimizer is given."""
         assert self.grad is not None
-        return self.grad if self.grad.numel() == self.held.numel else self.grad[self.held.start : self.held.stop]
+        return part(self.grad, self.held)
 
     @property
-    def own_parameters(self) -> Tensor:
+    def held_parameters(self) -> Tensor:
         """Return the held range of the parameters."""
-        return self.param[self.held.start : self.held.stop] if self.resident else self.param
+        return part(self.param, self.held)
 
     @torch.no_grad()
     def load(self, values: Values) -> None:
@@ -181,14 +175,14 @@ class BucketMemory:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the held range of the parameters up to date with the masters."""
-        own = self.own_parameters
+        own = self.held_parameters
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
 
     def _changed(self, scaled: bool) -> list[Tensor]:
         """Return all that an update changes; with a ``scaled`` loss that includes the gradient."""
         found = [tensor for update in self.updates for tensor in update.optimizer.changed()]
-        return [*found, self.final_gradient] if scaled and not self.host else found
+        return [*found, self.held_gradient] if scaled and not self.host else found
 
     @torch.no_grad()
     def backup(self, scaled: bool) -> list[Tensor]:
@@ -207,6 +201,11 @@ class BucketMemory:
         return {e.name: flat[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
 
 
+def part(flat: Tensor, where: FlatShard) -> Tensor:
+    """Return the range ``where`` of a whole bucket; ``flat`` may also be this range alone."""
+    return flat if flat.numel() == where.numel else flat[where.start : where.stop]
+
+
 def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tensor:
     """Return this rank's local part of a whole parameter."""
     if parameter.layout is None:
@@ -221,9 +220,8 @@ def boxes(
     bucket: Bucket, layout: FlatBuffer, mesh: Mesh, rank: int, flat: Tensor, origin: int, start: int, stop: int
 ) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
     """Yield what :meth:`BucketMemory.boxes` does, for any ``rank``, whose bucket has this ``layout``."""
-    parameters = {p.name: p for p in bucket.parameters}
     for entry, first, last in entry_ranges(layout, start, stop):
-        parameter = parameters[entry.name]
+        parameter = bucket.by_name[entry.name]
         for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
             yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
 
@@ -267,12 +265,12 @@ class Pool:
             nbytes = max((memory.layout.numel * self.dtype(memory).itemsize for memory in needed), default=0)
             if slot < len(self.slots) and self.slots[slot].numel() >= nbytes:
                 continue
-            new = self.comm.allocate(nbytes, torch.uint8) if self.shared else self._private(nbytes)
+            if self.shared:
+                new = self.comm.allocate(nbytes, torch.uint8)
+            else:
+                new = torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
             self.slots[slot : slot + 1] = [new]
             self._views = {key: view for key, view in self._views.items() if key[0] != slot}
-
-    def _private(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
 
     def views(self, slot: int, memory: BucketMemory) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a bucket in a slot: flat, and its parameters by name in their local shapes, outside autograd."""

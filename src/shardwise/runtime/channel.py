@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.runtime.bell import Rope
-from shardwise.runtime.communicator import Call, CommunicationError
-from shardwise.runtime.segments import Arena, Segment, map_segment
+from shardwise.runtime.call import Call
+from shardwise.runtime.segments import Arena, SharedSegment, map_segment
+from shardwise.runtime.wakeup import Waker
 
 PIECE = 8 << 20  # the most bytes of a piece, which bounds the work of one step and the staging memory
 STAGES = 2  # staging buffers per channel
@@ -54,18 +54,18 @@ Work: TypeAlias = Callable[[Source, int, int], None]
 class Board:
     """A board is what one rank sees of all ranks: their control words and, once they are needed, their segments."""
 
-    def __init__(self, rank: int, pids: list[int], controls: list[memoryview], ropes: dict[int, Rope]) -> None:
-        """``ropes`` has the ropes to the other ranks' bells, by rank."""
+    def __init__(self, rank: int, pids: list[int], controls: list[memoryview], wakers: dict[int, Waker]) -> None:
+        """``wakers`` has the wakers of the other ranks, by rank."""
         self.rank, self.controls = rank, controls
-        self.arena, self.ropes = Arena(), ropes
+        self.arena, self.wakers = Arena(), wakers
         self._pids = pids
         self._segments: dict[tuple[int, int], Tensor] = {}
 
     def wake(self, ranks: Iterable[int]) -> None:
         """Wake those of ``ranks`` that sleep, after publishing something that they may wait for."""
         for rank in ranks:
-            if self.controls[rank][ASLEEP] and rank in self.ropes:
-                self.ropes[rank].pull()
+            if self.controls[rank][ASLEEP] and rank in self.wakers:
+                self.wakers[rank].wake()
 
     def segment(self, rank: int, fd: int) -> Tensor:
         """Return the bytes of a segment of another rank, mapped once."""
@@ -76,11 +76,11 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Close this rank's segments and ropes."""
+        """Close this rank's segments and wakers."""
         self.arena.close()
-        for rope in self.ropes.values():
-            rope.close()
-        self.ropes.clear()
+        for waker in self.wakers.values():
+            waker.close()
+        self.wakers.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -103,15 +103,15 @@ class Operation:
     reads_only: bool = False  # the operation ends with this rank's work: the others need nothing from it
     remaining: int = 0  # pieces that have not been retired
 
-    def pieces(self) -> list[Chunk]:
+    def pieces(self) -> list[Piece]:
         step = max(1, PIECE // max(1, self.parts * self.dtype.itemsize))
         starts = range(0, max(1, self.length), step)
         self.remaining = len(starts)
-        return [Chunk(self, start, min(start + step, self.length)) for start in starts]
+        return [Piece(self, start, min(start + step, self.length)) for start in starts]
 
 
 @dataclass(eq=False, slots=True)
-class Chunk:
+class Piece:
     """A piece has elements ``start:stop`` of every part of an operation; ``shared`` is this rank's input, by part."""
 
     operation: Operation
@@ -135,9 +135,9 @@ class Channel:
         self._key = int.from_bytes(blake2b(f"{name} {ranks}".encode(), digest_size=8).digest(), signed=True)
         self._bases = [0] * len(ranks)  # where the channel is in each member's control segment; 0: not yet known
         self._bases[self._me] = self._claim()
-        self._pieces: deque[Chunk] = deque()  # not yet retired
+        self._pieces: deque[Piece] = deque()  # not yet retired
         self._posted = self._worked = self._retired = 0  # numbers of this rank's pieces
-        self._stages: Segment | None = None
+        self._stages: SharedSegment | None = None
         self._staged = 0  # staging buffers in use
         self._next_stage = 0
 
@@ -208,7 +208,7 @@ class Channel:
             self._board.wake(self._ranks)
         return self._posted > first
 
-    def _share(self, piece: Chunk) -> bool:
+    def _share(self, piece: Piece) -> bool:
         """Make the input visible and write the entry; False while there is no room for it."""
         whole, result, fd, offset, stride = piece.operation.x, piece.operation.result, -1, 0, 0
         if whole is not None:
@@ -230,7 +230,7 @@ class Channel:
 
     def _stage(self, x: Tensor) -> tuple[int, int, Tensor]:
         if self._stages is None:
-            self._stages = Segment(STAGES * PIECE)
+            self._stages = SharedSegment(STAGES * PIECE)
         offset = self._next_stage * PIECE
         self._next_stage = (self._next_stage + 1) % STAGES
         self._staged += 1
@@ -253,12 +253,14 @@ class Channel:
             try:
                 segment = self._board.segment(rank, control[entry + FD])
             except OSError as error:
-                raise self._error(operation.call, f"the memory of rank {rank} cannot be mapped: {error}") from error
+                reason = f"the memory of rank {rank} cannot be mapped: {error}"
+                raise operation.call.error(reason, self._board.rank) from error
             return segment[start : start + nbytes].view(operation.dtype)
 
         for member, rank in enumerate(self._ranks):
             if self._board.controls[rank][self._bases[member] + slot + SIGNATURE] != operation.signature:
-                raise self._error(operation.call, f"rank {rank} has posted another operation, size or dtype here")
+                reason = f"rank {rank} has posted another operation, size or dtype here"
+                raise operation.call.error(reason, self._board.rank)
         operation.work(source, piece.start, piece.stop)
         self._worked += 1
         self._own[self._bases[self._me] + DONE] = self._worked
@@ -275,6 +277,3 @@ class Channel:
                     assert piece.shared is not None
                     piece.of(piece.operation.result).copy_(piece.shared)
             piece.operation.remaining -= 1
-
-    def _error(self, call: Call, reason: str) -> CommunicationError:
-        return CommunicationError(reason, rank=self._board.rank, operation=str(call), what=call.what)

@@ -29,7 +29,7 @@ LANE = "state"
 
 
 @dataclass(frozen=True)
-class Spread:
+class BucketSpread:
     """This says how a bucket is spread over the ranks at coordinate ``root`` of the pipeline axis, by default this
     rank's own.  Every rank can make it, whether it has the bucket or not.
     """
@@ -109,7 +109,7 @@ def whole(memory: BucketMemory, held: Tensor, what: str) -> dict[str, Tensor]:
     goals = {
         p.name: torch.empty(p.shape, dtype=held.dtype, device=memory.comm.device) for p in memory.bucket.parameters
     }
-    Spread(memory.bucket, memory.rule, memory.choice, memory.comm).fill(held, held.dtype, goals, what)
+    BucketSpread(memory.bucket, memory.rule, memory.choice, memory.comm).fill(held, held.dtype, goals, what)
     return goals
 
 

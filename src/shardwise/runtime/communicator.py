@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeAlias
 
@@ -33,6 +32,9 @@ from shardwise.core.communicators import CONTROL, Members
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
+from shardwise.runtime.call import Call, Group
+
+START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
 
 OnWait: TypeAlias = Callable[[str | None], None]
 """It is called with an operation in words when the host begins to wait for it, and with None when the wait ends."""
@@ -42,62 +44,6 @@ REDUCIBLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
-
-
-class CommunicationError(ShardwiseError):
-    """An operation failed: a peer is gone, or the ranks do not agree on what they do.
-
-    ``rank`` is the rank that noticed, ``operation`` the call in words, ``what`` the caller's name for it,
-    ``missing`` the ranks that had not arrived, as far as they are known.
-    """
-
-    def __init__(
-        self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()
-    ) -> None:
-        self.rank, self.operation, self.what, self.missing = rank, operation, what, tuple(missing)
-        absent = f" (not arrived: rank {', '.join(map(str, self.missing))})" if self.missing else ""
-        place = f"rank {rank}: {operation}: " if operation else ""
-        super().__init__(f"{place}{reason}{absent}")
-
-
-class CommunicationTimeout(CommunicationError):
-    """A wait took longer than the communicator's time-out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A group has the ranks of a collective, in group order, and the position of this rank among them."""
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call describes one posted operation, for error messages and to tell two operations apart."""
-
-    kind: str
-    group: Group
-    lane: str
-    what: str
-    channel: str = ""  # the channel of a message
-
-    @property
-    def members(self) -> Members:
-        """Return the communicator that the operation belongs to."""
-        if self.kind in ("send", "receive"):
-            return Members(self.group.ranks, self.channel, True)
-        return Members(tuple(sorted(self.group.ranks)), self.lane)
-
-    def __str__(self) -> str:
-        name = f" of {self.what}" if self.what else ""
-        over = f" over {','.join(self.group.axes)}" if self.group.axes else ""
-        return f"{self.kind}{name}{over} among ranks {list(self.group.ranks)} on lane {self.lane}"
 
 
 class Handle(Protocol):
@@ -185,11 +131,7 @@ class Communicator(ABC):
         """
         call = Call("all_gather", self.group(axes), lane, what)
         self._check(call, x, out, out.numel() == call.group.size * x.numel())
-        return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._all_gather(call, _flat(out), _flat(x))
-        )
+        return self._moved(call, out, x, self._all_gather)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Sum ``x`` over the group and put the part of this rank's index in ``out``.
@@ -199,21 +141,13 @@ class Communicator(ABC):
         call = Call("reduce_scatter", self.group(axes), lane, what)
         x, out = _real(x), _real(out)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
-        return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._reduce_scatter(call, _flat(out), _flat(x))
-        )
+        return self._moved(call, out, x, self._reduce_scatter)
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Send the i-th of n equal parts of ``x`` to member i, and put member i's part in the i-th part of ``out``."""
         call = Call("all_to_all", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
-        return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._all_to_all(call, _flat(out), _flat(x))
-        )
+        return self._moved(call, out, x, self._all_to_all)
 
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by the ``x`` of the member with index ``root`` in the group."""
@@ -260,11 +194,6 @@ class Communicator(ABC):
     def _prepare(self, new: Sequence[Members]) -> None:
         """Make these communicators, in this order; a backend whose first use never blocks has nothing to do."""
         return
-
-    def _unprepared(self, call: Call) -> CommunicationError:
-        """Return the error for the use of a communicator that was not prepared."""
-        reason = f"its communicator ({call.members}) was not prepared, and to start it now could block ranks for ever"
-        return CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what)
 
     def progress(self) -> None:
         """Do a bounded bit of pending work, if any, without blocking; backends without a thread need this."""
@@ -323,10 +252,31 @@ class Communicator(ABC):
                 f"{x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype}"
             )
 
+    def _moved(self, call: Call, out: Tensor, x: Tensor, post: Callable[[Call, Tensor, Tensor], Handle]) -> Handle:
+        """Post an operation from ``x`` to ``out``; with nobody or nothing to communicate it is a copy."""
+        if call.group.size == 1 or x.numel() == 0:
+            return self._copied(out, x)
+        return post(call, _flat(out), _flat(x))
+
     def _copied(self, out: Tensor, x: Tensor) -> Handle:
         if out.data_ptr() != x.data_ptr():
             _flat(out).copy_(_flat(x))
         return Completed()
+
+    def _limit(self, call: Call) -> float:
+        """Return the time-out in seconds: on the control lane a rank may be late by what it does outside of a step."""
+        return max(self.timeout, START_TIMEOUT) if call.lane == CONTROL else self.timeout
+
+    def _noted(self, call: Call, wait: Callable[..., object], *arguments: object) -> None:
+        """Call ``wait``, which blocks the host until an operation is complete, and tell ``on_wait`` of it."""
+        if self.on_wait is None:
+            wait(*arguments)
+            return
+        self.on_wait(str(call))
+        try:
+            wait(*arguments)
+        finally:
+            self.on_wait(None)
 
     @abstractmethod
     def _all_reduce(self, call: Call, x: Tensor) -> Handle: ...
@@ -360,6 +310,13 @@ def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
     """Sum ``numbers``, a CPU tensor, over all ranks in place, and return it; all ranks call it.  It uses no device."""
     comm.host.all_reduce(numbers, comm.mesh.names, lane=CONTROL, what=what).wait()
     return numbers
+
+
+def host_gather(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
+    """Return the ``numbers``, a CPU tensor, of every rank, in rank order; all ranks call it.  It uses no device."""
+    found = torch.zeros(comm.mesh.size, *numbers.shape, dtype=numbers.dtype)
+    found[comm.rank] = numbers
+    return host_sum(comm, found, what)
 
 
 def _real(x: Tensor) -> Tensor:

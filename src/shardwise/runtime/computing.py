@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.ops.collectives import Env
-from shardwise.ops.weight_gradients import Factors
+from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
@@ -42,7 +42,7 @@ class Computing(UnitBackward):
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
-    deferred: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], deque[GradientFactors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     position: int = -1
 
@@ -156,16 +156,16 @@ class Computing(UnitBackward):
         while factors:
             self.gradients.add_product(factors.popleft())
 
-    def multiply(self, factors: Factors) -> None:
+    def multiply(self, factors: GradientFactors) -> None:
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [factors.dy])
         self.gradients.add_product(factors)
 
-    def defer(self, held: deque[Factors]) -> Callable[[Factors], None]:
+    def defer(self, held: deque[GradientFactors]) -> Callable[[GradientFactors], None]:
         """Return a function that keeps factors for later; it copies those in a slot, as the slot may be reused."""
         own = self.gathered.own
 
-        def add(factors: Factors) -> None:
+        def add(factors: GradientFactors) -> None:
             if self.owner.inspect is not None:
                 self.owner.inspect(self.position, "gradient", [factors.dy])
             held.append(factors._replace(dy=own(factors.dy), x=own(factors.x)))

@@ -11,7 +11,7 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.alone import AloneCommunicator
-from shardwise.runtime.communicator import Communicator, OnWait, host_sum
+from shardwise.runtime.communicator import Communicator, OnWait, host_gather
 from shardwise.runtime.distributed import HOSTS, DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator, available
 from shardwise.runtime.staged import StagedCommunicator
@@ -24,18 +24,15 @@ def ranks_of_a_host(comm: Communicator) -> int:
     """Return the least number of ranks that torchrun started on a host; all ranks call this together and get the same.
     Without torchrun, all ranks are on one host.
     """
-    told = torch.zeros(comm.mesh.size, dtype=torch.float64)
-    told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
-    return int(host_sum(comm, told, "the ranks of a host").min())
+    local = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size)))
+    return int(host_gather(comm, local, "the ranks of a host").min())
 
 
-def tell(comm: Communicator, text: str, what: str) -> list[str]:
+def gather_texts(comm: Communicator, text: str, what: str) -> list[str]:
     """Return at most :data:`TEXT` bytes of each rank's text, in rank order; all ranks call this together."""
-    told = torch.zeros(comm.mesh.size, TEXT)
-    mine = text.encode()[:TEXT]
-    told[comm.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.float32)
-    host_sum(comm, told, what)
-    return [bytes(int(code) for code in row if code).decode(errors="ignore") for row in told.tolist()]
+    mine = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+    rows = host_gather(comm, mine, what).tolist()
+    return [bytes(code for code in row if code).decode(errors="ignore") for row in rows]
 
 
 def check_apart(comm: Communicator) -> None:
@@ -45,7 +42,7 @@ def check_apart(comm: Communicator) -> None:
     Only NVIDIA's cards can be told apart; for others the backend's library reports it at their first communicator.
     """
     backend = Backend.of(comm.device)
-    cards = tell(comm, backend.uuid(comm.device), "the devices of all ranks")
+    cards = gather_texts(comm, backend.uuid(comm.device), "the devices of all ranks")
     for card in dict.fromkeys(filter(None, cards)):
         ranks = [rank for rank, one in enumerate(cards) if one == card]
         if len(ranks) > 1:

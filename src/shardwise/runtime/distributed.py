@@ -20,22 +20,13 @@ from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import (
-    Call,
-    CommunicationError,
-    CommunicationTimeout,
-    Communicator,
-    Group,
-    Handle,
-    OnWait,
-    as_bytes,
-)
+from shardwise.runtime.call import Call, CommunicationError, CommunicationTimeout, Group
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes
 from shardwise.runtime.network import choose_interfaces
 from shardwise.runtime.rendezvous import rendezvous
 
 Start: TypeAlias = Callable[..., dist.Work | None]
 
-START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
 HOSTS = "gloo"  # torch's backend for CPU tensors
 WARM = (64, 1 << 18, 1 << 23)  # fp32 elements: by size a backend chooses how ranks communicate, and connects for that
 REPORT_TIME = 2.0  # seconds that a rank whose wait has failed gives the others to report that they are stuck too
@@ -81,9 +72,9 @@ class DistributedCommunicator(Communicator):
         self._process_groups: dict[Members, dist.ProcessGroup] = {}
         self._posted: dict[tuple[tuple[int, ...], str], int] = {}
         self._orders: dict[tuple[int, ...], _Order] = {}
-        self._patience, self._long = timedelta(seconds=timeout), timedelta(seconds=max(timeout, START_TIMEOUT))
         self._made = everyone is None
-        self._everyone = dist.new_group(timeout=self._long, backend=HOSTS) if everyone is None else everyone
+        patience = timedelta(seconds=max(timeout, START_TIMEOUT))
+        self._everyone = dist.new_group(timeout=patience, backend=HOSTS) if everyone is None else everyone
         if not Backend.of(device).asynchronous:
             control = groups(mesh, mesh.names, CONTROL)
             self._process_groups |= dict.fromkeys(control, self._everyone)
@@ -154,9 +145,8 @@ class DistributedCommunicator(Communicator):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that options have a time-out too, which it does not use
-            made = dist.new_group(
-                sorted(one.ranks), timeout=self._patience, backend=backend.transport, pg_options=backend.urgent_group()
-            )
+            patience, urgent = timedelta(seconds=self.timeout), backend.urgent_group()
+            made = dist.new_group(sorted(one.ranks), timeout=patience, backend=backend.transport, pg_options=urgent)
         if self.rank in one.ranks:
             assert made is not None
             self._process_groups[one] = made
@@ -255,7 +245,8 @@ class DistributedCommunicator(Communicator):
         post: Callable[[dist.ProcessGroup], dist.Work | None],
         finish: Callable[[], object] | None = None,
     ) -> Handle:
-        position = self._count(call.group.ranks, call.lane)
+        key = (call.group.ranks, call.queue)
+        position = self._posted[key] = self._posted.get(key, -1) + 1
         try:
             work = post(self._process_group(call))
         except RuntimeError as error:
@@ -265,55 +256,37 @@ class DistributedCommunicator(Communicator):
     def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup, int], dist.Work | None]) -> Handle:
         """Post a message: gloo matches messages by a tag, their number; NCCL has no tags, but a process group for each
         channel and direction."""
-        position = self._count(call.group.ranks, f"message {call.channel}")
-        tag = (position * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
-        try:
-            work = post(self._process_group(call), 0 if Backend.of(self.device).asynchronous else tag)
-        except RuntimeError as error:
-            raise self._failure(call, position, error) from error
-        return _WorkHandle(self, work, call, position, None)
-
-    def _count(self, ranks: tuple[int, ...], lane: str) -> int:
-        position = self._posted[ranks, lane] = self._posted.get((ranks, lane), -1) + 1
-        return position
+        number = self._posted.get((call.group.ranks, call.queue), -1) + 1
+        tag = (number * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
+        return self._start(call, lambda group: post(group, 0 if Backend.of(self.device).asynchronous else tag))
 
     def _process_group(self, call: Call) -> dist.ProcessGroup:
         found = self._process_groups.get(call.members)
         if found is None:
-            raise self._unprepared(call)
+            reason = f"its communicator ({call.members}) was not prepared, and to start it now could block ranks"
+            raise call.error(f"{reason} for ever", self.rank)
         return found
-
-    def _limit(self, call: Call) -> timedelta:
-        """Return the time-out: on the control lane a rank may be late by what it does outside of a step."""
-        return self._long if call.lane == CONTROL else self._patience
 
     def _wait(self, work: dist.Work, call: Call, position: int) -> None:
         if Backend.of(self.device).asynchronous:
             work.wait()  # the current stream waits, not the host
             return
-        if self.on_wait is not None:
-            self.on_wait(str(call))
         try:
-            work.wait(self._limit(call))
+            self._noted(call, work.wait, timedelta(seconds=self._limit(call)))
         except RuntimeError as error:
             raise self._failure(call, position, error) from error
-        finally:
-            if self.on_wait is not None:
-                self.on_wait(None)
 
     def _failure(self, call: Call, position: int, error: RuntimeError) -> CommunicationError:
         timed_out = "timed out" in str(error).lower()
-        reason = f"no end after {self._limit(call).total_seconds():g} s" if timed_out else f"failed: {error}"
+        reason = f"no end after {self._limit(call):g} s" if timed_out else f"failed: {error}"
         kind = CommunicationTimeout if timed_out else CommunicationError
-        missing = self._missing(call, position)
-        return kind(reason, rank=self.rank, operation=str(call), what=call.what, missing=missing)
+        return call.error(reason, self.rank, self._missing(call, position), kind)
 
     def _missing(self, call: Call, position: int) -> list[int]:
         """Return the members that do not report within REPORT_TIME that they are stuck at the same operation."""
         if self._store is None:
             return []
-        lane = f"message {call.channel}" if call.kind in ("send", "receive") else call.lane
-        place = f"stuck/{'-'.join(map(str, call.group.ranks))}/{lane}/{position}"
+        place = f"stuck/{'-'.join(map(str, call.group.ranks))}/{call.queue}/{position}"
         silent, asked = [rank for rank in call.group.ranks if rank != self.rank], False
         with suppress(RuntimeError):  # the store goes down with the process that hosts it
             self._store.set(f"{place}/{self.rank}", "here")
@@ -338,10 +311,10 @@ class _WorkHandle:
         self._position, self._finish = position, finish
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self._work is None:
             return
-        self._communicator._wait(work, self._call, self._position)
+        self._communicator._wait(self._work, self._call, self._position)
+        self._work = None
         if self._finish is not None:
             self._finish()
 

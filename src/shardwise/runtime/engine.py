@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_sizes
+from shardwise.core.layout import shard_range, shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
-from shardwise.core.tensor_options import OTHERS
+from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
@@ -24,13 +25,15 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
-from shardwise.runtime.interpreter import Interpreter
+from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
-from shardwise.runtime.post_validation import PostValidatingInterpreter
-from shardwise.runtime.whole_state import WholeState, aliases
+from shardwise.runtime.post_validation import PostValidatedRun
+from shardwise.runtime.whole_state import WholeState, first_names
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -59,8 +62,12 @@ class Engine:
         strict: bool = False,
         loss_scale: ScaleChoice | None = None,
     ) -> None:
-        if comm.mesh.size != compiled.plan.mesh.size:
-            raise ConfigError(f"the plan's mesh has {compiled.plan.mesh.size} ranks, and {comm.mesh.size} are running")
+        running, planned = (
+            ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes if axis.size > 1) or "one rank"
+            for mesh in (comm.mesh, compiled.plan.mesh)
+        )
+        if running != planned:
+            raise ConfigError.on("mesh", f"the communicator's is {running}", f"the plan's, {planned}")
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.step_index = 0
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
@@ -79,7 +86,10 @@ class Engine:
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
-        self.cut = compiled.cut(trace)
+        axes = batch_axes(plan.mesh)
+        # This rank has part ``part[1]`` of ``part[0]`` of the rows of each microbatch.
+        self.part = comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
+        self.cut = compiled.stages_of(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
@@ -93,19 +103,19 @@ class Engine:
         buffers = {
             n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()
         }
-        self.names = aliases(module)
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.whole = WholeState(
-            comm, plan, optimizer, self.memory, module, trace.buckets, self.holders, self.updating, self.unused
-        )
-        kind = PostValidatingInterpreter if plan.post_validates else Interpreter
-        self.interpreter = kind(
-            comm, self.memory, batch_axes(plan.mesh), seed, tuple(b.index for b in trace.buckets if b.learns),
+            comm, plan, optimizer, self.memory, first_names(module), trace.buckets, self.holders, self.updating,
+            self.unused,
+        )  # fmt: skip
+        self.interpreter = Interpreter(
+            comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
             per_parameter=per_parameter,
             strict=strict, offload=plan.memory.offloads_activations,
+            runs=PostValidatedRun if plan.post_validates else Run,
         )  # fmt: skip
 
     def leads(self, bucket: int) -> bool:
@@ -117,11 +127,8 @@ class Engine:
         that have the same part of it does.
         """
         mesh = self.comm.mesh
-        return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
-
-    def _compute_dtype(self, name: str) -> torch.dtype:
-        module = self.compiled.module
-        return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.numeric.precision)
+        others = mesh.other_axes((*NON_TENSOR_AXES, *bucket.axes))
+        return self.leads(bucket.index) and mesh.index(self.comm.rank, others) == 0
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
@@ -143,11 +150,12 @@ class Engine:
         ``batches`` gives what :meth:`step` takes, always with the same number of rows; each is asked for when its step
         begins.  Results come in order, each once all stages know it.  The caller must take all: other ranks wait.
         """
-        fields, rows, stop = next(batches)
+        given = exactly(number, batches)
+        fields, rows, stop = next(given)
         traces = self.choose(fields, rows, general=True)
         program = self.program(self.compiled, traces, number)
-        rest = itertools.chain([(fields, rows, stop)], itertools.islice(batches, number - 1))
-        yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
+        every = itertools.chain([(fields, rows, stop)], given)
+        yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in every))
 
     def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
@@ -164,11 +172,11 @@ class Engine:
         """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
-        for parameter in {
-            p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused
-        }.values():
-            value = local_part(self.unused[parameter.name], parameter, self.comm)
-            self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
+        read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
+        for name, parameter in read.items():
+            value, precision = local_part(self.unused[name], parameter, self.comm), compiled.plan.numeric.precision
+            dtype = shadow_dtype(compiled.module, name, compiled.module.get_parameter(name), precision)
+            self.memory.leaves[name] = value.to(self.comm.device, dtype)
         program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
@@ -200,18 +208,25 @@ class Engine:
         return [compiled.trace(ones, size) for size in shard_sizes(rows, min(compiled.plan.microbatches, rows))]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
+        """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
         expected = self.compiled.example
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
+        if rows < 1:
+            raise ConfigError(f"batch: {rows} rows; legal: at least 1")
+        sizes = shard_sizes(rows, min(self.compiled.plan.microbatches, rows))
+        ranges = (shard_range(size, *self.part) for size in sizes)
+        own = sum(stop - start for start, stop in ranges)
         for name, value in fields.items():
             like = expected[name]
-            if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
+            if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise ConfigError(
                     f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '
                     f"{', '.join(map(str, like.shape[1:]))}) {like.dtype}"
                 )
-        if rows < 1:
-            raise ConfigError(f"batch: {rows} rows; legal: at least 1")
+            if value.shape[0] != own:
+                wrong = f'field "{name}" has {value.shape[0]} rows on this rank'
+                raise ConfigError.on("batch", wrong, f"{own}, its part of {rows}")
 
     def agreed_ones(
         self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled
@@ -313,3 +328,13 @@ class Engine:
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:
                     value.copy_(state[name])
+
+
+def exactly(number: int, batches: Iterator[T]) -> Iterator[T]:
+    """Yield ``number`` of ``batches``, each when it is asked for.  Raises :class:`ConfigError` where fewer come."""
+    for came in range(number):
+        try:
+            one = next(batches)
+        except StopIteration:
+            raise ConfigError.on("batches", f"{came} came", f"{number}, one for each step") from None
+        yield one

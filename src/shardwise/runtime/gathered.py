@@ -115,7 +115,7 @@ class Gathered:
             self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
             self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
             self._bucket[_address(out)] = one.bucket
-        return self._comm.all_gather(out, memory.own_parameters, SHARDS, lane=str(one.lane), what=what)
+        return self._comm.all_gather(out, memory.held_parameters, SHARDS, lane=str(one.lane), what=what)
 
     def free(self, buffer: Buffer) -> None:
         """Free a slot whose bucket is no longer needed."""

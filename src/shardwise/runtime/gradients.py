@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
-from shardwise.ops.weight_gradients import Factors, accumulate
+from shardwise.ops.weight_gradients import GradientFactors, accumulate
 from shardwise.parallel.data import SHARDS
-from shardwise.runtime.buffers import RankMemory
+from shardwise.runtime.buffers import RankMemory, part
 from shardwise.runtime.communicator import Communicator, Handle
 
 
@@ -53,7 +53,7 @@ class Gradients:
             self._goals |= goals
             self._slot |= dict.fromkeys(goals, -1)
 
-    def spent(self, bucket: int) -> None:
+    def updated(self, bucket: int) -> None:
         """Note that a bucket has been updated: its next gradient overwrites."""
         self._written.difference_update((p.name, -1) for p in self._memory.buckets[bucket].bucket.parameters)
 
@@ -62,7 +62,7 @@ class Gradients:
         goal = self._goals[name]
         goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
-    def add_product(self, factors: Factors) -> None:
+    def add_product(self, factors: GradientFactors) -> None:
         """Add the product of ``factors`` in the same way; it is computed straight into the buffer."""
         accumulate(self._goals[factors.weight], factors, self._reach(factors.weight), self._memory.kernels)
 
@@ -102,19 +102,19 @@ class Gradients:
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
-        own = x[memory.shard.start : memory.shard.stop] if x.numel() == memory.layout.numel else x
+        own = part(x, memory.shard)
         if not one.scatters:
             return comm.all_reduce(own if memory.rule.state == "S" else x, one.axes, lane=lane, what=what)
         out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
-    def take(self, one: Instruction) -> None:
+    def add_slot(self, one: Instruction) -> None:
         """Add to a bucket's own gradient what a slot has of it; the first overwrites."""
         memory = self._memory.buckets[one.bucket]
         self._complete(one.bucket, one.slot)
         self._written |= {(p.name, -1) for p in memory.bucket.parameters}
-        summed = self._memory.unreduced.views(one.slot, memory)[0][memory.held.start : memory.held.stop]
-        goal = memory.final_gradient
+        summed = part(self._memory.unreduced.views(one.slot, memory)[0], memory.held)
+        goal = memory.held_gradient
         goal.copy_(summed) if one.first else goal.add_(summed)
 
     def free(self, buffer: Buffer) -> None:
@@ -125,10 +125,10 @@ class Gradients:
     def norm(self, bucket: int) -> Tensor:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
         self._complete(bucket, -1)
-        found: Tensor = torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)
+        found: Tensor = torch.linalg.vector_norm(self._memory.buckets[bucket].shard_gradient)
         return found
 
-    def final(self, bucket: int) -> Tensor:
+    def held(self, bucket: int) -> Tensor:
         """Return this rank's held range of a bucket's gradient, after all ranks on the batch axes have added theirs."""
         self._complete(bucket, -1)
-        return self._memory.buckets[bucket].final_gradient
+        return self._memory.buckets[bucket].held_gradient

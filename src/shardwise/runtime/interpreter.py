@@ -19,17 +19,17 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
 from shardwise.runtime.rank_context import RankContext
-from shardwise.runtime.together import kind, steps
+from shardwise.runtime.together import joint_key, joint_updates
 from shardwise.units.trace import Trace
 
-Operation = Callable[[Instruction], None]
+Executor = Callable[[Instruction], None]
 """A function that executes an instruction."""
 
 
 class Recording(Protocol):
     """A recorder is told when each instruction of a step runs."""
 
-    def run(self, position: int, one: Instruction, operate: Operation) -> None:
+    def run(self, position: int, one: Instruction, operate: Executor) -> None:
         """Run an instruction by ``operate``, and note when it began and ended."""
 
     def arrived(self, position: int) -> None:
@@ -38,8 +38,9 @@ class Recording(Protocol):
 
 @dataclass
 class Interpreter(RankContext):
-    """This runs the programs of a rank; ``recorder`` is told when each instruction runs."""
+    """This runs the programs of a rank, each as one of ``runs``; ``recorder`` is told when each instruction runs."""
 
+    runs: type[Run] = field(kw_only=True)
     recorder: Recording | None = None
     # By the id of the program, which is kept so that no other program gets that id.
     _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
@@ -47,7 +48,10 @@ class Interpreter(RankContext):
     def updated(self, program: Program) -> Mapping[int, tuple[int, ...]]:
         """Return the buckets that are updated at each STEP of a program, by the position of the STEP."""
         if id(program) not in self._updated:
-            self._updated[id(program)] = program, steps(program, lambda bucket: kind(self.memory.buckets[bucket]))
+            self._updated[id(program)] = (
+                program,
+                joint_updates(program, lambda bucket: joint_key(self.memory.buckets[bucket])),
+            )
         return self._updated[id(program)][1]
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
@@ -64,11 +68,7 @@ class Interpreter(RankContext):
         caller must take all results: other ranks wait for this one.
         """
         self.memory.reserve(program)
-        return self.begin(traces, program, given).run()
-
-    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
-        """Return a run of the program that has not executed anything yet."""
-        return Run(self, traces, program, given)
+        return self.runs(self, traces, program, given).run()
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Run:
         self.updated = owner.updated(self.program)
         self.skip = memory.halted  # not 0 if what forwards have written into buffers is dropped
 
-    def operations(self) -> Mapping[Op, Operation]:
+    def operations(self) -> Mapping[Op, Executor]:
         """Map each kind of instruction to the function that executes it."""
         computing = self.computing
         return {
@@ -178,10 +178,10 @@ class Run:
     def add(self, one: Instruction) -> None:
         """Add to a bucket's gradient what is in a slot or has come from another rank."""
         if one.slot >= 0:
-            self.gradients.take(one)
+            self.gradients.add_slot(one)
         else:
             (value,) = self.messages.received[one.reads[0]].values()
-            self.gradients.final(one.bucket).add_(value)
+            self.gradients.held(one.bucket).add_(value)
 
     def gather(self, one: Instruction) -> None:
         self.handles[self.computing.position] = (one, self.gathered.gather(one))
@@ -233,7 +233,7 @@ class Run:
 
     def update(self, one: Instruction) -> None:
         self.batches[one.version].update(one, self.updated[self.computing.position])
-        self.gradients.spent(one.bucket)
+        self.gradients.updated(one.bucket)
         self.gathered.updated(one.bucket)
 
     @torch.no_grad()

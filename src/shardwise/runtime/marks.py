@@ -73,8 +73,7 @@ class Marks:
     def close(self) -> None:
         """Stop following the device."""
         self._ended.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _follow(self) -> None:
         try:

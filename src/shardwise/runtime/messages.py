@@ -50,7 +50,7 @@ class Messages:
         """Post the sends of all that the instruction carries; a gradient that no backward has produced is zero."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
-            values = {"gradient": self.gradients.final(one.bucket)}
+            values = {"gradient": self.gradients.held(one.bucket)}
         elif kind == BufferKind.ACTIVATION:
             values = {name: self.live[name, m] for name in one.tensors}
         else:
@@ -65,7 +65,7 @@ class Messages:
         """Post the receives of all that the instruction carries."""
         place = one.writes[0]
         if one.bucket >= 0:
-            goal = self.gradients.final(one.bucket)
+            goal = self.gradients.held(one.bucket)
             values = {"gradient": goal if place.kind == BufferKind.GRAD else torch.empty_like(goal)}
         else:
             values = {name: self._empty(one, name, env) for name in one.tensors}

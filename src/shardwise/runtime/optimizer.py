@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ConfigError
 from shardwise.core.optim import FUSED, OptimizerChoice
 
 
@@ -91,11 +91,11 @@ class FlatOptimizer:
     def __init__(
         self,
         choice: OptimizerChoice,
-        segments: Iterable[Segment | tuple[Tensor, Tensor, bool]],
+        segments: Iterable[Segment],
         states: Iterable[Mapping[str, Tensor]] | None = None,
     ):
         self.choice = choice
-        self.segments = tuple(s for s in (Segment(*segment) for segment in segments) if s.param.numel())
+        self.segments = tuple(segment for segment in segments if segment.param.numel())
         # Aliases: the caller's tensors keep their own `.grad`.
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
@@ -138,30 +138,6 @@ class FlatOptimizer:
             skipped = skip != 0
             for tensor, before in zip(self._mutable(), kept, strict=True):
                 torch.where(skipped, before, tensor, out=tensor)
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        """Return the state by its names in torch (``exp_avg``, ``step``, …), one live tensor for each segment."""
-        states = [self._state(index) for index in range(len(self.segments))]
-        return {key: [state[key] for state in states] for key in (states[0] if states else ())}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Copy in what :meth:`state_dict` gave for segments of the same sizes.
-
-        Raises :class:`ShardwiseError` where names or shapes differ.
-        """
-        own = self.state_dict()
-        if set(own) != set(state):
-            raise ShardwiseError(
-                f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}"
-            )
-        for key, tensors in own.items():
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            given = [tuple(tensor.shape) for tensor in state[key]]
-            if shapes != given:
-                raise ShardwiseError(f'optimizer state "{key}" has shapes {given}: expected {shapes}')
-            for tensor, source in zip(tensors, state[key], strict=True):
-                tensor.copy_(source)
 
     def states(self) -> list[tuple[Segment, dict[str, Tensor]]]:
         """Return each segment and its live state by torch's names: 1-d tensors like ``param``, and 0-d counters."""

@@ -8,24 +8,14 @@ it has computed of the next batch since then.  Lowering says where these instruc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.program import Program
 from shardwise.core.repeat import repeated
-from shardwise.runtime.batch import StepInput
-from shardwise.runtime.interpreter import Interpreter, Operation, Run
-from shardwise.units.trace import Trace
-
-
-class PostValidatingInterpreter(Interpreter):
-    """This runs the programs of a plan under which updates are validated later."""
-
-    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
-        return PostValidatedRun(self, traces, program, given)
+from shardwise.runtime.interpreter import Executor, Run
 
 
 @dataclass
@@ -45,7 +35,7 @@ class PostValidatedRun(Run):
         super().__post_init__()
         self.repeated = repeated(self.program.instructions)
 
-    def operations(self) -> Mapping[Op, Operation]:
+    def operations(self) -> Mapping[Op, Executor]:
         return {**super().operations(), Op.BACKUP: self.backup, Op.VALIDATE: self.validate}
 
     def positions(self) -> Iterator[int]:

@@ -150,10 +150,11 @@ class Progress:
             self._marks = Marks(lambda: backend.event(device), self._passed)
 
     def leave(self) -> None:
-        """Stop following the device."""
+        """Stop following the device: from now on only the host's progress counts."""
         if self._marks is not None:
             self._marks.close()
-        self._marks = None
+            self._marks, self._issued, self._until = None, 0, 0
+            self._write()
 
     @property
     def asked_to_stop(self) -> bool:
@@ -189,12 +190,12 @@ class Progress:
         self._waiting_for = what.encode() if what else b""
         self._write()
 
-    def tell(self, notice: str) -> None:
+    def notify(self, notice: str) -> None:
         """Record something that the user has to know."""
         self._notice = notice.encode()
         self._write()
 
-    def take(self, role: str) -> None:
+    def set_role(self, role: str) -> None:
         """Record this rank's part of a pipeline."""
         self._role = role.encode()
         self._write()

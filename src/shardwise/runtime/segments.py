@@ -20,9 +20,10 @@ from shardwise.core.errors import ShardwiseError
 
 BLOCK = 64 << 20  # bytes of address space per segment of an arena; pages are taken only when touched
 ALIGNMENT = 64  # bytes
+MEMINFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-class Segment:
+class SharedSegment:
     """A segment is ``nbytes`` of zeroed shared memory; ``fd`` must stay open while other processes may map it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -53,7 +54,7 @@ class Arena:
     """An arena allocates buffers in segments of this process, and never gives them back."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         self._used = 0  # bytes used of the last segment
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -63,7 +64,7 @@ class Arena:
                 raise ShardwiseError(
                     f"shared memory: {nbytes >> 20} MiB wanted, {free >> 20} MiB of memory are available"
                 )
-            self._segments.append(Segment(max(BLOCK, nbytes)))
+            self._segments.append(SharedSegment(max(BLOCK, nbytes)))
             self._used = 0
         start = self._used
         self._used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
@@ -97,10 +98,16 @@ def available_memory() -> int:
     """Return the bytes that this process can still take: the machine's, or less where a control group sets a limit."""
     free = 1 << 62
     with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
+        free = _numbers(MEMINFO).get("MemAvailable:", free >> 10) << 10
     with suppress(OSError, ValueError):  # "max" where there is no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        # What is used includes files that the kernel has cached and forgets as soon as memory is short.
+        cached = _numbers(CONTROL_GROUP / "memory.stat").get("inactive_file", 0)
+        free = min(free, limit - used + cached)
     return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line of a file, by the word that stands before it."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

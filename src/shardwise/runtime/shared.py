@@ -20,25 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.core.communicators import CONTROL
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh
-from shardwise.runtime.bell import Bell, Rope
+from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
-from shardwise.runtime.communicator import (
-    Call,
-    CommunicationError,
-    CommunicationTimeout,
-    Communicator,
-    Handle,
-    OnWait,
-    as_bytes,
-    ordered_sum,
-)
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes, ordered_sum
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
-from shardwise.runtime.segments import Segment, available_memory, map_segment, unsupported
+from shardwise.runtime.segments import SharedSegment, map_segment, unsupported
+from shardwise.runtime.wakeup import Waker, WakeupPipe
 
-START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes that are summed and written back at a time, while they are in the cache
 LINE = 64  # bytes of a cache line: two ranks never write to the same one
 # How often a waiting rank looks at the counters before it sleeps; the second, where another rank needs its core.
@@ -46,17 +36,14 @@ SPINS, FEW_SPINS = 300, 10
 NAP = 0.01  # the most seconds that it sleeps before it looks at the counters, the clock and the peers
 
 
-def available(mesh: Mesh, nbytes: int = 0) -> str | None:
-    """Return why ``mesh`` cannot communicate through shared memory with ``nbytes`` of buffers on each rank, or None."""
+def available(mesh: Mesh) -> str | None:
+    """Return why ``mesh`` cannot communicate through shared memory, or None."""
     reason = unsupported()
     if reason is not None:
         return reason
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and int(local) < mesh.size:
         return f"shared memory needs all ranks on one host; of {mesh.size} only {local} are on this one"
-    wanted, free = mesh.size * nbytes, available_memory()
-    if wanted > free:
-        return f"shared memory: {wanted >> 20} MiB wanted, {free >> 20} MiB of memory are available"
     return None
 
 
@@ -76,10 +63,10 @@ class SharedMemoryCommunicator(Communicator):
             raise ShardwiseError(reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes")
         super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
         self._store = met.store  # rank 0 may host it: it must outlive the start of the others
-        self._control = Segment(CONTROL_BYTES)
+        self._control = SharedSegment(CONTROL_BYTES)
         self._spins = SPINS if mesh.size <= len(os.sched_getaffinity(0)) else FEW_SPINS
-        self._bell = Bell()
-        self._board, self._health = _meet(met, self._control, self._bell)
+        self._pipe = WakeupPipe()
+        self._board, self._health = _meet(met, self._control, self._pipe)
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
         self._active: dict[Channel, None] = {}
         self._common: set[int] = set()  # addresses of buffers that are one piece of memory for all members of a group
@@ -124,7 +111,7 @@ class SharedMemoryCommunicator(Communicator):
         self._health.close()
         self._control.close()
         self._board.close()
-        self._bell.close()
+        self._pipe.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -205,13 +192,11 @@ class SharedMemoryCommunicator(Communicator):
         detail: str = "",
     ) -> Handle:
         """Post an :class:`Operation`: ``x`` gives its size and dtype, and ``shared`` is what the others may read."""
-        pair = call.kind in ("send", "receive")
-        key = (call.group.ranks, call.channel if pair else call.lane)
+        key = (call.group.ranks, call.queue)
         channel = self._channels.get(key)
         if channel is None:
-            name = f"message {call.channel}" if pair else f"lane {call.lane}"
-            channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
-        kind = "message" if pair else call.kind
+            channel = self._channels[key] = Channel(self._board, *key)
+        kind = "message" if call.pair else call.kind
         signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())
         operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, result, reads_only)
         channel.post(operation)
@@ -246,17 +231,13 @@ class SharedMemoryCommunicator(Communicator):
             if idle and self.on_wait is not None:
                 self.on_wait(None)
 
-    def _limit(self, call: Call) -> float:
-        """Return the time-out in seconds: on the control lane a rank may be late by what it does outside of a step."""
-        return max(self.timeout, START_TIMEOUT) if call.lane == CONTROL else self.timeout
-
     def _sleep(self) -> None:
         """Sleep until another rank has published something, but no longer than a moment."""
         own = self._board.controls[self.rank]
         own[ASLEEP] = 1
         try:
             if not self._advance():  # what came before others could see that this rank sleeps
-                self._bell.sleep(NAP)
+                self._pipe.sleep(NAP)
         finally:
             own[ASLEEP] = 0
 
@@ -268,11 +249,9 @@ class SharedMemoryCommunicator(Communicator):
         late = channel.late()  # after `gone`: what a rank has posted before it went still counts
         lost = gone.intersection(late)
         if lost:
-            reason = f"rank {', '.join(map(str, sorted(lost)))} is gone"
-            raise CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
+            raise call.error(f"rank {', '.join(map(str, sorted(lost)))} is gone", self.rank, late)
         if time.monotonic() > deadline:
-            reason = f"no end after {self._limit(call):g} s"
-            raise CommunicationTimeout(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
+            raise call.error(f"no end after {self._limit(call):g} s", self.rank, late, CommunicationTimeout)
 
 
 class _SharedHandle:
@@ -306,16 +285,16 @@ class _Health:
         self._ranks.clear()
 
 
-def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health]:
-    """Exchange addresses through the store, map the control segments of all ranks, and open a rope to each bell.
+def _meet(met: Rendezvous, control: SharedSegment, pipe: WakeupPipe) -> tuple[Board, _Health]:
+    """Exchange addresses through the store, map the control segments of all ranks, and open a waker of each.
 
     If this fails on any rank, all ranks raise :class:`ShardwiseError`, so that all can choose another backend.
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, bell.fd]))
-    pids, controls, ropes, verdict = [], [], {}, ""
+    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, pipe.fd]))
+    pids, controls, wakers, verdict = [], [], {}, ""
     for rank in range(met.size):
-        peer_host, pid, fd, bell_fd = json.loads(met.store.get(f"address/{rank}"))
+        peer_host, pid, fd, pipe_fd = json.loads(met.store.get(f"address/{rank}"))
         pids.append(pid)
         try:
             if peer_host != host:
@@ -323,7 +302,7 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
             memory = control.memory if rank == met.rank else map_segment(pid, fd)
             controls.append(memoryview(memory).cast("B").cast("q"))
             if rank != met.rank:
-                ropes[rank] = Rope(pid, bell_fd)
+                wakers[rank] = Waker(pid, pipe_fd)
         except OSError as error:
             verdict = f"rank {met.rank} cannot map the memory of rank {rank}: {error}"
     met.store.set(f"verdict/{met.rank}", verdict)
@@ -331,7 +310,7 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
     if any(verdicts):
         raise ShardwiseError("shared memory: " + "; ".join(filter(None, verdicts)))
     health = _Health({rank: pid for rank, pid in enumerate(pids) if rank != met.rank})
-    return Board(met.rank, pids, controls, ropes), health
+    return Board(met.rank, pids, controls, wakers), health
 
 
 def _sum_everywhere(call: Call, x: Tensor) -> Work:

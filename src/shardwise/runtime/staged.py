@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.communicators import Members
-from shardwise.runtime.communicator import Call, Communicator, Handle, OnWait
+from shardwise.runtime.call import Call
+from shardwise.runtime.communicator import Communicator, Handle, OnWait
 
 
 class StagedCommunicator(Communicator):

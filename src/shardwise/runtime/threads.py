@@ -24,16 +24,9 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import (
-    Call,
-    CommunicationError,
-    CommunicationTimeout,
-    Communicator,
-    Handle,
-    as_bytes,
-    ordered_sum,
-)
-from shardwise.runtime.handed import Handed
+from shardwise.runtime.call import Call, CommunicationTimeout
+from shardwise.runtime.communicator import Communicator, Handle, as_bytes, ordered_sum
+from shardwise.runtime.stream_tensors import StreamTensors
 
 T = TypeVar("T")
 Combine: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -48,20 +41,20 @@ def run_ranks(
     *,
     timeout: float = 60.0,
     delay_seed: int | None = None,
-    rendezvous: bool = False,
+    sends_wait: bool = False,
     first_use_blocks: bool = False,
     device: torch.device | str = "cpu",
     on_wait: Callable[[int, str | None], None] | None = None,
 ) -> list[T]:
     """Run ``fn`` once per rank of the mesh, each in a thread of its own, and return the results in rank order.
 
-    ``timeout`` is in seconds; ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only
+    ``timeout`` is in seconds; ``delay_seed`` delays posts and waits at random; ``sends_wait`` lets a send complete only
     once its receive is posted; ``first_use_blocks`` lets the first use of an unprepared communicator block its rank
     until all members have reached theirs, as NCCL's does; ``on_wait`` is called with the rank and what :data:`OnWait`
     gets.  The first exception stops the other ranks at their next communication and is raised here with a note naming
     its rank.
     """
-    world = _World(mesh.size, timeout, first_use_blocks)
+    state = _SharedState(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
     device = torch.device(device)
     backend = Backend.of(device)
@@ -69,7 +62,7 @@ def run_ranks(
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         heard = None if on_wait is None else lambda text: on_wait(rank, text)
-        communicator = ThreadCommunicator(mesh, rank, world, device, delay_seed, rendezvous, heard)
+        communicator = ThreadCommunicator(mesh, rank, state, device, delay_seed, sends_wait, heard)
         try:
             # One backward at a time per thread: autograd's shared worker threads would run it without this
             # thread's state.
@@ -77,9 +70,9 @@ def run_ranks(
                 results[rank] = fn(communicator)
                 communicator.check_intact()
         except BaseException as error:  # SystemExit too: the other ranks must not wait for this one
-            world.fail(rank, error)
+            state.fail(rank, error)
         else:
-            world.leave(rank)
+            state.leave(rank)
 
     backend.synchronize(device)  # the ranks' inputs are complete, whatever stream they were made in
     threads_before = torch.get_num_threads()
@@ -90,14 +83,14 @@ def run_ranks(
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive() and not world.expired():
+            while thread.is_alive() and not state.expired():
                 thread.join(0.05)
     except BaseException as error:
-        world.fail(-1, error)
+        state.fail(-1, error)
         raise
     finally:
         torch.set_num_threads(threads_before)
-    world.raise_failure()
+    state.raise_failure()
     backend.synchronize(device)  # and so are their results
     return [results[rank] for rank in range(mesh.size)]
 
@@ -109,24 +102,24 @@ class ThreadCommunicator(Communicator):
         self,
         mesh: Mesh,
         rank: int,
-        world: _World,
+        state: _SharedState,
         device: torch.device,
         delay_seed: int | None,
-        rendezvous: bool,
+        sends_wait: bool,
         on_wait: Callable[[str | None], None] | None,
     ) -> None:
-        super().__init__(mesh, rank, device, world.timeout, on_wait)
-        self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
+        super().__init__(mesh, rank, device, state.timeout, on_wait)
+        self._state, self._sends_wait, self._delay_seed = state, sends_wait, delay_seed
         self._posted: dict[Channel, int] = {}
         self._random: dict[str, random.Random] = {}
         # (whether the operation's tensor is intact, operation): the flag has not been read from the device yet.
         self._unseen: list[tuple[Tensor | bool, Call]] = []
-        self.first_use_blocks = world.first_use_blocks
+        self.first_use_blocks = state.first_use_blocks
         self._prepared.update(groups(mesh, mesh.names, CONTROL))
 
     def _host(self) -> ThreadCommunicator:
         return ThreadCommunicator(
-            self.mesh, self.rank, self._world, torch.device("cpu"), self._delay_seed, self._rendezvous, self.on_wait
+            self.mesh, self.rank, self._state, torch.device("cpu"), self._delay_seed, self._sends_wait, self.on_wait
         )
 
     def _prepare(self, new: Sequence[Members]) -> None:
@@ -158,7 +151,7 @@ class ThreadCommunicator(Communicator):
         return self._post(call, x, out, lambda inputs: [inputs[root]] * len(inputs), f"from index {root}")
 
     def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
-        return self._post(call, x, None, _message, buffered=not self._rendezvous)
+        return self._post(call, x, None, _message, buffered=not self._sends_wait)
 
     def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
         return self._post(call, x, x, _message)
@@ -177,19 +170,17 @@ class ThreadCommunicator(Communicator):
     ) -> Handle:
         self._pause(call.lane)
         if self.first_use_blocks and call.members not in self._prepared:
-            self._world.start(call, self.rank)
+            self._state.start(call, self.rank)
             self._prepared.add(call.members)
-        pair = call.kind in ("send", "receive")
-        kind = f"{'message' if pair else 'collective'} on {self.device.type}"
-        channel = (kind, call.group.ranks, call.channel if pair else call.lane)
+        channel = (self.device.type, call.group.ranks, call.queue)
         position = self._posted[channel] = self._posted.get(channel, -1) + 1
-        agreed = f"{'message' if pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
+        agreed = f"{'message' if call.pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
         snapshot = x.clone()
         if out is not None:
             as_bytes(out).fill_(0xFF)
-        brought = Handed([snapshot], self.device)
-        meeting = self._world.enter((channel, position), call, self.rank, brought, agreed, combine)
-        return _ThreadHandle(self, meeting, call, x, snapshot, out, buffered)
+        brought = StreamTensors([snapshot], self.device)
+        posted = self._state.enter((channel, position), call, self.rank, brought, agreed, combine)
+        return _ThreadHandle(self, posted, call, x, snapshot, out, buffered)
 
     def _pause(self, lane: str) -> None:
         if self._delay_seed is None:
@@ -209,37 +200,28 @@ class ThreadCommunicator(Communicator):
         while self._unseen:
             intact, call = self._unseen.pop(0)
             if not bool(intact):
-                raise CommunicationError(
-                    "a tensor of a pending operation was written before wait()",
-                    rank=self.rank,
-                    operation=str(call),
-                    what=call.what,
-                )
+                raise call.error("a tensor of a pending operation was written before wait()", self.rank)
 
-    def _await(self, meeting: _Meeting, call: Call) -> None:
+    def _await(self, posted: _Posted, call: Call) -> None:
         self._pause(call.lane)
-        if self.on_wait is not None and not meeting.over.is_set():
-            self.on_wait(str(call))
-            try:
-                self._world.wait(meeting, call, self.rank)
-            finally:
-                self.on_wait(None)
+        if posted.over.is_set():
+            self._state.wait(posted, call, self.rank)
         else:
-            self._world.wait(meeting, call, self.rank)
+            self._noted(call, self._state.wait, posted, call, self.rank)
 
 
 class _ThreadHandle:
     def __init__(
         self,
         communicator: ThreadCommunicator,
-        meeting: _Meeting,
+        posted: _Posted,
         call: Call,
         x: Tensor,
         snapshot: Tensor,
         out: Tensor | None,
         buffered: bool,
     ) -> None:
-        self._communicator, self._meeting, self._call = communicator, meeting, call
+        self._communicator, self._posting, self._call = communicator, posted, call
         self._x, self._snapshot, self._out, self._buffered = x, snapshot, out, buffered
         self._complete = False
 
@@ -247,7 +229,7 @@ class _ThreadHandle:
         if self._complete:
             return
         if not self._buffered:
-            self._communicator._await(self._meeting, self._call)
+            self._communicator._await(self._posting, self._call)
         self._complete = True
         if self._out is not None:
             intact: Tensor | bool = (as_bytes(self._out) == 0xFF).all()
@@ -257,64 +239,59 @@ class _ThreadHandle:
             intact = torch.equal(as_bytes(self._x), as_bytes(self._snapshot))
         self._communicator._expect_intact(intact, self._call)
         if self._out is not None:
-            assert self._meeting.outputs is not None
-            self._out.copy_(self._meeting.outputs.read(self._call.group.index))
+            assert self._posting.outputs is not None
+            self._out.copy_(self._posting.outputs.read(self._call.group.index))
 
 
-class _Meeting:
-    """A meeting is one operation and the inputs of the ranks that have reached it."""
+class _Posted:
+    """This is an operation with the inputs of the ranks that have posted it."""
 
     def __init__(self, agreed: str) -> None:
         self.agreed = agreed
-        self.inputs: dict[int, Handed] = {}
-        self.outputs: Handed | None = None
+        self.inputs: dict[int, StreamTensors] = {}
+        self.outputs: StreamTensors | None = None
         self.complete = False
         self.over = threading.Event()  # set once it is complete, or never can be
 
 
-class _World:
+class _SharedState:
     """This is the state that the threads of all ranks share."""
 
-    def __init__(self, size: int, timeout: float, first_use_blocks: bool = False) -> None:
+    def __init__(self, size: int, timeout: float, first_use_blocks: bool) -> None:
         self.size, self.timeout, self.first_use_blocks = size, timeout, first_use_blocks
         self._lock = threading.Lock()
         self._started: dict[Members, set[int]] = {}  # the ranks that have reached the first use of each
         self._come = threading.Condition(self._lock)
-        self._meetings: dict[tuple[Channel, int], tuple[_Meeting, Call]] = {}
+        self._under_way: dict[tuple[Channel, int], tuple[_Posted, Call]] = {}
         self._ended: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
         self._failed_at = 0.0
 
     def enter(
-        self, key: tuple[Channel, int], call: Call, rank: int, x: Handed, agreed: str, combine: Combine
-    ) -> _Meeting:
+        self, key: tuple[Channel, int], call: Call, rank: int, x: StreamTensors, agreed: str, combine: Combine
+    ) -> _Posted:
         """Add ``x`` as the rank's input of the operation; the last rank to arrive computes the outputs for all."""
         ranks = call.group.ranks
         with self._lock:
             self._stop_if_failed(call, rank)
-            if key not in self._meetings:
-                self._meetings[key] = _Meeting(agreed), call
-            meeting, _ = self._meetings[key]
-            if meeting.agreed != agreed:
-                others = ", ".join(map(str, meeting.inputs))
-                raise CommunicationError(
-                    f"rank {rank} has {agreed} where rank {others} has {meeting.agreed}",
-                    rank=rank,
-                    operation=str(call),
-                    what=call.what,
-                )
-            meeting.inputs[rank] = x
-            last = len(meeting.inputs) == len(ranks)
+            if key not in self._under_way:
+                self._under_way[key] = _Posted(agreed), call
+            posted, _ = self._under_way[key]
+            if posted.agreed != agreed:
+                others = ", ".join(map(str, posted.inputs))
+                raise call.error(f"rank {rank} has {agreed} where rank {others} has {posted.agreed}", rank)
+            posted.inputs[rank] = x
+            last = len(posted.inputs) == len(ranks)
             if last:
-                del self._meetings[key]
-            elif self._ended.intersection(ranks) - meeting.inputs.keys():
-                meeting.over.set()
+                del self._under_way[key]
+            elif self._ended.intersection(ranks) - posted.inputs.keys():
+                posted.over.set()
         if last:
-            outputs = combine([meeting.inputs[member].read() for member in ranks])
-            meeting.outputs = Handed(outputs, x.device)
-            meeting.complete = True
-            meeting.over.set()
-        return meeting
+            outputs = combine([posted.inputs[member].read() for member in ranks])
+            posted.outputs = StreamTensors(outputs, x.device)
+            posted.complete = True
+            posted.over.set()
+        return posted
 
     def start(self, call: Call, rank: int) -> None:
         """Block until all members of a communicator have reached its first use."""
@@ -328,50 +305,38 @@ class _World:
             )
             self._stop_if_failed(call, rank)
             if come != ranks:
-                missing, reason = sorted(ranks - come), f"stuck in the start of its communicator ({call.members})"
-                raise CommunicationTimeout(reason, rank=rank, operation=str(call), what=call.what, missing=missing)
+                reason = f"stuck in the start of its communicator ({call.members})"
+                raise call.error(reason, rank, sorted(ranks - come), CommunicationTimeout)
 
-    def wait(self, meeting: _Meeting, call: Call, rank: int) -> None:
-        on_time = meeting.over.wait(self.timeout)
+    def wait(self, posted: _Posted, call: Call, rank: int) -> None:
+        on_time = posted.over.wait(self.timeout)
         with self._lock:
             self._stop_if_failed(call, rank)
-            missing = [member for member in call.group.ranks if member not in meeting.inputs]
+            missing = [member for member in call.group.ranks if member not in posted.inputs]
             ended = sorted(self._ended.intersection(missing))
-        if meeting.complete:
+        if posted.complete:
             return
         if ended:
-            raise CommunicationError(
-                f"rank {', '.join(map(str, ended))} has ended",
-                rank=rank,
-                operation=str(call),
-                what=call.what,
-                missing=missing,
-            )
+            raise call.error(f"rank {', '.join(map(str, ended))} has ended", rank, missing)
         assert not on_time
-        raise CommunicationTimeout(
-            f"no end after {self.timeout:g} s",
-            rank=rank,
-            operation=str(call),
-            what=call.what,
-            missing=missing,
-        )
+        raise call.error(f"no end after {self.timeout:g} s", rank, missing, CommunicationTimeout)
 
     def leave(self, rank: int) -> None:
         """Note that the rank is done, and end the waits for what it has not posted."""
         with self._come:
             self._come.notify_all()
             self._ended.add(rank)
-            for meeting, call in self._meetings.values():
-                if rank in call.group.ranks and rank not in meeting.inputs:
-                    meeting.over.set()
+            for posted, call in self._under_way.values():
+                if rank in call.group.ranks and rank not in posted.inputs:
+                    posted.over.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._come:
             self._come.notify_all()
             if self._failure is None:
                 self._failure, self._failed_at = (rank, error), time.monotonic()
-            for meeting, _ in self._meetings.values():
-                meeting.over.set()
+            for posted, _ in self._under_way.values():
+                posted.over.set()
 
     def expired(self) -> bool:
         """Return whether a rank failed so long ago that a rank still running evidently does not communicate."""
@@ -385,9 +350,7 @@ class _World:
 
     def _stop_if_failed(self, call: Call, rank: int) -> None:
         if self._failure is not None:
-            raise CommunicationError(
-                f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
-            )
+            raise call.error(f"rank {self._failure[0]} has failed", rank)
 
 
 def _message(inputs: list[Tensor]) -> list[Tensor]:

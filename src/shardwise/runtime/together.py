@@ -10,7 +10,7 @@ from shardwise.core.program import Program
 from shardwise.runtime.buffers import BucketMemory
 
 
-def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int, tuple[int, ...]]:
+def joint_updates(program: Program, like: Callable[[int], Hashable | None]) -> dict[int, tuple[int, ...]]:
     """Return the buckets that are updated at each STEP of a program, by its position: the first STEP of a row updates
     the buckets of all, the others none.
 
@@ -39,7 +39,7 @@ def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int,
     return {position: tuple(buckets) for position, buckets in found.items()}
 
 
-def kind(memory: BucketMemory) -> Hashable | None:
+def joint_key(memory: BucketMemory) -> Hashable | None:
     """Return what buckets must have in common to be updated together: a dtype, if a fused kernel updates them here."""
     if memory.host or [one.name for one in memory.share.updates] != [None]:
         return None

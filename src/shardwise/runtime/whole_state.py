@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import placement
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import RankMemory
-from shardwise.runtime.collect import LANE, Spread
+from shardwise.runtime.collect import LANE, BucketSpread
 from shardwise.runtime.communicator import Communicator
 from shardwise.units.trace import Bucket
 
 
-class Described(NamedTuple):
+class TensorSpec(NamedTuple):
     """This is the shape and dtype of a whole tensor, which are known before it is collected."""
 
     shape: tuple[int, ...]
@@ -28,29 +29,30 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeState:
-    """This is the state of ``module`` that the ranks have together; its parameters lie in ``buckets``.
+    """This is the state of a module that the ranks have together; its parameters lie in ``buckets``.
 
     ``holders`` gives, by bucket, the coordinates on the pipeline axis that have it; ``updating`` gives, by buffer, the
     coordinate that keeps it up to date: other buffers are the same everywhere.  ``unused`` are the parameters that
-    no unit reads, on the host.
+    no unit reads, on the host.  ``first_names`` are those of :func:`first_names`: the module itself is not kept, as its
+    memory is needed.
     """
 
     comm: Communicator
     plan: Plan
     choice: OptimizerChoice
     memory: RankMemory
-    module: nn.Module
+    first_names: Mapping[str, str]
     buckets: Sequence[Bucket]
     holders: Mapping[int, Sequence[int]]
     updating: Mapping[str, int]
     unused: Mapping[str, Tensor]
 
-    def describe(self) -> dict[str, Described]:
+    def describe(self) -> dict[str, TensorSpec]:
         """Return the shape and dtype of every tensor that :meth:`collect` yields, by name."""
         tensors = {**self.unused, **self.memory.buffers}
-        found = {name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+        found = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
         for bucket in self.buckets:
-            found |= {one.name: Described(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
+            found |= {one.name: TensorSpec(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
         return found
 
     def collect(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +81,7 @@ class WholeState:
         mine = self.comm.mesh.index(self.comm.rank, PIPELINE) == root
         held = self.memory.buckets[bucket.index].master if mine else None
         goals = {one.name: torch.empty(one.shape, dtype=dtype) for one in bucket.parameters} if keeps else {}
-        spread = Spread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
+        spread = BucketSpread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
         spread.fill(held, dtype, goals, f"parameters of bucket {bucket.index}")
         return goals
 
@@ -96,29 +98,30 @@ class WholeState:
 
         With ``rank``, only that rank gets it, and the others get an empty dict.
         """
-        first = self.first_names
-        wanted = set(first.values())
+        wanted = set(self.first_names.values())
         values = {name: value for name, value in self.collect(rank) if name in wanted}
         if rank not in (None, self.comm.rank):
             return {}
         # Names of one tied tensor get tensors of their own, as if each had been copied.
-        return {name: values[one] if name == one else values[one].clone() for name, one in first.items()}
-
-    @property
-    def first_names(self) -> dict[str, str]:
-        """Map every name in the module's state dict to the first name of the same tensor."""
-        every = aliases(self.module)
-        return {name: every[name] for name in self.module.state_dict(keep_vars=True)}
+        return {name: values[one] if name == one else values[one].clone() for name, one in self.first_names.items()}
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Map every name of a parameter or buffer to the first name of the same tensor."""
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Map every name in a module's state dict to the first name of the same tensor.
+
+    Raises :class:`ConfigError` where the state has more than parameters and buffers, as that could not be collected.
+    """
     first: dict[int, str] = {}
     named: list[tuple[str, Any]] = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {name: first.setdefault(id(value), name) for name, value in named}
+    every = {name: first.setdefault(id(value), name) for name, value in named}
+    state = module.state_dict(keep_vars=True)
+    if strange := state.keys() - every.keys():
+        wrong = f'its state has "{min(strange)}", which is no parameter or buffer of that name'
+        raise ConfigError.on("model", wrong, "modules without extra state")
+    return {name: every[name] for name in state}
 
 
 def _master_dtype(bucket: Bucket) -> torch.dtype:

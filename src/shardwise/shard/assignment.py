@@ -12,7 +12,7 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import axis_of
-from shardwise.core.rates import Machine
+from shardwise.core.rates import SolverObjective
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 
 Name = tuple[str, str]
@@ -58,7 +58,7 @@ class TensorParallelSpec:
     layouts: Mapping[str, Layout | None] | None = None
     plan: str = "recipe"
     pins: Sequence[tuple[str, str]] = ()
-    machine: Machine | None = None
+    machine: SolverObjective | None = None
     summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     decided: Decisions | None = None
 

@@ -27,7 +27,7 @@ class BatchWalk:
     def run(self) -> Assignment:
         for node in self.context.normal.graph.nodes:
             if node.op == "placeholder":
-                self.found.states[node] = (self.birth(node),)
+                self.found.states[node] = (self.initial_state(node),)
             elif node.op == "call_function" and is_tensor(node):
                 self.visit(node)
         return self.found
@@ -43,10 +43,11 @@ class BatchWalk:
             self.found.strategies[node] = strategy = self.choose(form)
             states[node] = strategy.results
 
-    def birth(self, node: fx.Node) -> Placement:
+    def initial_state(self, node: fx.Node) -> Placement:
         """Return the state with which a placeholder starts."""
-        captured = self.context.captured
-        return Shard(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
+        if node.name in self.context.captured.fields:
+            return Shard(0)
+        return "R" if node in self.context.parameters else "I"
 
     def state(self, node: fx.Node) -> Placement:
         """Return the state of an operand."""
@@ -86,7 +87,7 @@ def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assig
         operands = (o for o, _ in form.operands) if form is not None else ()
         wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Shard)}
     for node in reversed(nodes):
-        name = context.captured.parameters.get(node.name)
+        name = context.parameters.get(node)
         if name is not None and context.tensor.layouts is not None:
             (wanted.add if axis in context.tensor.summed.get(name, ()) else wanted.discard)(node)
         if node in alone and node in wanted and set(found.states[node]) == {"I"}:

@@ -20,7 +20,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
-from shardwise.graph.schema import differentiable, is_tensor, picks
+from shardwise.graph.schema import differentiable, is_tensor, selects_result, values_of
 from shardwise.graph.sizes import concrete, expression
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import TensorParallelSpec
@@ -72,8 +72,14 @@ class ShardingContext:
     @cached_property
     def forms(self) -> Mapping[fx.Node, OpSharding | None]:
         """Return how each op treats shards; None where no rule covers it."""
-        ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)]
+        ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not selects_result(n)]
         return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
+
+    @cached_property
+    def parameters(self) -> Mapping[fx.Node, str]:
+        """Return the name of the parameter that each placeholder of one stands for."""
+        places = self.normal.graph.find_nodes(op="placeholder")
+        return {n: self.captured.parameters[n.name] for n in places if n.name in self.captured.parameters}
 
     def labelled(
         self, node: fx.Node, operands: Sequence[tuple[fx.Node, DimLabels]], labels: DimLabels | Sequence[DimLabels],
@@ -90,8 +96,7 @@ class ShardingContext:
         return tuple(concrete(s) for s in node.meta["val"].shape)
 
     def shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
-        value = node.meta["val"]
-        return [tuple(concrete(s) for s in v.shape) for v in (value if isinstance(value, tuple | list) else [value])]
+        return [tuple(concrete(s) for s in v.shape) for v in values_of(node)]
 
     def expressions(self, node: fx.Node) -> list[Any]:
         """Return the sizes of a tensor as expressions, which are comparable for every number of rows."""
@@ -101,7 +106,7 @@ class ShardingContext:
         """Return whether a captured node is a parameter or is made of one by ops of one operand."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
-        return node.op == "placeholder" and node.name in self.captured.parameters
+        return node in self.parameters
 
     @property
     def rows(self) -> Any:
@@ -159,8 +164,7 @@ class ShardingContext:
         fits: Callable[[Sequence[int], Mapping[str, Placement]], bool] | None = None,
     ) -> bool:
         """Return whether an op's strategies, by group of axes, go together; ``fits`` may be a faster :meth:`fits`."""
-        operands = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
-        results = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
+        operands, results = form.states(strategies)
         shapes = (*(self.shape(o) for o, _ in form.operands), *self.shapes(form.node))
         return all(map(fits or self.fits, shapes, (*operands, *results))) and self.agree(form, operands)
 

@@ -19,8 +19,8 @@ from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
-from shardwise.graph.schema import differentiable, is_tensor, picks
-from shardwise.graph.sizes import expression, of_data
+from shardwise.graph.schema import as_result, differentiable, is_tensor, selects_result
+from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.graph.torch_private import schema
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
@@ -68,7 +68,7 @@ class Emitter(LocalGraph):
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
         value = node.meta["val"]
         new.meta["val"] = value
-        parameter = self.context.captured.parameters.get(node.name)
+        parameter = self.context.parameters.get(node)
         states = {group: one.states[node][0] for group, one in self.assignments.items()}
         # A field comes with all rows of this rank's part of the batch; axes that shard rows again take pieces of these.
         born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
@@ -82,7 +82,7 @@ class Emitter(LocalGraph):
         self.value[node] = self.convert(new, states)
 
     def step(self, node: fx.Node) -> Any:
-        if picks(node):
+        if selects_result(node):
             source, index = self.value[node.args[0]], node.args[1]
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
@@ -105,9 +105,8 @@ class Emitter(LocalGraph):
     def local(self, node: fx.Node, form: OpSharding) -> fx.Node:
         """Emit an op by its strategies."""
         strategies = {group: one.strategies[node] for group, one in self.assignments.items()}
-        goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
+        goals, states = form.states(strategies)
         values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
-        states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
         layouts = [
             self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)
         ]
@@ -115,25 +114,22 @@ class Emitter(LocalGraph):
         call = form.call and form.call(strategies, values)
         if call is not None:
             args = fx.map_arg(call.args, lambda a: a if a.graph is self.graph else self.value[a])
-            result = layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-            new = self.emit(node, (self.env, *args), call.kwargs, result, call.function)
+            new = self.emit(node, (self.env, *args), call.kwargs, as_result(node, layouts), call.function)
         else:
             new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
-        several = isinstance(node.meta["val"], tuple | list)
-        new.meta["states"] = states if several else states[0]
+        new.meta["states"] = as_result(node, states)
         new.meta["alike"] = form.alike
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
         """Emit the same op on local operands."""
         args, kwargs = self.filled(node, solved.values)
-        several = isinstance(node.meta["val"], tuple | list)
-        return self.emit(node, args, kwargs, solved.layouts if several else solved.layout)
+        return self.emit(node, args, kwargs, as_result(node, solved.layouts))
 
     def number(self, node: fx.Node) -> Any:
         """Emit arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and not of_data(value):
+        if isinstance(value, torch.SymInt) and not depends_on_data(value):
             return self.sizes.node(value)
         new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
         if isinstance(value, torch.SymInt):
@@ -149,26 +145,21 @@ class Emitter(LocalGraph):
                 f"{node.target} depends on how a tensor lies in memory, which is different on several ranks"
             )
         operands = [a for a in node.all_input_nodes if is_tensor(a)]
-        if (self.context.tensor.axes or node in self.of_batch) and self.large(node, operands):
+        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
+        large = any(math.prod(shape) > 1 for shape in shapes)  # its cost is measured only when asked for
+        if (self.context.tensor.axes or node in self.of_batch) and large:
             self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
         layouts = [Layout.replicated(s) for s in self.context.shapes(node)]
-        many = isinstance(node.meta["val"], tuple | list)
-        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])
-        states = dict.fromkeys(self.groups, "I")
-        new.meta["states"] = [states] * len(layouts) if many else states
-        if not many:
+        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), as_result(node, layouts))
+        new.meta["states"] = as_result(node, [dict.fromkeys(self.groups, "I")] * len(layouts))
+        if isinstance(node.meta["val"], Tensor):
             self.learn_sizes(new, node.meta["val"])
         return new
-
-    def large(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-        """Return whether an op handles more than single numbers; its cost is measured only when asked for."""
-        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
-        return any(math.prod(shape) > 1 for shape in shapes)
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Add nodes that read sizes which depend on data from ``new``, the tensor that has them."""
         for d, size in enumerate(value.shape):
-            if of_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
+            if depends_on_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
                 self.sizes.data[symbol] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values ----------------------------------------------------------------------------------------

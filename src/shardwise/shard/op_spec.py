@@ -152,6 +152,13 @@ class OpSharding:
         )
         return Strategy(operands, results)
 
+    def states(self, strategies: Mapping[str, Strategy]) -> tuple[list[dict[str, Placement]], ...]:
+        """Return the states of the operands, and those of the results, by group, under a strategy on each group."""
+        return (
+            [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(self.operands))],
+            [{g: s.results[i] for g, s in strategies.items()} for i in range(len(self.results))],
+        )
+
     def sums(self, label: Label) -> bool:
         """Return whether the op sums over a label."""
         return label is not None and all(label not in labels for labels in self.results) and self.moves is None

@@ -29,7 +29,7 @@ from shardwise.shard.emit import Emitter
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
 from shardwise.shard.recipe.walk import recipe
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.decisions import decisions_of
 from shardwise.shard.solver.op_cost import Repeats, repeats
 from shardwise.shard.solver.solve import predicted, solve
@@ -56,7 +56,7 @@ class Sharded:
     decided: dict[str, dict[str, str]]
     notes: dict[str, None]
     tensor: Mapping[str, int]
-    predicted: Callable[[], Seconds]
+    predicted: Callable[[], MicrobatchCost]
     repeats: Repeats
     decisions: Decisions | None
 
@@ -84,7 +84,7 @@ def shard(
     )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class Assignments(NamedTuple):
     """This is the assignment of each group of axes, the context, in which a recipe may have divided an axis into two,
     and what a solver decided."""
 
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
     decisions: Decisions | None = None
 
 
-def choose(context: ShardingContext) -> Choice:
+def choose(context: ShardingContext) -> Assignments:
     """Choose a strategy for each op on each group of axes."""
     batch, decisions = BatchWalk(context).run(), None
     tensor = context.tensor
@@ -110,7 +110,7 @@ def choose(context: ShardingContext) -> Choice:
             found, _ = recipe(context, batch)
     for axis in context.tensor.axes:
         postpone(context, axis, batch, found[axis])
-    return Choice(context, {ROWS: batch} | {axis: found[axis] for axis in context.tensor.axes}, decisions)
+    return Assignments(context, {ROWS: batch} | {axis: found[axis] for axis in context.tensor.axes}, decisions)
 
 
 def _pinned(context: ShardingContext, batch: Assignment) -> dict[str, Assignment]:
@@ -120,4 +120,4 @@ def _pinned(context: ShardingContext, batch: Assignment) -> dict[str, Assignment
     return found
 
 
-__all__ = ["Choice", "Sharded", "choose", "shard"]
+__all__ = ["Assignments", "Sharded", "choose", "shard"]

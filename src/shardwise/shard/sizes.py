@@ -14,7 +14,7 @@ from torch import fx
 
 from shardwise.core.layout import Factor, Layout
 from shardwise.graph.captured import Uncapturable
-from shardwise.graph.sizes import expression, known
+from shardwise.graph.sizes import expression, size_for_rows
 from shardwise.ops import collectives
 from shardwise.shard.op_spec import Shard
 
@@ -31,11 +31,11 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def local_shape(value: torch.Tensor, layout: Layout, env: collectives.Env, most: int | None = None) -> tuple[int, ...]:
-    """Return the shape on one rank of a value of the captured graph; ``most`` is as in :func:`known`."""
+    """Return the shape on one rank of a value of the captured graph; ``most`` is as in :func:`size_for_rows`."""
 
     def local(size: Any, factors: Sequence[Factor]) -> int:
         if not any(f.axes for f in factors):
-            return known(size, env.rows, most)
+            return size_for_rows(size, env.rows, most)
         rows = not isinstance(expression(size), int)
         whole = (env.rows if rows and f is of_rows(factors) else f.parts or f.size for f in factors)
         return math.prod(collectives.local_size(env, n, f.axes) for n, f in zip(whole, factors, strict=True))
@@ -96,10 +96,6 @@ class LocalSizes:
                 nodes.append(size)
         return self.fold(operator.mul, [numbers, *nodes])
 
-    def local(self, times: int) -> Any:
-        """Return ``times`` this rank's number of rows."""
-        return self.fold(operator.mul, [self.local_rows, times])
-
 
 def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str, int]) -> list[Factor]:
     """Return the factors of a dim in which each of ``places``, (group, place), shards one; :class:`Unfit` if they
@@ -143,22 +139,20 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
     return [*found, Factor(size // done)] if done < size or not size else found
 
 
-def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], rows: Any) -> Shard | None:
-    """Return where the factor at ``place`` of row-major ``source`` sizes is after a view as ``goal`` sizes; None if it
-    does not stay in one dim.
-
-    Sizes are :func:`expression`; ``rows`` is the size of the factor, which need not be the number of rows.
+def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], size: Any) -> Shard | None:
+    """Return where the factor at ``place`` of row-major ``source`` sizes, which has ``size`` elements, is after a view
+    as ``goal`` sizes; None if it does not stay in one dim.  Sizes are :func:`expression`.
     """
     outer: Any = place.pre
-    for size in source[: place.dim]:
-        outer = outer * size
+    for extent in source[: place.dim]:
+        outer = outer * extent
     done: Any = 1
-    for d, size in enumerate(goal):
+    for d, extent in enumerate(goal):
         before = _multiple(outer, done)
-        after = _quotient(size, before * rows) if before is not None else None
+        after = _quotient(extent, before * size) if before is not None else None
         if before is not None and after:
             return Shard(d, before, after, place.parts)
-        done = done * size
+        done = done * extent
     return None
 
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Loader
 from shardwise.runtime.background import Background
-from shardwise.runtime.communicator import CommunicationError
+from shardwise.runtime.call import CommunicationError
 from shardwise.train import state
 from shardwise.train.trainer import Trainer
 

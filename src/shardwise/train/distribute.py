@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.capture import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
@@ -206,7 +207,7 @@ class _Steps:
                 self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
             atexit.register(self._trainer.close)
         _compare(self._trainer, whole)
-        mesh, rows = self.plan.mesh, next(iter(whole.values())).shape[0]
+        mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self._trainer.comm.rank
         ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
         mine = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}

@@ -32,7 +32,7 @@ def owned(engine: Engine) -> list[Piece]:
         if not engine.leads(index):
             continue
         others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
-        axes = mesh.beside(others)
+        axes = mesh.other_axes(others)
         lines = -(-memory.held.numel // LINE)
         start, stop = (
             memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))
@@ -81,8 +81,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def aliases(engine: Engine) -> dict[str, str]:
     """Return, for the other names of tied parameters and buffers, the name under which they are saved."""
-    own = engine.compiled.module.state_dict(keep_vars=True)
-    return {name: engine.names[name] for name in own if engine.names[name] != name}
+    return {name: first for name, first in engine.whole.first_names.items() if name != first}
 
 
 def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False) -> Iterator[Piece]:
@@ -102,14 +101,14 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
             for name in dict.fromkeys(p.name for p, box, _ in here if counters or not any(box.start)):
                 yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items() if not value.dim())
     for entry in memory.layout.entries:
-        parameter = memory.parameters[entry.name]
+        parameter = memory.bucket.by_name[entry.name]
         if not parameter.numel and start <= entry.offset < max(stop, start + 1):
             yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
 
 
 def _whole(name: str, value: Tensor) -> Piece:
     shape = tuple(value.shape)
-    return Piece(name, shape, Box((0,) * len(shape), shape), value.detach())
+    return Piece(name, shape, Box.whole(shape), value.detach())
 
 
 def _replicated(engine: Engine) -> Iterator[Piece]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
@@ -17,11 +17,11 @@ from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
 from shardwise.lower.compiled import Compiled, solves
-from shardwise.parallel.pipeline import role
+from shardwise.parallel.pipeline import stages_in_words
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
-from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 
 
@@ -101,7 +101,7 @@ class Trainer:
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if self._record is not None:
-            self._record.take(role(plan, self.comm.rank))
+            self._record.set_role(stages_in_words(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
         self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
@@ -134,7 +134,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """Return what a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
         general = self.compiled.general
-        notes = [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
+        slow = general.notes_without_rule(self.compiled.microbatch_rows)
+        notes = [*self.compiled.values.notes, *general.notes, *slow]
         asynchronous = Backend.of(self.comm.device).asynchronous
         if asynchronous and not self.compiled.alike_over_batch:
             notes.append(
@@ -151,7 +152,7 @@ class Trainer:
 
     @property
     def _rows(self) -> int:
-        return next(iter(self.compiled.example.values())).shape[0]
+        return rows_in(self.compiled.example)
 
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
         """Return endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors).
@@ -204,7 +205,7 @@ class Trainer:
         asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
         request to stop takes effect there.  Other schedules take one step after the other.
         """
-        size = self.plan.pipeline.window if self.plan.overlaps else 1
+        size, batches = self.plan.pipeline.window if self.plan.overlaps else 1, exactly(number, batches)
         for start in range(0, number, size):
             if self.stopping:
                 return

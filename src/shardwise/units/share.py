@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.parallel.data import SHARDS, held_range, placement
-from shardwise.units.trace import DECAY, Bucket
+from shardwise.ops.collectives import Env
+from shardwise.parallel.data import SHARDS, batch_axes, held_range, placement
+from shardwise.units.trace import DECAY, Bucket, Trace
 
 
 class Span(NamedTuple):
@@ -31,6 +33,14 @@ class Updated(NamedTuple):
 
     spans: tuple[Span, ...]
     name: str | None = None
+
+
+def place_of(trace: Trace, mesh: Mesh, rank: int, rows: int) -> Env:
+    """Return the place of ``rank`` in a microbatch of ``rows`` rows on all ranks together, without a communicator."""
+    axes = batch_axes(mesh)
+    real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+    tensor = mesh.places(rank, tuple(trace.tensor))
+    return Env(axes=real, parts=mesh.axis_size(axes), index=mesh.index(rank, axes), rows=rows, tensor=tensor)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.captured import Captured
+from shardwise.graph.schema import outputs_of
 from shardwise.ops import norms
 from shardwise.ops.own_op import argument_at, facts_of
 from shardwise.shard.sharded import Sharded
@@ -27,21 +28,15 @@ from shardwise.units.weight_products import expose, find, held, inside
 def split(sharded: Sharded) -> list[Unit]:
     """Cut a local graph into units; return them in the order in which they run."""
     graph = sharded.graph
-    useful = _with_gradient(graph)
+    loss, *updates = outputs_of(graph)
+    useful = gradient_paths([loss])
     assigned, names = _assign(graph, sharded)
-    loss, *updates = next(n for n in graph.nodes if n.op == "output").args[0]
     first = _read_first(graph, sharded, assigned)
     assigned |= dict.fromkeys(first, -1)
     order = sorted(set(assigned.values()))
     builder = _Builder(sharded, assigned, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
     shared: dict[str, Callable[..., Any]] = {}
     return [builder.unit(i, key, names[key], shared) for i, key in enumerate(order)]
-
-
-def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that a gradient passes on its way back from the loss."""
-    output = next(n for n in graph.nodes if n.op == "output")
-    return gradient_paths([output.args[0][0]])
 
 
 def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -60,8 +55,7 @@ def with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]
     """Return the nodes that a gradient passes on its way back from the outputs that ``output_grads`` marks."""
     if not output_grads:  # a graph without a backward; its output may be one tensor
         return set()
-    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-    return gradient_paths(node for node, grad in zip(outputs, output_grads, strict=False) if grad)
+    return gradient_paths(node for node, grad in zip(outputs_of(graph), output_grads, strict=False) if grad)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -99,7 +93,7 @@ def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> 
 
 def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    stack = [next(n for n in graph.nodes if n.op == "output").args[0][0]]
+    stack = [outputs_of(graph)[0]]
     while stack:
         node = stack.pop()
         if node in found:
@@ -208,11 +202,10 @@ def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
         for n in graph.nodes
         if n.op == "placeholder" and (n.name in captured.parameters or captured.buffers.get(n.name) in written)
     }
-    output = next(n for n in graph.nodes if n.op == "output")
-    free: set[fx.Node] = set()
+    ends, free = outputs_of(graph), set[fx.Node]()
     for node in graph.nodes:
         if node.op == "call_function":
-            if any(i in bound for i in node.all_input_nodes) or node in output.args[0]:
+            if any(i in bound for i in node.all_input_nodes) or node in ends:
                 bound.add(node)
             else:
                 free.add(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.core.flat import FlatBuffer
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.tensor_options import OTHERS
+from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
@@ -23,12 +24,16 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.sizes import local_shape
-from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.microbatch_weights import Targets
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
+
+
+NOT_CAPTURED = "the whole model: it was not captured"
+"""This stands among what is unknown of a model that is one opaque unit."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,11 @@ class Parameter:
     summed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(OTHERS)):
+        if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(NON_TENSOR_AXES)):
             raise ShardwiseError(
                 f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its "
                 "shape, "
-                f"sharded over none of {', '.join(OTHERS)}"
+                f"sharded over none of {', '.join(NON_TENSOR_AXES)}"
             )
 
     @property
@@ -92,6 +97,11 @@ class Bucket:
     axes: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
 
+    @cached_property
+    def by_name(self) -> dict[str, Parameter]:
+        """The parameters by name."""
+        return {p.name: p for p in self.parameters}
+
     @property
     def numel(self) -> int:
         """The number of elements of the whole parameters, without padding."""
@@ -119,7 +129,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Beside:
+class UnbucketedBytes:
     """The bytes that a rank keeps besides its buckets: for each row of the batch, for the model's buffers, and on the
     host for the parameters that no unit reads."""
 
@@ -212,11 +222,10 @@ class Trace:
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
     replicated: Sequence[tuple[str, str]] = ()
-    ones: tuple[str, ...] = ()
-    beside: Beside = Beside()
+    beside: UnbucketedBytes = UnbucketedBytes()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    predicted: Callable[[], Seconds] | None = None
+    predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
 
@@ -225,7 +234,7 @@ class Trace:
         """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
-    def everywhere(self, rows: int) -> list[str]:
+    def notes_without_rule(self, rows: int) -> list[str]:
         """Describe each op without a sharding rule in a line, with its cost for a microbatch of ``rows`` rows."""
         return [
             f"computed whole on every rank: {one.op} in {one.path or 'the model'} ({one.times}x): of {rows} rows "

@@ -13,7 +13,7 @@ from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
-from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
@@ -21,8 +21,8 @@ from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
 from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of
 from shardwise.units.opaque import first_loss, opaque_unit
-from shardwise.units.split import split
-from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
+from shardwise.units.split import split, with_backward
+from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
 """What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
@@ -87,7 +87,7 @@ def trace(
         return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
-    learning = _learning(units, captured)
+    learning = _learning(units)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
@@ -101,7 +101,6 @@ def trace(
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],
         replicated=tuple(sharded.replicated),
-        ones=ones,
         beside=_beside(module, batch, buckets, precision),
         tensor=sharded.tensor,
         decided=sharded.decided,
@@ -125,7 +124,7 @@ def _normal(
     return captures[key]
 
 
-def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> Beside:
+def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> UnbucketedBytes:
     def nbytes(values: Iterable[Tensor]) -> int:
         return sum(v.numel() * v.element_size() for v in values)
 
@@ -133,28 +132,18 @@ def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket
         rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
         buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
     placed = {p.name for b in buckets for p in b.parameters}
-    return Beside(nbytes(rows), nbytes(buffers), nbytes(p for n, p in module.named_parameters() if n not in placed))
+    unused = [p for n, p in module.named_parameters() if n not in placed]
+    return UnbucketedBytes(nbytes(rows), nbytes(buffers), nbytes(unused))
 
 
-def _learning(units: list[Unit], captured: Captured) -> set[str]:
+def _learning(units: list[Unit]) -> set[str]:
     """Return the parameters that get a gradient: they are trainable and on a differentiable path to the loss."""
     found = set()
     for unit in units:
         assert unit.graph is not None
-        output = next(n for n in unit.graph.nodes if n.op == "output")
-        useful = {n for n, good in zip(output.args[0], unit.output_grads, strict=False) if good}
-        stack, seen = list(useful), set()
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack.extend(i for i in node.all_input_nodes if i.op == "placeholder" or i.meta.get("grad"))
+        reached = with_backward(unit.graph, unit.output_grads)
         places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
-        found |= {
-            name
-            for name, place in zip(unit.parameters, places, strict=False)
-            if place in seen and captured.trainable[name]
-        }
+        found |= {name for name, place in zip(unit.parameters, places, strict=False) if place in reached}
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardwise.ops.weight_gradients import Factors
+from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.units.trace import Unit
 from shardwise.units.weight_products import Multiplier, Operand, watch
 
@@ -56,7 +56,7 @@ class UnitBackward(Multiplier):
     def run_backward(
         self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor],
         seed: Callable[[str, Tensor], Tensor | None],
-        defer: Callable[[Factors], None] | None = None,
+        defer: Callable[[GradientFactors], None] | None = None,
     ) -> None:  # fmt: skip
         """Run BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the factors of the
         weight gradients, run BACKWARD_INPUT.

@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.graph.aten_ops import FACTORS, Fact, may_share, named, permutation
-from shardwise.graph.schema import given, op_name
+from shardwise.graph.schema import given, op_name, outputs_of
 from shardwise.ops import collectives
 from shardwise.ops.own_op import own_op
-from shardwise.ops.weight_gradients import Factors, convolved, grouped
+from shardwise.ops.weight_gradients import GradientFactors, convolved, grouped
 from shardwise.shard.redistribute import communicated
 
 aten = torch.ops.aten
@@ -44,9 +44,9 @@ class Operand(NamedTuple):
     counts: bool
     meets: bool
 
-    def factors(self, weight: str, dy: Tensor) -> Factors:
+    def factors(self, weight: str, dy: Tensor) -> GradientFactors:
         """Return the factors of the gradient of the parameter ``weight``, given dY."""
-        return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
+        return GradientFactors(weight, dy, self.kind, self.x, self.dims, self.rest)
 
 
 # ---- in the graph of a unit ------------------------------------------------------------------------------------------
@@ -113,8 +113,7 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
     ("output", index)."""
     wanted = {_base(one.x) for one in found.values()}
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
-    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
-    places = (("input", inputs), ("output", outputs))
+    places = (("input", inputs), ("output", outputs_of(graph)))
     return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
 
 
@@ -302,13 +301,13 @@ class Multiplier(ABC):
     """
 
     def __init__(self) -> None:
-        self.held: list[Factors] = []
+        self.held: list[GradientFactors] = []
 
     @abstractmethod
-    def multiply(self, factors: Factors) -> None:
+    def multiply(self, factors: GradientFactors) -> None:
         """Compute a weight gradient."""
 
-    def behind(self, factors: Factors) -> None:
+    def behind(self, factors: GradientFactors) -> None:
         """Keep these factors for the next collective, and compute those kept before: of several products with the same
         X only the last is followed by the collective.
         """
@@ -322,7 +321,10 @@ class Multiplier(ABC):
 
 
 def watch(
-    names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None], behind: Callable[[Factors], None]
+    names: Sequence[str],
+    operands: Sequence[Operand],
+    add: Callable[[GradientFactors], None],
+    behind: Callable[[GradientFactors], None],
 ) -> list[tuple[str, Operand]]:
     """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` if the
     gradient of X goes straight to a collective.

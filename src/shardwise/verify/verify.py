@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction
+from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
 from shardwise.core.numeric_options import LOW_PRECISIONS
@@ -200,7 +200,7 @@ def run_steps(
     for start, stop in windows(compiled.plan, len(batches)):
         given = []
         for batch in batches[start:stop]:
-            rows = next(iter(batch.values())).shape[0]
+            rows = rows_in(batch)
             own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
             given.append(({name: value[own] for name, value in batch.items()}, rows, False))
         kept: list[dict[str, Tensor]] = []

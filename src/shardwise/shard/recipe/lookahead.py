@@ -27,7 +27,7 @@ class Reach:
     products: dict[fx.Node, None] = field(default_factory=dict)
 
 
-class Ahead:
+class Lookahead:
     """This looks at the ops after a product, before states are chosen for them."""
 
     def __init__(self, context: ShardingContext) -> None:
@@ -98,4 +98,4 @@ class Ahead:
         return found
 
 
-__all__ = ["Ahead"]
+__all__ = ["Lookahead"]

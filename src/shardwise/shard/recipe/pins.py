@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.pins import PinnedCut, cuts, starred
+from shardwise.graph.schema import outputs_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Shard
 from shardwise.shard.recipe.walk import TensorWalk
@@ -70,13 +71,12 @@ def _near(pattern: str, names: Iterable[str]) -> str:
 
 def used_parameters(context: ShardingContext) -> dict[str, fx.Node]:
     """Return the parameters that an op reads, by name."""
-    places = [n for n in context.normal.graph.nodes if n.op == "placeholder" and n.name in context.captured.parameters]
-    return {context.captured.parameters[n.name]: n for n in places if n.users}
+    return {name: node for node, name in context.parameters.items() if node.users}
 
 
 def returned(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield (path, the tensors that the module makes and others read); those that only go into buffers are left out."""
-    loss = next(reversed(graph.nodes)).args[0][0]
+    loss = outputs_of(graph)[0]
     read = {loss}  # the nodes that the loss is made of
     for node in reversed(graph.nodes):
         if node in read:
@@ -97,7 +97,7 @@ def _calls(node: fx.Node) -> dict[str, str]:
     return {call: str(path).removeprefix("module").removeprefix(".") for call, (path, _) in stack.items()}
 
 
-class Places:
+class PinnedPlaces:
     """This finds where the pins of one walk cut."""
 
     def __init__(self, walk: TensorWalk) -> None:
@@ -225,7 +225,7 @@ class Places:
         return place
 
 
-def check_table(context: ShardingContext, pins: Pins, places: Places) -> None:
+def check_table(context: ShardingContext, pins: Pins, places: PinnedPlaces) -> None:
     """Raise a :class:`ConfigError` that lists the parameters of several dims that no pin of a table is about."""
     left: dict[str, list[str]] = {}
     for name, node in used_parameters(context).items():

@@ -18,12 +18,12 @@ from typing import NamedTuple
 from torch import fx
 
 from shardwise.core.pins import starred
-from shardwise.graph.naming import named
+from shardwise.graph.naming import op_in_words
 from shardwise.parallel.tensor import Role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.recipe.pins import Pin, Pins, Places, check_table
+from shardwise.shard.recipe.pins import Pin, PinnedPlaces, Pins, check_table, used_parameters
 from shardwise.shard.recipe.walk import TensorWalk
 from shardwise.shard.sizes import ratio
 
@@ -31,7 +31,7 @@ THROUGH, FROM_WEIGHT, TO_WEIGHT, FORWARD, BACKWARD = range(5)
 """An op passes on what is known in this order."""
 
 
-class Fact(NamedTuple):
+class KnownPlace(NamedTuple):
     """This says where a tensor is sharded (None means whole), by which pin, and through which op that follows from it
     ("" means that the tensor is pinned itself)."""
 
@@ -47,7 +47,7 @@ class PinnedWalk(TensorWalk):
         self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment], pins: Pins
     ) -> None:  # fmt: skip
         super().__init__(context, axis, rows, before, Role())
-        self.pins, self.facts, self.later = pins, dict[fx.Node, Fact](), dict[fx.Node, Fact]()
+        self.pins, self.facts, self.later = pins, dict[fx.Node, KnownPlace](), dict[fx.Node, KnownPlace]()
         self.following = Following(self)
 
     def run(self) -> Assignment:
@@ -57,32 +57,28 @@ class PinnedWalk(TensorWalk):
 
     def pin(self) -> None:
         """Note the facts that users state; a cut along what a product sums over may wait for how its input comes."""
-        places = Places(self)
+        places = PinnedPlaces(self)
         if self.context.tensor.layouts is None:
             if self.context.tensor.plan == "table":
                 check_table(self.context, self.pins, places)
             for node, pin in self.about(self.pins.parameters):
                 found = places.parameter(node, pin)
                 place, summed = (None, False) if found is None else found
-                (self.later if summed else self.facts)[node] = Fact(place, pin.text)
+                (self.later if summed else self.facts)[node] = KnownPlace(place, pin.text)
         else:
-            for node in self.context.normal.graph.nodes:
-                if node.op == "placeholder" and (name := self.context.captured.parameters.get(node.name)) is not None:
-                    layout = self.context.tensor.layouts.get(name)
-                    state = place_of(layout, self.axis, self.context.tensor.axes)
-                    self.facts[node] = Fact(state if isinstance(state, Shard) else None, name)
+            for node, name in self.context.parameters.items():
+                state = place_of(self.context.tensor.layouts.get(name), self.axis, self.context.tensor.axes)
+                self.facts[node] = KnownPlace(state if isinstance(state, Shard) else None, name)
         for node, pin in self.about(self.pins.results):
-            self.facts[node] = Fact(places.result(node, pin), pin.text)
+            self.facts[node] = KnownPlace(places.result(node, pin), pin.text)
             self.found.held[node] = self.facts[node].place or "I"
 
     def about(self, pins: Mapping[fx.Node, Mapping[str, Pin]]) -> list[tuple[fx.Node, Pin]]:
         """Return what is said of this axis."""
         return [(node, by_axis[self.axis]) for node, by_axis in pins.items() if self.axis in by_axis]
 
-    def birth(self, node: fx.Node) -> Placement:
-        if node.name not in self.context.captured.parameters:
-            return "I"
-        fact = self.facts.get(node)
+    def initial_state(self, node: fx.Node) -> Placement:
+        fact = self.facts.get(node) if node in self.context.parameters else None
         return "I" if fact is None or fact.place is None else fact.place
 
     def visit(self, node: fx.Node) -> None:
@@ -117,17 +113,11 @@ class Following:
                 self.push(node)
         self.spread(BACKWARD)
         self.walk.context.notes.update(self.conflicts)
-        decided = self.walk.context.decided
-        for node in self.walk.context.normal.graph.nodes:
-            if (
-                node.op == "placeholder"
-                and node.users
-                and (name := self.walk.context.captured.parameters.get(node.name)) is not None
-            ):
-                decided.setdefault(name, {})[self.walk.axis] = self.why(self.facts.get(node))
+        for name, node in used_parameters(self.walk.context).items():
+            self.walk.context.decided.setdefault(name, {})[self.walk.axis] = self.why(self.facts.get(node))
 
     @staticmethod
-    def why(fact: Fact | None) -> str:
+    def why(fact: KnownPlace | None) -> str:
         if fact is None:
             return "whole, for nothing follows"
         return f"{fact.op}, from {fact.pin}" if fact.op else fact.pin
@@ -231,18 +221,18 @@ class Following:
             return
         known, waits = self.facts.get(node), self.walk.later.get(node)
         if known is None and waits is not None and waits.place is not None and waits.place.dim == place.dim:
-            self.facts[node] = Fact(place, waits.pin)
+            self.facts[node] = KnownPlace(place, waits.pin)
             self.push(node)
         elif known is None and waits is None:
-            self.facts[node] = Fact(place, by.pin, named(form.node))
+            self.facts[node] = KnownPlace(place, by.pin, op_in_words(form.node))
             self.push(node)
         else:
             has = known or waits
             assert has is not None
             if has.place is not None and has.place != place and (has.place.dim, has.pin) != (place.dim, by.pin):
-                what = self.walk.context.captured.parameters.get(node.name, "") if node.op == "placeholder" else ""
+                what = self.walk.context.parameters.get(node, "")
                 self.conflicts[
-                    f"pins: {named(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim "
+                    f"pins: {op_in_words(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim "
                     f"{place.dim}, and {has.pin} of dim "
                     f"{has.place.dim}, which stays"
                 ] = None

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import given, op_name
@@ -19,7 +19,7 @@ FAR = 200
 """The number of values through which a shard is followed at most."""
 
 
-class Cuts:
+class SplitPoints:
     """This finds cuts into ``parts`` pieces."""
 
     def __init__(self, context: ShardingContext, parts: int) -> None:
@@ -187,7 +187,7 @@ class Cuts:
 
     def results(self, user: fx.Node) -> list[fx.Node | None]:
         """Return the nodes of an op's results; None for those that nothing reads."""
-        if not isinstance(user.meta["val"], tuple | list):
+        if isinstance(user.meta["val"], Tensor):
             return [user]
         picked = {u.args[1]: u for u in user.users if u not in self.forms}
         return [picked.get(i) for i in range(len(user.meta["val"]))]

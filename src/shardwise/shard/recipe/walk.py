@@ -26,9 +26,9 @@ from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.recipe.lookahead import Ahead
+from shardwise.shard.recipe.lookahead import Lookahead
 from shardwise.shard.recipe.open_parameters import OpenParameters
-from shardwise.shard.recipe.split_points import Cuts
+from shardwise.shard.recipe.split_points import SplitPoints
 
 TABLE = 8
 """A table is split by rows if it has this number of rows or more for each rank."""
@@ -55,8 +55,8 @@ class TensorWalk(OpenParameters):
         self.shared: set[fx.Node] = set()  # products that several ranks compute alike: each uses a part of the result
         self.role, self.inert = known or Role(), known is None
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.cuts = Cuts(context, self.parts)
-        self.ahead = Ahead(context)
+        self.cuts = SplitPoints(context, self.parts)
+        self.ahead = Lookahead(context)
         self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, as others add to it
 
     @property
@@ -66,13 +66,12 @@ class TensorWalk(OpenParameters):
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
-    def birth(self, node: fx.Node) -> Placement:
-        name = self.context.captured.parameters.get(node.name)
+    def initial_state(self, node: fx.Node) -> Placement:
+        name = self.context.parameters.get(node)
         if name is None or self.inert:
             return Shard(0) if self.role.rows and node.name in self.context.captured.fields else "I"
         if self.context.tensor.layouts is not None:
-            layout = self.context.tensor.layouts.get(name)
-            return place_of(layout, self.axis, self.context.tensor.axes)
+            return place_of(self.context.tensor.layouts.get(name), self.axis, self.context.tensor.axes)
         return self.leave_open(node)
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
@@ -86,9 +85,7 @@ class TensorWalk(OpenParameters):
         if opened:
             self.decide(form, opened)
         states = [self.state(o) for o, _ in form.operands]
-        if self.context.tensor.layouts is not None:
-            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
-            self.by_rows(form, whole) or self.by_columns(form, whole)
+        self.note_shared_heads(form, states)
         if form.node in self.shared:
             return form.whole("R")
         found = self.column(form, states) or self.sharded(form, states)
@@ -105,6 +102,13 @@ class TensorWalk(OpenParameters):
             s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)
         ]
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
+
+    def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:
+        """Note whether several ranks compute a product alike, where its weight has been left whole before."""
+        if self.context.tensor.layouts is not None:
+            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
+            if self.by_rows(form, whole) is None:
+                self.by_columns(form, whole)
 
     def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
         """Return a form's strategy whose shards go together with those of other axes, or None."""
@@ -307,7 +311,7 @@ class TensorWalk(OpenParameters):
         """Return the largest number of ranks, a divisor of all, among which a dim can be shared out without gathers,
         and its cut."""
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
-            found = Cuts(self.context, number).split(form, weight, dim, result)
+            found = SplitPoints(self.context, number).split(form, weight, dim, result)
             whole = self.context.shape(form.operands[weight][0])[dim]
             if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
                 return number, found[1]

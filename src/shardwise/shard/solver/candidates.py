@@ -18,15 +18,15 @@ from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.recipe.split_points import Cuts
+from shardwise.shard.recipe.split_points import SplitPoints
 from shardwise.shard.solver.cost_model import CostModel
 
-Places = dict[Shard, None]
+PlaceSet = dict[Shard, None]
 """A set of places in the order of insertion."""
 
 
 @dataclass
-class Chosen:
+class AxisOptions:
     """This is what may be chosen on one axis: the ``strategies`` of each op that has a form, and the ``states`` of each
     parameter's placeholder; ``rows`` is the assignment of the axes of the batch."""
 
@@ -35,7 +35,7 @@ class Chosen:
     states: dict[fx.Node, tuple[Placement, ...]]
 
 
-class Candidates(Chosen):
+class Candidates(AxisOptions):
     """This finds all that may be chosen on axis ``axis``."""
 
     def __init__(self, context: ShardingContext, axis: str, prices: CostModel) -> None:
@@ -47,15 +47,11 @@ class Candidates(Chosen):
             prices.ranks_of[axis],
         )
         super().__init__(prices.batch, {}, {})
-        self.learned = learned(context)
-        self.cuts = Cuts(context, self.parts)
-        self.places: dict[tuple[fx.Node, int], Places] = {}
+        self.following = following_parameters(context)
+        self.cuts = SplitPoints(context, self.parts)
+        self.places: dict[tuple[fx.Node, int], PlaceSet] = {}
         self.known: dict[Any, tuple[Strategy, ...]] = {}
-        self.parameters = {
-            n: self.seeds(n)
-            for n in context.normal.graph.nodes
-            if n.op == "placeholder" and n.name in context.captured.parameters
-        }
+        self.parameters = {n: self.seeds(n) for n in context.parameters}
         while True:
             before = sum(map(len, self.parameters.values()))
             self.walk()
@@ -71,7 +67,7 @@ class Candidates(Chosen):
             for node, places in self.parameters.items()  # nothing reads a tied parameter under its other names
         }
 
-    def only(self, several: Sequence[Assignment]) -> Chosen:
+    def only(self, several: Sequence[Assignment]) -> AxisOptions:
         """Return just the choices of some assignments, as far as they are legal; what none of them chooses is whole."""
         same: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -79,7 +75,7 @@ class Candidates(Chosen):
             found = tuple(dict.fromkeys(one for one in wanted if one in every)) or every[:1]
             return same.setdefault(found, found)
 
-        return Chosen(
+        return AxisOptions(
             self.rows,
             {
                 n: some(every, (one.strategies[n] for one in several if n in one.strategies))
@@ -93,7 +89,7 @@ class Candidates(Chosen):
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
-    def seeds(self, node: fx.Node) -> Places:
+    def seeds(self, node: fx.Node) -> PlaceSet:
         """Return even cuts of each dim of a parameter, or the cut that it has already."""
         if self.context.tensor.layouts is None:
             return dict.fromkeys(self.even(node))
@@ -102,7 +98,7 @@ class Candidates(Chosen):
 
     def resting(self, node: fx.Node) -> Placement:
         """Return the state of a parameter whose layout has been chosen before."""
-        name = self.context.captured.parameters[node.name]
+        name = self.context.parameters[node]
         layout = (self.context.tensor.layouts or {}).get(name)
         state = place_of(layout, self.axis, self.context.tensor.axes)
         return "R" if state == "I" and self.axis in self.context.tensor.summed.get(name, ()) else state
@@ -162,7 +158,7 @@ class Candidates(Chosen):
             form = self.forms.get(node)
             if node in self.parameters:
                 self.places[node, 0] = self.parameters[node]
-            elif form is not None and node in self.learned:
+            elif form is not None and node in self.following:
                 self.visit(node, form)
             elif node not in self.forms and node.op == "call_function" and is_tensor(node):
                 self.places[node, 0] = self.places.get((node.args[0], node.args[1]), {})
@@ -216,11 +212,10 @@ class Candidates(Chosen):
         return self.prices.together(form, self.rows.strategies[form.node], {self.axis: strategy})
 
 
-def learned(context: ShardingContext) -> set[fx.Node]:
+def following_parameters(context: ShardingContext) -> set[fx.Node]:
     """Return the nodes that follow from parameters, frozen or not."""
     found: set[fx.Node] = set()
     for node in context.normal.graph.nodes:
-        mine = node.op == "placeholder" and node.name in context.captured.parameters
-        if mine or any(n in found for n in node.all_input_nodes):
+        if node in context.parameters or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found

@@ -19,6 +19,7 @@ from torch import fx
 from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.dtypes import GRADIENT_DTYPE
+from shardwise.graph.schema import values_of
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.ops.collectives import ROWS, Env
@@ -46,7 +47,7 @@ class Value(NamedTuple):
     summed: int
 
 
-class Talk(NamedTuple):
+class Collective(NamedTuple):
     """This is a collective of a whole of ``nbytes`` bytes over the axes ``groups`` (by number)."""
 
     backward: bool
@@ -56,16 +57,16 @@ class Talk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """These are the seconds of one microbatch on the slowest rank; ``talks`` are its collectives, ``once`` those at the
-    end of its step, and ``nbytes`` the bytes that it keeps: parameters with gradients and optimizer state, results of
-    ops, and what moves make of these."""
+class MicrobatchCost:
+    """These are the seconds of one microbatch on the slowest rank, its ``collectives``, those at the end of its step
+    (``once``), and the bytes that it keeps: parameters with gradients and optimizer state, results of ops, and what
+    moves make of these."""
 
     computing: float
     communicating: float
-    talks: tuple[Talk, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
-    once: tuple[Talk, ...] = ()
+    once: tuple[Collective, ...] = ()
 
     @property
     def total(self) -> float:
@@ -76,14 +77,14 @@ class Seconds:
 class CostModel:
     """This prices ops and moves over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of
     ``rows`` rows a rank of the batch axes, on devices of ``kind``; ``beside``, ``live`` and ``summed`` are as in
-    :class:`~shardwise.core.rates.Machine`."""
+    :class:`~shardwise.core.rates.SolverObjective`."""
 
     def __init__(
         self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str,
         axes: Mapping[str, int] | None = None, *, beside: float = 12, live: int = 1, summed: int | None = None,
     ) -> None:  # fmt: skip
         self.context, self.batch, self.rates, self.rows, self.kind = context, batch, rates, rows, kind
-        self.state, self.live, self.summed = beside, live, summed
+        self.state_bytes, self.live, self.summed = beside, live, summed
         self.ranks_of = dict(context.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.where = context if axes is None else context.over(axes)  # it only makes layouts
@@ -147,33 +148,30 @@ class CostModel:
 
     def fits(self, value: Value, states: Sequence[Placement]) -> bool:
         """Return whether a tensor can be in these states, beside those of its rows."""
-        return self.beside(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
+        return self.fits_captured(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
 
-    def beside(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
-        """Return whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; a
-        single axis may have any name."""
+    def fits_captured(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
+        """Return whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes."""
         every = [(g, s) for g, s in states.items() if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
             if len(found) > 1 or not isinstance(found[0][1].pre, int):
                 try:
-                    places = [(g, self.context.behind_rows(states, s)) for g, s in found]
-                    axes = [g for g in states if g != ROWS]
-                    factored(shape[dim], places, self.ranks_of if len(axes) > 1 else dict.fromkeys(axes, 0))
+                    factored(shape[dim], [(g, self.context.behind_rows(states, s)) for g, s in found], self.ranks_of)
                 except Uncapturable:
                     return False
         return True
 
     def together(self, form: OpSharding, rows: Strategy, strategies: Mapping[str, Strategy]) -> bool:
         """Return whether an op's strategies over axes go together, and with its strategy on the rows."""
-        return self.where.together(form, {ROWS: rows, **strategies}, self.beside)
+        return self.where.together(form, {ROWS: rows, **strategies}, self.fits_captured)
 
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
         """Return the moves from states to goals; None where a state between them does not fit."""
         found = path(_Priced(self, value), states, goals)
         return tuple(found) if all(self.fits(value, step.result) for step in found) else None
 
-    def talks(self, value: Value, step: Step) -> Iterator[Talk]:
+    def collectives(self, value: Value, step: Step) -> Iterator[Collective]:
         """Yield the collectives of a move."""
         there, back = collectives.kinds(getattr(collectives, step.name), dual(step))
         whole = self.piece(value.shape, step.result if step.name == "gather" else step.states)
@@ -181,10 +179,10 @@ class CostModel:
         if step.name in CUTTING:
             nbytes = self.padded(value, step, whole, nbytes)
         if there:
-            yield Talk(False, there, step.groups, nbytes)
+            yield Collective(False, there, step.groups, nbytes)
         if back and value.grad:
             wide = step.name == "replicate"
-            yield Talk(True, back, step.groups, math.prod(whole) * value.summed if wide else nbytes)
+            yield Collective(True, back, step.groups, math.prod(whole) * value.summed if wide else nbytes)
 
     def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
         """Return the bytes of a whole, including the padding of uneven pieces."""
@@ -201,20 +199,18 @@ class CostModel:
         """Return the number of ranks over the axes ``groups``, which are numbers."""
         return math.prod(self.parts[i] for i in groups)
 
-    def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Talk]:
+    def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Collective]:
         """Yield the all-reduce at the end of the step of a parameter's gradient that is a partial sum until then; the
         step is taken to have one microbatch."""
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
-            yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * self.wide(node))
+            yield Collective(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * self.wide(node))
 
-    def seconds(self, talk: Talk) -> float:
-        return self.rates.collective(
-            talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups)
-        )
+    def seconds(self, one: Collective) -> float:
+        return self.rates.collective(one.kind, one.nbytes, [self.axes[i] for i in one.groups], self.ranks(one.groups))
 
     def _step(self, value: Value, step: Step) -> float:
-        return sum(self.seconds(talk) for talk in self.talks(value, step))
+        return sum(self.seconds(one) for one in self.collectives(value, step))
 
     def steps(self, value: Value, states: Placements, goals: Iterable[Placements]) -> frozenset[Step] | None:
         """Return all moves that make a value what its users want; None where there is no way."""
@@ -223,13 +219,12 @@ class CostModel:
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
-    def kept(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> int:
+    def kept(self, node: fx.Node, strategies: Sequence[Strategy]) -> int:
         """Return the bytes of an op's results with a gradient, kept for backward of live microbatches; 0 for a view."""
         if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
-        value = node.meta["val"]
         found = 0
-        for i, tensor in enumerate(value if isinstance(value, tuple | list) else [value]):
+        for i, tensor in enumerate(values_of(node)):
             states = [s.results[i] for s in strategies] or ["I"] * len(self.axes)
             found += math.prod(self.piece(self.works.sizes(tensor), states)) * tensor.dtype.itemsize
         return found * self.live
@@ -244,7 +239,7 @@ class CostModel:
         if not node.users:
             return 0
         value = self.value(node)
-        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
+        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state_bytes * value.grad))
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
@@ -282,19 +277,18 @@ class CostModel:
         return -(-size // parts) / size if size else 1.0
 
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:
-        value = node.meta["val"]
-        return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
+        return [self.works.sizes(v) for v in values_of(node)]
 
-    def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
+    def exchanges(self, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Collective]:
         """Return the collectives that an op makes by itself."""
         if form is None or form.call is None or not strategies:
             return []
-        values = []
+        given = []
         for k, (operand, _) in enumerate(form.operands):
             tensor = operand.meta["val"]
             shape = self.piece(self.works.sizes(tensor), [s.operands[k] for s in strategies])
-            values.append(stand_in(shape, tensor.dtype, self.context.carrying[operand]))
-        call = form.call(dict(zip(self.axes, strategies, strict=True)), values)
+            given.append(stand_in(shape, tensor.dtype, self.context.carrying[operand]))
+        call = form.call(dict(zip(self.axes, strategies, strict=True)), given)
         if call is None:
             return []
         args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes may be any
@@ -302,7 +296,7 @@ class CostModel:
         env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})
         found = exchanges(env, call.function, args, call.kwargs)
         number = self.axes.index
-        return [Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
+        return [Collective(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
 
 
 @dataclass(frozen=True)

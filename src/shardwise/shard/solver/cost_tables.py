@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from shardwise.graph.schema import is_tensor
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
+from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import OpSharding, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Strategy
 from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Chosen
-from shardwise.shard.solver.cost_model import CostModel, Seconds, Value
+from shardwise.shard.solver.candidates import AxisOptions
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost, Value
 from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
-from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
+from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, Elimination, TooWide
 
 DIRECT = 1 << 18
 """A table of up to this number of elements says what all readers of a value make of it; beyond that each reader has its
@@ -36,7 +36,7 @@ own."""
 LINK = 1 << 22
 """The most elements of a table of one reader; a weight that very many ops read in ways of their own needs more."""
 
-Choice = tuple[Any, ...]
+JointChoice = tuple[Any, ...]
 """The choice for an op is a :class:`Strategy` on each axis, and for a parameter a state on each."""
 
 
@@ -52,7 +52,7 @@ class Solved(NamedTuple):
     limit of memory takes fewer seconds than ``bound``, where that is known."""
 
     assignments: dict[str, Assignment]
-    seconds: Seconds
+    seconds: MicrobatchCost
     bound: float | None = None
 
     @property
@@ -83,7 +83,7 @@ class Solver:
     bytes are left out."""
 
     def __init__(
-        self, context: ShardingContext, prices: CostModel, choices: Mapping[str, Chosen],
+        self, context: ShardingContext, prices: CostModel, choices: Mapping[str, AxisOptions],
         limited: bool = False, direct: int = DIRECT,
     ) -> None:  # fmt: skip
         self.context, self.forms, self.prices, self.choices = context, context.forms, prices, choices
@@ -91,13 +91,13 @@ class Solver:
         self.flow = Flow(context)
         self.variables: dict[fx.Node, int] = {}
         self.tables: dict[Any, Any] = {}
-        self.options: dict[fx.Node, Sequence[Choice]] = {}
+        self.options: dict[fx.Node, Sequence[JointChoice]] = {}
         self.problem = Problem()
         self.build()
 
     def build(self) -> None:
         """Add variables and tables of ops and parameters, then tables of the values between them."""
-        joint: dict[Any, Sequence[Choice]] = {}
+        joint: dict[Any, Sequence[JointChoice]] = {}
         for node in self.context.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
@@ -111,7 +111,7 @@ class Solver:
         for node in self.flow.values:
             self.connect(node)
 
-    def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[Choice]]) -> int:
+    def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[JointChoice]]) -> int:
         form = self.forms.get(node)
         key = (node if form is None else self.prices.works.key(node), tuple(map(id, own)))
         if form is None or key not in joint:
@@ -121,16 +121,16 @@ class Solver:
         self.variables[node] = self.problem.variable(joint[key])
         return self.variables[node]
 
-    def together(self, node: fx.Node, form: OpSharding | None, choice: Choice) -> bool:
+    def together(self, node: fx.Node, form: OpSharding | None, choice: JointChoice) -> bool:
         """Return whether what is chosen on the axes fits."""
         rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
-            return self.prices.beside(
+            return self.prices.fits_captured(
                 self.context.shape(node), {ROWS: rows.states[node][0], **dict(zip(axes, choice, strict=True))}
             )
         return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
 
-    def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+    def rest(self, node: fx.Node, options: Sequence[JointChoice]) -> Any:
         """Return the table of what a parameter costs where it rests."""
         key = (self.prices.value(node), bool(node.users), tuple(options))
         if key not in self.tables:
@@ -141,16 +141,16 @@ class Solver:
         took = sum(map(self.prices.seconds, self.prices.once(node, states)))
         return complex(took, self.prices.resting(node, states) if self.limited else 0)
 
-    def op_table(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+    def op_table(self, node: fx.Node, options: Sequence[JointChoice]) -> Any:
         key = (self.prices.works.key(node), id(options))
         if key not in self.tables:
             self.tables[key] = np.array([self.op_cost(node, one) for one in options])
         return self.tables[key]
 
-    def op_cost(self, node: fx.Node, strategies: Choice) -> complex:
+    def op_cost(self, node: fx.Node, strategies: JointChoice) -> complex:
         form, prices = self.forms[node], self.prices
-        took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(node, form, strategies)))
-        return complex(took, prices.kept(node, form, strategies) if self.limited else 0)
+        took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(form, strategies)))
+        return complex(took, prices.kept(node, strategies) if self.limited else 0)
 
     def step(self, value: Value, step: Step) -> complex:
         """Return what a move costs."""
@@ -189,7 +189,7 @@ class Solver:
                 self.problem.factors.append(CostFactor((variable,), np.where(legal, 0.0, math.inf)))
 
     @staticmethod
-    def state(choice: Choice, index: int) -> Placements:
+    def state(choice: JointChoice, index: int) -> Placements:
         return tuple(one.results[index] if isinstance(one, Strategy) else one for one in choice)
 
     def moves(
@@ -294,7 +294,7 @@ class Solver:
 
     def least(self, weights: Objective = SECONDS, limit: int = LIMIT) -> Solved:
         """Return the plan that costs least; ``limit`` is the most elements of a table."""
-        best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
+        best = Elimination(self.problem.sizes, weights.factors(self.problem.factors), limit).least()
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
         return self.solved(best.values)
@@ -312,25 +312,25 @@ class Solver:
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
         """Return the assignment of each axis for the values of the variables."""
         chosen = {node: self.options[node][values[v]] for node, v in self.variables.items()}
-        out = {}
-        for a, axis in enumerate(self.prices.axes):
-            one = out[axis] = Assignment()
-            for node in self.context.normal.graph.nodes:
-                if node.op not in ("placeholder", "call_function") or (
-                    node.op == "call_function" and not is_tensor(node)
-                ):
-                    continue
-                form = self.forms.get(node)
-                if node.op == "placeholder":
-                    one.states[node] = (chosen[node][a],) if node in chosen else ("I",)
-                elif node not in self.forms:
-                    one.states[node] = (one.states[node.args[0]][node.args[1]],)
-                elif form is None:
-                    one.states[node] = ("I",) * len(self.context.shapes(node))
-                else:
-                    one.strategies[node] = chosen[node][a] if node in chosen else form.whole("I")
-                    one.states[node] = one.strategies[node].results
-        return out
+        return {
+            axis: _ChosenWalk(self.context, {node: choice[a] for node, choice in chosen.items()}).run()
+            for a, axis in enumerate(self.prices.axes)
+        }
+
+
+class _ChosenWalk(BatchWalk):
+    """This walk takes on one axis what has been ``chosen`` for an op or a parameter; everything else is whole."""
+
+    def __init__(self, context: ShardingContext, chosen: Mapping[fx.Node, Any]) -> None:
+        super().__init__(context)
+        self.chosen = chosen
+
+    def initial_state(self, node: fx.Node) -> Placement:
+        state: Placement = self.chosen.get(node, "I")
+        return state
+
+    def choose(self, form: OpSharding) -> Strategy:
+        return self.chosen.get(form.node) or form.whole("I")
 
 
 __all__ = ["Solved", "Solver"]

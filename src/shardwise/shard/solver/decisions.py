@@ -15,7 +15,7 @@ from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.naming import module_path
 from shardwise.shard.assignment import Assignment, Decisions, Name
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.solver.candidates import Chosen, learned
+from shardwise.shard.solver.candidates import AxisOptions, following_parameters
 
 
 def decisions_of(context: ShardingContext, found: Mapping[str, Assignment]) -> Decisions:
@@ -24,19 +24,15 @@ def decisions_of(context: ShardingContext, found: Mapping[str, Assignment]) -> D
         name: tuple({axis: one.strategies[node] for axis, one in found.items()} for node in nodes)
         for name, nodes in _named(context).items()
     }
-    parameters = {
-        node.name: {axis: one.states[node][0] for axis, one in found.items()}
-        for node in context.normal.graph.nodes
-        if node.op == "placeholder" and node.name in context.captured.parameters
-    }
+    parameters = {node.name: {axis: one.states[node][0] for axis, one in found.items()} for node in context.parameters}
     return Decisions(ops, parameters, context.rows)
 
 
 def take_up(
-    decided: Decisions, context: ShardingContext, choices: Mapping[str, Chosen]
-) -> dict[str, Chosen]:  # fmt: skip
+    decided: Decisions, context: ShardingContext, choices: Mapping[str, AxisOptions]
+) -> dict[str, AxisOptions]:  # fmt: skip
     """Return ``choices`` as decided; casts, and ops of this capture alone, which are noted, are left free."""
-    here, out = _named(context), dict[str, Chosen]()
+    here, out = _named(context), dict[str, AxisOptions]()
     known = {name: nodes for name, nodes in here.items() if len(nodes) == len(decided.ops.get(name, ()))}
     if other := sorted(name for name in {**here, **decided.ops} if name not in known):
         what = ", ".join(f"{op} in {path or 'the model'}" for op, path in other[:3]) + (", ..." if other[3:] else "")
@@ -52,7 +48,7 @@ def take_up(
         for node in states:
             if node.name in decided.parameters:
                 states[node] = (decided.parameters[node.name][axis],)
-        out[axis] = Chosen(one.rows, strategies, states)
+        out[axis] = AxisOptions(one.rows, strategies, states)
     return out
 
 
@@ -74,7 +70,7 @@ def check_taken(decided: Decisions, context: ShardingContext, found: Mapping[str
 
 def _named(context: ShardingContext) -> dict[Name, list[fx.Node]]:
     """Return the ops that a solver chooses for, by name."""
-    mine, found = learned(context), dict[Name, list[fx.Node]]()
+    mine, found = following_parameters(context), dict[Name, list[fx.Node]]()
     for node, form in context.forms.items():
         if form is not None and node in mine and not has(node, Fact.CASTS):
             found.setdefault((str(node.target), module_path(node)), []).append(node)

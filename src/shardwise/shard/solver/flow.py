@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
-from shardwise.graph.schema import is_tensor
+from shardwise.graph.schema import is_tensor, outputs_of
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk
+from shardwise.shard.solver.cost_model import Collective, CostModel, MicrobatchCost
 
 
 class Reader(NamedTuple):
@@ -27,9 +27,7 @@ class Flow:
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
-        self.values = [
-            n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)
-        ]
+        self.values = [n for n in context.normal.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
 
     def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
         """Return the placeholder or op that makes a value, and as which of its results."""
@@ -41,8 +39,7 @@ class Flow:
         for user in value.users:
             form = self.forms.get(user)
             if user.op == "output":
-                outputs: Any = user.args[0]
-                loss, *updates = outputs
+                loss, *updates = outputs_of(user.graph)
                 yield from [Reader(None, (), "P")] * (value is loss) + [Reader(None)] * (value in updates)
             elif form is not None:
                 yield Reader(user, tuple(i for i, (o, _) in enumerate(form.operands) if o is value))
@@ -50,15 +47,15 @@ class Flow:
                 yield Reader(None)
 
 
-def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
+def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> MicrobatchCost:
     """Return what a microbatch takes under assignments, whoever chose them."""
     axes = [found[axis] for axis in prices.axes]
-    computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
+    computing, collectives, once, nbytes = 0.0, list[Collective](), list[Collective](), 0
     for node, form in flow.forms.items():
         strategies = [one.strategies[node] for one in axes if node in one.strategies]
         computing += prices.op(node, form, strategies)
-        talks += prices.exchanges(node, form, strategies)
-        nbytes += prices.kept(node, form, strategies)
+        collectives += prices.exchanges(form, strategies)
+        nbytes += prices.kept(node, strategies)
     for node in flow.values:
         value, states = prices.value(node), tuple(one.states[node][0] for one in axes)
         goals = {
@@ -74,9 +71,10 @@ def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> S
         for before, after in ((made, {states}), (states, goals)):
             steps = prices.steps(value, before, after)
             assert steps is not None, (node, before, after)
-            talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
+            collectives += [one for step in sorted(steps, key=repr) for one in prices.collectives(value, step)]
             nbytes += sum(prices.copied(value, step) for step in steps)
-        if node.op == "placeholder" and node.name in prices.context.captured.parameters:
+        if node in prices.context.parameters:
             nbytes += prices.resting(node, states)
             once += prices.once(node, states)
-    return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
+    communicating = sum(map(prices.seconds, (*collectives, *once)))
+    return MicrobatchCost(computing, communicating, tuple(collectives), nbytes, tuple(once))

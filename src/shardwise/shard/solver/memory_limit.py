@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.shard.solver.variable_elimination import CostFactor, Elimination, Places, Table
+from shardwise.shard.solver.variable_elimination import CostFactor, Elimination, Indices, Table
 
 Costs = np.ndarray[Any, np.dtype[np.complex128]]
 """Seconds, and bytes as the imaginary part: both add up side by side."""
@@ -93,19 +93,19 @@ class _Sums(NamedTuple):
     has its ``costs``, the element of the kind's sum at which it is taken (``at``), and the sums that went into it
     (``parts``)."""
 
-    start: Places
+    start: Indices
     costs: Costs
-    at: Places
-    parts: tuple[Places, ...]
+    at: Indices
+    parts: tuple[Indices, ...]
 
 
 class _Open(NamedTuple):
     """These are sums that are being made; ``bounds`` are the least totals of which they are parts, at each price."""
 
-    at: Places
+    at: Indices
     costs: Costs
     bounds: Table  # [price, sum]
-    parts: tuple[Places, ...] = ()
+    parts: tuple[Indices, ...] = ()
 
     def some(self, which: Any) -> _Open:
         return _Open(
@@ -184,7 +184,7 @@ class _Run:
         """Return those that may be part of a better answer."""
         return found.some((found.bounds <= self.cuts * (1 + EXACT)).all(0) & (found.costs.imag <= self.limit))
 
-    def unbeaten(self, entries: Places, costs: Costs) -> Places:
+    def unbeaten(self, entries: Indices, costs: Costs) -> Indices:
         """Return which are not equalled or beaten by another of the same entry, sorted by entry."""
         grid = max(self.known, 1e-300) * EXACT * 1e-4
         _, rank = np.unique(np.floor(costs.real / grid), return_inverse=True)
@@ -200,7 +200,7 @@ class _Run:
     def trimmed(self, found: _Open) -> _Open:
         return found.some(self.within(found.bounds, np.ones(len(found.at), np.intp), self.most))
 
-    def within(self, bounds: Table, counts: Places, most: int) -> Any:
+    def within(self, bounds: Table, counts: Indices, most: int) -> Any:
         """Return those of the least bounds, together at most ``most``; the others bound the answer."""
         if counts.sum() <= most:
             return slice(None)
@@ -223,10 +223,10 @@ class _Run:
     def values(self, best: int) -> list[int]:
         """Return the values of all variables, found back from one of the last sums."""
         run = self.first
-        given = run.number - len(run.gone)  # the number of factors that were given
+        given = run.number - len(run.eliminated)  # the number of factors that were given
         numbers = self.chosen([n for n in run.ended if n >= given], self.sums[-1], best)
         out = [0] * len(run.sizes)
-        for number, one in reversed(list(enumerate(run.gone, given))):
+        for number, one in reversed(list(enumerate(run.eliminated, given))):
             sums, mine = self.sums[one.kind], numbers[number]
             out[one.variable] = int(sums.at[mine]) % run.sizes[one.variable]
             numbers |= self.chosen([n for n in one.taken if n >= given], sums, mine)

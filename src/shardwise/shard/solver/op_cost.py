@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from shardwise.backend import Backend
 from shardwise.graph.schema import tensors_in
-from shardwise.graph.sizes import known
+from shardwise.graph.sizes import size_for_rows
 from shardwise.kernels.device_kernels import COMPOSED
 from shardwise.kernels.flop_counter import Meter
 from shardwise.shard.context import ShardingContext
@@ -54,7 +54,7 @@ class Works:
 
     def size(self, expression: Any, size: Any) -> int:
         if expression not in self.known:
-            self.known[expression] = known(size, self.rows, self.rows)
+            self.known[expression] = size_for_rows(size, self.rows, self.rows)
         return self.known[expression]
 
     def key(self, node: fx.Node) -> Any:
@@ -79,7 +79,7 @@ class Works:
         grad = self.context.carrying.get(node, False)
         if isinstance(value, Tensor):
             return _Meta(self.sizes(value), value.dtype, grad and value.dtype.is_floating_point)
-        return known(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
+        return size_for_rows(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
 
     def _measured(self, node: fx.Node, arguments: Any) -> Work:
         """Measure an op; one that the meta device cannot run is priced by the bytes of its operands and results."""

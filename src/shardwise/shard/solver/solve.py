@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
-from shardwise.core.rates import Link, Machine, rates
+from shardwise.core.rates import Link, SolverObjective, rates
 from shardwise.ops.collectives import ROWS
 from shardwise.parallel.tensor import role
 from shardwise.shard.assignment import Assignment
@@ -25,8 +25,8 @@ from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Candidates, Chosen
-from shardwise.shard.solver.cost_model import CostModel, Seconds
+from shardwise.shard.solver.candidates import AxisOptions, Candidates
+from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
 from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.decisions import check_taken, take_up
 from shardwise.shard.solver.flow import Flow, seconds
@@ -144,7 +144,7 @@ def cost(weights: Objective, one: Solved) -> float:
 
 def priced(context: ShardingContext, batch: Assignment) -> CostModel:
     """Return the prices of the machine that the plan is for, else those of one row on a device of the kind."""
-    machine = context.tensor.machine or Machine(
+    machine = context.tensor.machine or SolverObjective(
         rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
     )
     return CostModel(
@@ -153,13 +153,13 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
         machine.rates,
         machine.rows,
         machine.kind or Backend.of(context.device).kind,
-        beside=machine.beside,
-        live=machine.live,
+        beside=machine.state_bytes_per_element,
+        live=machine.live_microbatches,
         summed=machine.summed,
     )
 
 
-def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
+def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> MicrobatchCost:
     """Return the predicted seconds of a microbatch under given assignments."""
     return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
@@ -203,7 +203,7 @@ class _Several:
         except (TooWide, Unfit):
             return None
 
-    def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
+    def solved(self, chosen: Mapping[str, AxisOptions], limit: int = LIMIT) -> Solved:
         found = Solver(self.context, self.prices, chosen, self.limited).least(self.weights, limit)
         self.seen.append(found.assignments)
         return found
@@ -232,7 +232,7 @@ class _Several:
             self.prices.rows,
             self.prices.kind,
             {name: math.prod(self.prices.parts)},
-            beside=self.prices.state,
+            beside=self.prices.state_bytes,
             live=self.prices.live,
             summed=self.prices.summed,
         )

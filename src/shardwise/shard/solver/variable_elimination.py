@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
-Places = np.ndarray[Any, np.dtype[np.intp]]
+Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 LIMIT = 1 << 26
 """The most elements of a table."""
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     terms: tuple[tuple[Table, tuple[int, ...]], ...]
     table: Table
-    best: Places
+    best: Indices
 
     @classmethod
     def of(cls, shape: tuple[int, ...], terms: tuple[tuple[Table, tuple[int, ...]], ...]) -> Kind:
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
         return cls(shape, terms, np.take_along_axis(whole, best[..., None], -1)[..., 0], best)
 
 
-class Gone(NamedTuple):
+class Eliminated(NamedTuple):
     """This is an eliminated variable, its neighbours, the number of its kind, and those of the factors that went with
     it, in the order of the kind's terms."""
 
@@ -69,19 +69,13 @@ class Gone(NamedTuple):
     taken: tuple[int, ...]
 
 
-def least(sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> Least:
-    """Return the least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
-
-    :class:`TooWide` is raised where a table would have more than ``limit`` elements.
-    """
-    return Elimination(sizes, factors, limit).least()
-
-
 class Elimination:
-    """This eliminates all variables; factors that share tables in the same way share what is computed of them.
+    """This eliminates all variables, with ``sizes`` values each, of the sum of ``factors``; those that share tables in
+    the same way share what is computed of them.  :class:`TooWide` is raised where a table would have more than
+    ``limit`` elements.
 
-    Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is
-    what is left when all are gone: it has one element.
+    Factors are numbered as they are given; after them comes what each of ``eliminated`` leaves.  The last of ``kinds``
+    is what is left when all are gone: it has one element.
     """
 
     def __init__(self, sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> None:
@@ -91,7 +85,7 @@ class Elimination:
         self.number, self.largest = 0, 0
         self.known: dict[Any, int] = {}
         self.kinds: list[Kind] = []
-        self.gone: list[Gone] = []
+        self.eliminated: list[Eliminated] = []
         self.tables: list[Table] = []  # these stay alive, as keys have their ids
         for factor in factors:
             self.add(factor)
@@ -118,13 +112,14 @@ class Elimination:
                 continue
             done[variable] = True
             self.eliminate(variable)
-            for neighbour in self.gone[-1].neighbours:
+            for neighbour in self.eliminated[-1].neighbours:
                 heapq.heappush(heap, (self.weight(neighbour), neighbour))
         self.kinds.append(Kind.of((1,), tuple((f.table, ()) for f in self.ended.values())))
 
     def least(self) -> Least:
+        """Return the least sum; of equal sums it is always the same one."""
         values = [0] * len(self.sizes)
-        for variable, neighbours, kind, _ in reversed(self.gone):
+        for variable, neighbours, kind, _ in reversed(self.eliminated):
             values[variable] = int(self.kinds[kind].best[tuple(values[n] for n in neighbours)])
         return Least(float(self.kinds[-1].table), values, self.largest)
 
@@ -153,7 +148,7 @@ class Elimination:
         for number, factor in taken.items():
             for v in factor.variables:
                 del self.around[v][number]
-        self.gone.append(Gone(variable, around, self.known[key], tuple(taken)))
+        self.eliminated.append(Eliminated(variable, around, self.known[key], tuple(taken)))
         self.add(CostFactor(around, self.kinds[self.known[key]].table))
 
     def through(self) -> list[Table]:
@@ -189,21 +184,14 @@ def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]])
     return found
 
 
-def total(factors: Iterable[CostFactor], values: Sequence[int]) -> Any:
-    """Return the sum at some values."""
-    return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
-
-
 __all__ = [
     "LIMIT",
     "Elimination",
     "CostFactor",
-    "Gone",
+    "Eliminated",
     "Kind",
     "Least",
-    "Places",
+    "Indices",
     "Table",
     "TooWide",
-    "least",
-    "total",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 
 
-class Handed:
+class StreamTensors:
     """This has ``tensors`` of ``device`` that the current stream will have written, for threads that issue their work
     to other streams.
 

@@ -1,0 +1,44 @@
+"""The files of a run's folder have these names; some have a JSON object on each line, which may be cut short."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+
+CONFIG, PLAN, ABOUT, RESULT = "config.toml", "plan.toml", "about.json", "result.json"
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+MEMORY, SCHEDULE = "memory.json", "schedule.json"
+WEIGHTS, SAMPLE = "weights.safetensors", "sample.txt"
+
+
+def parsed_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None if it is no JSON object, as one that a killed run or a full disk cut."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file such that its name has either all of the text or what it had before."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+@contextmanager
+def writing(out: Path, option: str) -> Iterator[None]:
+    """Make the folder of the file ``out``, which ``option`` named; raise :class:`ConfigError` where that fails, or a
+    write inside the context."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        words = f"cannot be written: {error.strerror or error}"
+        raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
