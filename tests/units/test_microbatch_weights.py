@@ -87,6 +87,10 @@ class Weighted(nn.Module):
         scores, weight = self.head(self.table(ids).tanh() * 3), self.weight(counts)
         if self.how == "log-probabilities":
             return F.nll_loss(scores.log_softmax(-1).mT, labels, weight)
+        if self.how == "an ignored class":
+            return F.cross_entropy(
+                scores.mT, labels.clamp(min=0), weight, ignore_index=1, label_smoothing=self.smoothing
+            )
         if self.how == "of a view":
             return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight).view(1)
         return F.cross_entropy(scores.mT, labels, weight, label_smoothing=self.smoothing)
@@ -109,6 +113,7 @@ HOW = [
     "a field",
     "log-probabilities",
     "of a view",
+    "an ignored class",
 ]
 
 
