@@ -210,7 +210,7 @@ def launched(tmp_path: Path, script: str) -> tuple[RunFailed, float]:
     path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{script}\n")
     begin, command = time.monotonic(), ["-m", "shardwise.launch.rank", str(tmp_path / "run"), str(path)]
     with run_folder(tmp_path / "run"), pytest.raises(RunFailed) as failed:
-        launch_local(command, 2, tmp_path / "run", threads=1)
+        launch_local(command, 2, tmp_path / "run", threads=1, hang_timeout=20.0)
     return failed.value, time.monotonic() - begin
 
 

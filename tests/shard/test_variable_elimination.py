@@ -48,7 +48,7 @@ def test_through_every_element_goes_the_least_of_all_values(seed: int) -> None:
     run = Elimination(sizes, factors)
     every = {values: total(factors, values) for values in itertools.product(*map(range, sizes))}
     truth = [np.full(kind.shape, np.inf) for kind in run.kinds]
-    for one in run.gone:
+    for one in run.eliminated:
         for values, cost in every.items():
             at = tuple(values[v] for v in (*one.neighbours, one.variable))
             truth[one.kind][at] = min(truth[one.kind][at], cost)

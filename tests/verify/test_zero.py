@@ -250,8 +250,8 @@ def test_stale_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shard_that_is_overwritten_instead_of_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    original = gradients.Gradients.take
+    original = gradients.Gradients.add_slot
     monkeypatch.setattr(
-        gradients.Gradients, "take", lambda self, one: original(self, replace(one, first=(one.bucket,)))
+        gradients.Gradients, "add_slot", lambda self, one: original(self, replace(one, first=(one.bucket,)))
     )
     assert not _passes()

@@ -131,7 +131,7 @@ class Forecast:
         options: dict[str, Any] = {
             "microbatches": plan.microbatches,
             "index": 0,
-            "goals": gradient_dtypes(trace, plan),
+            "gradient_dtypes": gradient_dtypes(trace, plan),
             "split": True,
         }
         options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.memory.recompute}
