@@ -198,7 +198,7 @@ def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> Non
 
 
 def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
-    given = config("parallel.dp=4", "train.memory_gib=1e-5")
+    given = config("parallel.dp=2", "data.batch_size=4", "train.memory_gib=1e-5")
     found = bare(given)
     assert found.budget == int(1e-5 * GIB)
     with pytest.raises(
