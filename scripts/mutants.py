@@ -3,10 +3,11 @@
 
     scripts/mutants.py                     # all bugs but those that the results file has already
     scripts/mutants.py --only core lower   # the bugs whose file begins with one of these, or by number
+    scripts/mutants.py --again             # also the bugs with a result: the test that found them runs first
     scripts/mutants.py --table             # run nothing, and print the results as a table of Markdown
 
 A bug is planted in a copy of the checkout, where the tests of its own package run first, then all others.  Results go
-to ``mutants.json`` (--results) one after the other, so an interrupted run can be resumed.
+to ``scripts/mutants.json`` (--results) one after the other, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src/shardwise")
 TIMEOUT = 60  # seconds for one test: some bugs are hangs
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 ORDER = (
     "core",
     "lower",
@@ -130,17 +131,26 @@ def copy() -> Iterator[Path]:
         yield root
 
 
-def examine(mutant: Mutant, workers: int, quick: bool) -> Result:
-    """Plant a bug in a copy of the checkout and run the tests there, with ``quick`` only those of its package."""
-    begun = time.monotonic()
+def examine(mutant: Mutant, workers: int, quick: bool, before: str | None) -> Result:
+    """Plant a bug in a copy of the checkout and run the tests there, with ``quick`` only those of its package.
+
+    The test that found the bug ``before`` runs first, in all its cases, if it still exists.
+    """
+    begun, own = time.monotonic(), f"tests/{mutant.package}"
     with copy() as root:
         mutant.plant(root)
-        own = f"tests/{mutant.package}"
-        test = failure(root, [own], workers) if (root / own).exists() else None
-        inside = test is not None
-        if test is None and not quick:
-            test = failure(root, [each for each in folders(root) if each != own], workers)
+        groups = [[own] if (root / own).exists() else [], [] if quick else [x for x in folders(root) if x != own]]
+        if before is not None and exists(root, before):
+            groups.insert(0, [before.partition("[")[0]])
+        test = next(filter(None, (failure(root, paths, workers) for paths in groups if paths)), None)
+    inside = test is not None and test.startswith(f"{own}/")
     return Result(mutant.file, mutant.bug, test, inside, round(time.monotonic() - begun, 1))
+
+
+def exists(root: Path, test: str) -> bool:
+    """Return whether there is a test of the name of this one, whatever its case."""
+    file, _, name = test.partition("[")[0].partition("::")
+    return (root / file).is_file() and f"def {name.rpartition('::')[2]}(" in (root / file).read_text()
 
 
 def table(results: list[Result]) -> str:
@@ -155,11 +165,12 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FILE|NUMBER", help="beginnings of files, or numbers from 0"
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "mutants.json")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
     parser.add_argument(
         "--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find"
     )
+    parser.add_argument("--again", action="store_true", help="run also the bugs that the results file has")
     parser.add_argument("--baseline", action="store_true", help="plant nothing: all tests have to pass in a copy")
     parser.add_argument("--table", action="store_true", help="print the results as a table and end")
     given = parser.parse_args()
@@ -171,15 +182,16 @@ def main() -> None:
         with copy() as root:
             test = failure(root, folders(root), given.workers)
         sys.exit(None if test is None else f"{test} fails where no bug is planted")
-    known = {(one.file, one.bug) for one in results}
+    known = {(one.file, one.bug): one.test for one in results}
     for number, one in enumerate(mutants()):
         wanted = not given.only or any(one.file.startswith(each) or each == str(number) for each in given.only)
-        if not wanted or (one.file, one.bug) in known:
+        key = one.file, one.bug
+        if not wanted or (key in known and not given.again):
             continue
-        found = examine(one, given.workers, given.quick)
+        found = examine(one, given.workers, given.quick, known.get(key))
         print(f"{number:3d} {one.file}: {one.bug}: {found.test or 'NOT CAUGHT'} ({found.seconds:.0f} s)", flush=True)
         if found.test or not given.quick:
-            results.append(found)
+            results = [each for each in results if (each.file, each.bug) != key] + [found]
             given.results.write_text(json.dumps([asdict(each) for each in results], indent=1))
     caught = sum(one.test is not None for one in results)
     print(f"{caught} of {len(results)} caught")
