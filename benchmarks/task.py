@@ -141,7 +141,8 @@ def divided(
 def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
     """Make a Trainer for a plan under which every rank has the rows of all ranks, and that batch."""
     from shardwise import OptimizerChoice, Trainer
-    from shardwise.data.loader import Batch, rank_rows
+    from shardwise.core.layout import rank_rows
+    from shardwise.data.loader import Batch
 
     torch.set_float32_matmul_precision("medium")
     batch, rows = task.batch(range(ranks)), task.rows * ranks

@@ -140,7 +140,8 @@ def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
 def microbatched(task: Task, changes: dict[str, Any]) -> tuple[Any, Any]:
     """Make a Trainer of one rank, and its batch on the host, pinned where the device supports that."""
     from shardwise.backend import Backend
-    from shardwise.data.loader import Batch, rank_rows
+    from shardwise.core.layout import rank_rows
+    from shardwise.data.loader import Batch
 
     trainer, given = divided(0, 1, task=task, changes=changes)
     pins = Backend.of(task.place).pins

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import rank_rows, shard_range
 from shardwise.core.mesh import Mesh
-from shardwise.data.loader import Batch, Loader, one_pass, rank_rows
+from shardwise.data.loader import Batch, Loader, one_pass
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import sample_order
 from shardwise.data.windows import PackedWindows

@@ -7,9 +7,10 @@ import sys
 import torch
 
 from shardwise.backend import Backend
+from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import Batch, rank_rows
+from shardwise.data.loader import Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.models.llama import Llama
 from shardwise.runtime.connect import connect

@@ -12,7 +12,8 @@ import torch
 from harness import Unseen
 from shardwise.config import build_model, build_optimizer
 from shardwise.core.errors import ConfigError
-from shardwise.data.loader import Batch, rank_rows
+from shardwise.core.layout import rank_rows
+from shardwise.data.loader import Batch
 from shardwise.estimate.devices import GIB, Device
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import AXES, rank_rows
+from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import rank_rows
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction, Lane, Op
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import rank_rows
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import recorder as module

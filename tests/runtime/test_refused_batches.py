@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.data.loader import AXES, Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline

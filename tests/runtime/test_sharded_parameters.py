@@ -11,11 +11,10 @@ from torch import Tensor
 import sharded
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Op
-from shardwise.core.layout import Factor, Layout
+from shardwise.core.layout import Factor, Layout, rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.tensor_options import tensor_axes
-from shardwise.data.loader import rank_rows
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.batch import BatchState, StepInput

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.instruction import Instruction, Op
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import AXES, rank_rows
+from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel

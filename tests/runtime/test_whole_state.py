@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwise import OptimizerChoice, Plan
 from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
-from shardwise.data.loader import rank_rows
 from shardwise.launch.results import save_weights
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker

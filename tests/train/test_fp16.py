@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.data.loader import AXES, Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel

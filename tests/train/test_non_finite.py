@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import Batch, rank_rows
+from shardwise.data.loader import Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks

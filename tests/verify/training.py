@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.data.loader import AXES, Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.threads import run_ranks

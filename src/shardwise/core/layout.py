@@ -31,6 +31,16 @@ def shard_sizes(size: int, parts: int) -> list[int]:
     return [stop - start for start, stop in (shard_range(size, parts, index) for index in range(parts))]
 
 
+def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tuple[int, int], ...]:
+    """Return part ``index`` of ``parts`` of each microbatch, as (start, stop) in the ``rows`` rows of the batch."""
+    ranges = []
+    for microbatch in range(microbatches):
+        first, last = shard_range(rows, microbatches, microbatch)
+        start, stop = shard_range(last - first, parts, index)
+        ranges.append((first + start, first + stop))
+    return tuple(ranges)
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A box is a rectangle of a tensor: ``start[d] <= index[d] < stop[d]`` on each dim ``d``."""

@@ -80,7 +80,7 @@ class OptimizerChoice:
             wrong = f'{self.total_steps} is not legal with schedule = "{self.schedule}"'
             raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
         most = self.total_steps - decay_steps(self.schedule, self.total_steps, self.decay_fraction)
-        if self.schedule != "constant" and self.warmup_steps > most:
+        if self.schedule == "wsd" and self.warmup_steps > most:
             wrong = f"{self.warmup_steps} is not legal with decay_fraction = {self.decay_fraction}"
             raise ConfigError.on("optimizer.warmup_steps", wrong, f"at most {most}, where the decay begins.")
 
@@ -136,8 +136,9 @@ class OptimizerChoice:
 
 def decay_steps(schedule: Schedule, total_steps: int, fraction: float = DECAY_FRACTION) -> int:
     """Return the number of steps that the end of a schedule needs behind the warm-up."""
-    at_least = 0 if schedule == "constant" else 1
-    return max(round(total_steps * fraction), at_least) if schedule == "wsd" else at_least
+    if schedule == "wsd":
+        return max(round(total_steps * fraction), 1)
+    return 0 if schedule == "constant" else 1
 
 
 def _check_number(field: str, value: object, below: float = math.inf, most: float = math.inf) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, check_count
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.masks import all_ones
 
@@ -46,16 +46,6 @@ class Batch:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     ones: tuple[str, ...] | None = None
-
-
-def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tuple[int, int], ...]:
-    """Return part ``index`` of ``parts`` of each microbatch, as (start, stop) in the ``rows`` rows of the batch."""
-    ranges = []
-    for microbatch in range(microbatches):
-        first, last = shard_range(rows, microbatches, microbatch)
-        start, stop = shard_range(last - first, parts, index)
-        ranges.append((first + start, first + stop))
-    return tuple(ranges)
 
 
 @dataclass(frozen=True)

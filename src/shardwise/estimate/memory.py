@@ -9,7 +9,7 @@ import torch
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
-from shardwise.core.layout import shard_sizes
+from shardwise.core.layout import rank_rows
 from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -66,7 +66,7 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
     """Return the number of rows that ``rank`` has in each microbatch of a batch of ``rows`` rows."""
     axes = batch_axes(plan.mesh)
     parts, index = plan.mesh.axis_size(axes), plan.mesh.index(rank, axes)
-    return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
+    return [stop - start for start, stop in rank_rows(rows, min(plan.microbatches, rows), parts, index)]
 
 
 def _buckets(

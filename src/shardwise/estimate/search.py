@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
-from shardwise.core.schedules import SCHEDULES
+from shardwise.core.schedules import AUTO, SCHEDULES
 from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Filler, PlanDraft
 from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
@@ -44,7 +44,7 @@ class Found:
     @property
     def words(self) -> str:
         """The name without ``auto``, such as ``from zb-h2``."""
-        return self.name.removeprefix("auto ")
+        return self.name.removeprefix(f"{AUTO} ")
 
 
 @dataclass(frozen=True)
@@ -218,5 +218,5 @@ def _searched(
         states = [search.climb(state) for state in sorted(states or begin, key=search.value)[:CLIMBS]]
     for state in (*sorted(states, key=search.value), *begin):
         if played := search.play(state):
-            return Found(f"auto from {state.base}", played[0], simulate(played[0], costs, norm))
+            return Found(f"{AUTO} from {state.base}", played[0], simulate(played[0], costs, norm))
     return None

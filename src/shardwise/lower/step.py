@@ -23,7 +23,7 @@ from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.pipeline import PIPELINE, stages_of
+from shardwise.parallel.pipeline import PIPELINE, stages_at
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -145,7 +145,7 @@ class _Lowering:
             else:
                 draft.after[end] += self.reports(batch)
         place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
-        name = stages_of(self.cut.home, self.rank) if place else "all ranks"
+        name = stages_at(self.cut.home, self.rank) if place else "all ranks"
         instructions = tuple(derive_waits(draft.instructions()))
         return Program(name, place, instructions, slots, reductions.pool, stashes, versions.batches)
 

@@ -59,10 +59,10 @@ def stages_in_words(plan: Plan, rank: int) -> str:
     if size == 1:
         return ""
     where = stage_ranks(plan.pipeline.schedule, size, size * plan.pipeline.stages_per_rank, carried(plan))
-    return stages_of(where, place)
+    return stages_at(where, place)
 
 
-def stages_of(homes: Sequence[int], place: int) -> str:
+def stages_at(homes: Sequence[int], place: int) -> str:
     """Return the stages at a place in the pipeline in words; ``homes`` are the places of all stages."""
     own = [str(stage) for stage, home in enumerate(homes) if home == place]
     return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"

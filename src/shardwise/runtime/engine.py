@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -13,7 +14,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_range, shard_sizes
+from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
@@ -87,8 +88,9 @@ class Engine:
         self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
-        # This rank has part ``part[1]`` of ``part[0]`` of the rows of each microbatch.
-        self.part = comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
+        part = plan.microbatches, comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
+        # The number of this rank's rows in a batch, by the number of all its rows.
+        self.own_rows = functools.cache(lambda rows: sum(stop - start for start, stop in rank_rows(rows, *part)))
         self.cut = compiled.stages_of(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
@@ -214,9 +216,7 @@ class Engine:
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:
             raise ConfigError(f"batch: {rows} rows; legal: at least 1")
-        sizes = shard_sizes(rows, min(self.compiled.plan.microbatches, rows))
-        ranges = (shard_range(size, *self.part) for size in sizes)
-        own = sum(stop - start for start, stop in ranges)
+        own = self.own_rows(rows)
         for name, value in fields.items():
             like = expected[name]
             if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:

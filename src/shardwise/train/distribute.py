@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from shardwise.capture.capture import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.data.loader import AXES, Batch
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.trainer import Trainer
 

@@ -22,11 +22,12 @@ from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
+from shardwise.core.layout import rank_rows
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import AXES, rank_rows
+from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled, solves
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
