@@ -289,7 +289,7 @@ def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
         and "the least plan, and even so too large" in str(least.note)
     )
     with pytest.raises(
-        ConfigError, match="tensor_bytes: 7 is not legal; legal: .* or more, which the least plan takes"
+        ConfigError, match="tensor_bytes: 7 is not legal; legal: .* or more, which the smallest plan found takes"
     ):
         free.compiled.under(free.plan.replace(tensor_bytes=7))
 

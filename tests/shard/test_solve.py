@@ -313,7 +313,7 @@ def by(
 
 def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: SolverObjective) -> int:
     """Of any plan, as the error says where none has so few."""
-    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
+    with pytest.raises(ConfigError, match="or more, which the smallest plan found takes") as refused:
         by(normal, axes, recipe, "auto", replace(machine, memory=1))
     return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
 
@@ -430,14 +430,14 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
     """Many steps that read the same weights make tables that are too large; so does a small limit."""
     normal, slow = whole_model("gpt", 2), Rates(100e12, 2e12, Link(1e-6, 10e9))
     ruled = by(normal, axes, recipe, "recipe", SolverObjective(slow, 8))[1]
-    limit = None
-    if part is not None:
-        fewest = fewest_bytes(normal, axes, recipe, SolverObjective(slow, 8))
-        limit = int(fewest + part * (by(normal, axes, recipe, "auto", SolverObjective(slow, 8))[1].nbytes - fewest))
     wide = Elimination.__init__
     monkeypatch.setattr(
         Elimination, "__init__", lambda self, sizes, factors, limit=256: wide(self, sizes, factors, min(limit, 256))
     )
+    limit = None
+    if part is not None:
+        fewest = fewest_bytes(normal, axes, recipe, SolverObjective(slow, 8))
+        limit = int(fewest + part * (by(normal, axes, recipe, "auto", SolverObjective(slow, 8))[1].nbytes - fewest))
     choice, took = by(normal, axes, recipe, "auto", SolverObjective(slow, 8, limit))
     assert NOT_EXACT in choice.context.notes
     assert limit is None or took.nbytes <= limit

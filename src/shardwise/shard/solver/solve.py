@@ -97,13 +97,12 @@ def least(solver: Solver, weights: Objective) -> Solved:
 
 
 class TooFew(ConfigError):
-    """No plan takes as few bytes; ``least`` is how many the smallest plan takes."""
+    """No plan found takes as few bytes; ``least`` is how many the smallest of them takes."""
 
     def __init__(self, limit: int, least: int) -> None:
         super().__init__(
-            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes. It follows from "
-            "train.memory_gib, or from what the device "
-            "has: more of that, or more ranks over parallel.tp"
+            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the smallest plan found takes. It "
+            "follows from train.memory_gib, or from what the device has: more of that, or more ranks over parallel.tp"
         )
         self.least = least
 
