@@ -81,7 +81,7 @@ def _count(
 ) -> Tensor:
     """Return the number of valid targets on all ranks together, or the sum of their weights: a scalar."""
     if counted and env.targets is not None:
-        return env.targets.where(env.targets != 0, 1)  # the loss is then 0, or that of smoothed targets of no weight
+        return env.targets + (env.targets == 0)  # the loss is then 0, or that of smoothed targets of no weight
     widest = Backend.of(logits.device).widest_float
     if target.is_floating_point():
         count = logits.new_full((), logits.numel() // logits.shape[1], dtype=widest)
