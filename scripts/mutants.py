@@ -4,6 +4,7 @@
     scripts/mutants.py                     # all bugs but those that the results file has already
     scripts/mutants.py --only core lower   # the bugs whose file begins with one of these, or by number
     scripts/mutants.py --again             # also the bugs with a result: the test that found them runs first
+    scripts/mutants.py --first tests/verify/test_zero.py   # these tests run before those of the bug's own package
     scripts/mutants.py --table             # run nothing, and print the results as a table of Markdown
 
 A bug is planted in a copy of the checkout, where the tests of its own package run first, then all others.  Results go
@@ -131,15 +132,17 @@ def copy() -> Iterator[Path]:
         yield root
 
 
-def examine(mutant: Mutant, workers: int, quick: bool, before: str | None) -> Result:
+def examine(mutant: Mutant, workers: int, quick: bool, before: str | None, first: list[str]) -> Result:
     """Plant a bug in a copy of the checkout and run the tests there, with ``quick`` only those of its package.
 
-    The test that found the bug ``before`` runs first, in all its cases, if it still exists.
+    The test that found the bug ``before`` runs first, in all its cases, if it still exists, and then the tests
+    ``first``.
     """
     begun, own = time.monotonic(), f"tests/{mutant.package}"
     with copy() as root:
         mutant.plant(root)
         groups = [[own] if (root / own).exists() else [], [] if quick else [x for x in folders(root) if x != own]]
+        groups.insert(0, first)
         if before is not None and exists(root, before):
             groups.insert(0, [before.partition("[")[0]])
         test = next(filter(None, (failure(root, paths, workers) for paths in groups if paths)), None)
@@ -171,6 +174,7 @@ def main() -> None:
         "--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find"
     )
     parser.add_argument("--again", action="store_true", help="run also the bugs that the results file has")
+    parser.add_argument("--first", nargs="+", default=[], metavar="TEST", help="tests that run before all others")
     parser.add_argument("--baseline", action="store_true", help="plant nothing: all tests have to pass in a copy")
     parser.add_argument("--table", action="store_true", help="print the results as a table and end")
     given = parser.parse_args()
@@ -188,7 +192,7 @@ def main() -> None:
         key = one.file, one.bug
         if not wanted or (key in known and not given.again):
             continue
-        found = examine(one, given.workers, given.quick, known.get(key))
+        found = examine(one, given.workers, given.quick, known.get(key), given.first)
         print(f"{number:3d} {one.file}: {one.bug}: {found.test or 'NOT CAUGHT'} ({found.seconds:.0f} s)", flush=True)
         if found.test or not given.quick:
             results = [each for each in results if (each.file, each.bug) != key] + [found]

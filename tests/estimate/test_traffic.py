@@ -22,6 +22,8 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.traffic import TrafficMoment, step_traffic
 from shardwise.lower.compiled import Compiled
+from shardwise.lower.step import lower
+from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
@@ -73,8 +75,9 @@ def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
     plan, rows = subject.plan, len(next(iter(batch.values())))
     sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
     traces, number = [subject.trace(subject.masks, size) for size in sizes], 0
+    programs = lower(traces[0], plan, batches=steady_batches(plan))
     for rank, seen in enumerate(counted(subject, batch, SGD)):
-        expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank)
+        expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank, programs=programs)
         assert not any(one.unknown for one in expected)
         for mine, (one, theirs) in zip(expected, seen, strict=True):
             assert mine.instruction == one

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,20 +49,21 @@ def check(
     compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice
 ) -> None:
     ours: list[list[VerifiedStep]] = run_threads(
-        compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0)
+        compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0, only=0)
     )
-    for rank in distinct(ours):
-        found = compare(rank, truth)
-        assert found.passes(TOLERANCE), (found.largest, found.worst(3))
-
-
-def distinct(ranks: list[list[VerifiedStep]]) -> list[list[VerifiedStep]]:
-    """The first rank, and those whose numbers are not its numbers, bit by bit."""
-    return [one for i, one in enumerate(ranks) if i == 0 or not all(map(equal, one, ranks[0]))]
+    found = compare(ours[0], truth)
+    assert found.passes(TOLERANCE), (found.largest, found.worst(3))
+    end = replace(truth[-1], gradients={})
+    for rank in ours[1:]:
+        mine = replace(rank[-1], gradients={})
+        if not equal(mine, ours[0][-1]):
+            found = compare([mine], [end])
+            assert found.passes(TOLERANCE), (found.largest, found.worst(3))
 
 
 def equal(a: VerifiedStep, b: VerifiedStep) -> bool:
-    pairs = [(a.gradients, b.gradients), (a.parameters, b.parameters), (a.buffers, b.buffers)]
+    """Whether two ranks have the same bits after a step."""
+    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers)]
     named = all(one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs)
     return named and (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
 

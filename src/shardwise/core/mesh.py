@@ -191,13 +191,21 @@ class Mesh:
 
     def index(self, rank: int, names: Axes) -> int:
         """Return the position of ``rank`` in ``group(rank, names)``."""
-        here = self.coordinates(rank)
-        position = 0
-        for name in _names(names):
-            axis = axis_of(name)
-            size, at = _place(name, self._sizes.get(axis, 1), here.get(axis, 0))
-            position = position * size + at
-        return position
+        key = rank, _names(names)
+        found = self._indices.get(key)
+        if found is None:
+            here, found = self.coordinates(rank), 0
+            for name in key[1]:
+                axis = axis_of(name)
+                size, at = _place(name, self._sizes.get(axis, 1), here.get(axis, 0))
+                found = found * size + at
+            self._indices[key] = found
+        return found
+
+    @cached_property
+    def _indices(self) -> dict[tuple[int, tuple[str, ...]], int]:
+        """Return the results of :meth:`index` so far; they are kept because they are needed often."""
+        return {}
 
     def other_axes(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the axes that are not in ``names``; of an axis with one sub-axis in ``names``, return the other."""

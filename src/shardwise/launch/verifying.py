@@ -26,7 +26,7 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
 
     The threads and the single-device run that they are compared with compute on ``device``, by default the CPU.
     """
-    from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
+    from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, verify
 
     from .subject import compiled_here, depends_on_device, subject, with_device_choices
 
@@ -38,7 +38,6 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         captured = None
         if depends_on_device(config) or device is not None:
             captured = with_device_choices(config, compiled_here(config, found, device=device))
-        run = run_threads if comm is None else _one_rank(comm)
         return verify(
             found.module,
             found.batches,
@@ -46,7 +45,7 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
             loss=found.loss,
             clip_norm=config.train.clip_norm or None,
             seed=config.train.seed,
-            run=run,
+            run=None if comm is None else _one_rank(comm),
             captured=captured,
         )
 

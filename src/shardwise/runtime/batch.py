@@ -255,12 +255,13 @@ class BatchState:
             bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
         torch.maximum(memory.halted, bad, out=memory.halted)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the whole gradients of the parameters that were reached, by name, for comparisons."""
+    def gradients(self, keeps: bool = True) -> dict[str, Tensor]:
+        """Return the whole gradients of the parameters that were reached, by name, for comparisons; all ranks call it
+        together, and one that does not keep them gets none."""
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
-                whole = collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}")
+                whole = collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}", keeps)
                 if self.scale is not None:
                     for gradient in whole.values():
                         gradient /= self.scale

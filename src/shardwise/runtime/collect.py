@@ -102,13 +102,13 @@ class BucketSpread:
         return found
 
 
-def whole(memory: BucketMemory, held: Tensor, what: str) -> dict[str, Tensor]:
+def whole(memory: BucketMemory, held: Tensor, what: str, keeps: bool = True) -> dict[str, Tensor]:
     """Return whole tensors, by parameter, from the ``held`` ranges of the ranks that have a bucket together; all of
-    them call it, and each may change what it gets.
+    them call it, and each may change what it gets.  A rank that does not keep them gets none.
     """
-    goals = {
-        p.name: torch.empty(p.shape, dtype=held.dtype, device=memory.comm.device) for p in memory.bucket.parameters
-    }
+    there = memory.comm.device
+    kept = memory.bucket.parameters if keeps else ()
+    goals = {p.name: torch.empty(p.shape, dtype=held.dtype, device=there) for p in kept}
     BucketSpread(memory.bucket, memory.rule, memory.choice, memory.comm).fill(held, held.dtype, goals, what)
     return goals
 

@@ -219,7 +219,7 @@ class Run:
     def decide(self, one: Instruction) -> None:
         self.reach_verdict(one)
         if self.owner.keep_gradients is not None:
-            self.owner.keep_gradients.append(self.batches[one.version].gradients())
+            self.owner.keep_gradients.append(self.batches[one.version].gradients(self.owner.needs_gradients))
 
     def reach_verdict(self, one: Instruction) -> None:
         """Decide whether a batch is clipped or skipped."""

@@ -38,6 +38,7 @@ class RankContext:
     inspect: Callable[[int, str, list[Tensor]], None] | None = None
     # This is given the whole gradients of each batch, before clipping; it is set on all ranks or none.
     keep_gradients: list[dict[str, Tensor]] | None = None
+    needs_gradients: bool = True  # otherwise it is given empty dicts, and only other ranks put gradients together
     per_parameter: bool = False
     strict: bool = False
     offload: bool = False  # whether activations are offloaded to the host

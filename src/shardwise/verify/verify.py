@@ -29,6 +29,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled, solves
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
@@ -108,12 +109,13 @@ def verify(
     """
     start = time.perf_counter()
     device = torch.device(device) if captured is None else captured.device
+    only = 0 if run is None else None  # what runs the ranks otherwise may compare on each of them
     run = run or run_threads
     exact = plan.replace(precision="fp64", dropout="exact")
     if captured is None and solves(plan):
         captured = Compiled(module, plan, batches[0], loss, device, kind=Backend.here().kind)
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
-    ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
+    ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
     oracle = Oracle(
         module,
         loss,
@@ -193,10 +195,15 @@ def run_steps(
     clip_norm: float | None,
     seed: int,
     scale: ScaleChoice | None = None,
+    only: int | None = None,
 ) -> list[VerifiedStep]:
-    """Train one rank on its rows of each of the batches, and return what it has after each."""
+    """Train one rank on its rows of each of the batches, and return what it has after each.
+
+    With ``only``, the other ranks return parameters and buffers of the last step alone, and no gradients.
+    """
     engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
+    needed = only is None or only in comm.mesh.group(comm.rank, PIPELINE)  # stages send each other their gradients
     out = []
     for start, stop in windows(compiled.plan, len(batches)):
         given = []
@@ -205,21 +212,21 @@ def run_steps(
             own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
             given.append(({name: value[own] for name, value in batch.items()}, rows, False))
         kept: list[dict[str, Tensor]] = []
-        engine.interpreter.keep_gradients = kept
+        engine.interpreter.keep_gradients, engine.interpreter.needs_gradients = kept, needed
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
-        values = dict(engine.whole.collect())
+        values = dict(engine.whole.collect(only if stop < len(batches) else None))
         steps = [
             VerifiedStep(
                 float(result.loss),
                 float(result.grad_norm),
-                on_host(engine.everywhere(gradients)),
+                on_host(engine.everywhere(gradients)) if needed else {},
                 {},
                 {},
                 result.repeated,
             )
             for result, gradients in zip(results, kept, strict=True)
         ]
-        steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers}
+        steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers if name in values}
         steps[-1].parameters = values
         out += steps
     return out
