@@ -92,7 +92,7 @@ def plan_of(case: Case) -> Plan:
 def steps(name: str, plan: Plan) -> list[list[VerifiedStep]]:
     _, batches, compiled = subject(name)
     mine = compiled.under(plan)
-    return run_threads(mine, lambda comm: run_steps(mine, comm, batches, OPTIMIZER, CLIP, 0))
+    return run_threads(mine, lambda comm: run_steps(mine, comm, batches, OPTIMIZER, CLIP, 0, only=0))
 
 
 def check(case: Case) -> None:

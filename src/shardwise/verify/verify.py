@@ -199,7 +199,8 @@ def run_steps(
 ) -> list[VerifiedStep]:
     """Train one rank on its rows of each of the batches, and return what it has after each.
 
-    With ``only``, the other ranks return parameters and buffers of the last step alone, and no gradients.
+    With ``only``, the other ranks return parameters and buffers of the last step alone, and gradients only if that
+    rank is on their pipeline.
     """
     engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
