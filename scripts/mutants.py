@@ -30,7 +30,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src/shardwise")
-TIMEOUT = 60  # seconds for one test: some bugs are hangs
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 ORDER = (
     "core",
@@ -98,8 +97,9 @@ def folders(root: Path) -> list[str]:
     ]
 
 
-def failure(root: Path, paths: list[str], workers: int) -> str | None:
-    """Return the first test in ``paths`` that fails, None if none does, and "crash" where pytest names none."""
+def failure(root: Path, paths: list[str], workers: int, timeout: float) -> str | None:
+    """Return the first test in ``paths`` that fails, or takes more than ``timeout`` seconds; None if none does, and
+    "crash" where pytest names none."""
     command = [
         sys.executable,
         "-m",
@@ -112,7 +112,7 @@ def failure(root: Path, paths: list[str], workers: int) -> str | None:
         "-p",
         "no:cacheprovider",
     ]
-    command += [f"--timeout={TIMEOUT}", *paths]
+    command += [f"--timeout={timeout}", *paths]
     path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
@@ -132,20 +132,19 @@ def copy() -> Iterator[Path]:
         yield root
 
 
-def examine(mutant: Mutant, workers: int, quick: bool, before: str | None, first: list[str]) -> Result:
-    """Plant a bug in a copy of the checkout and run the tests there, with ``quick`` only those of its package.
+def examine(mutant: Mutant, given: argparse.Namespace, before: str | None) -> Result:
+    """Plant a bug in a copy of the checkout and run the tests there, as the options ``given`` say.
 
-    The test that found the bug ``before`` runs first, in all its cases, if it still exists, and then the tests
-    ``first``.
+    The test that found the bug ``before`` runs first, in all its cases, if it still exists.
     """
     begun, own = time.monotonic(), f"tests/{mutant.package}"
     with copy() as root:
         mutant.plant(root)
-        groups = [[own] if (root / own).exists() else [], [] if quick else [x for x in folders(root) if x != own]]
-        groups.insert(0, first)
+        groups = [[own] if (root / own).exists() else [], [] if given.quick else [x for x in folders(root) if x != own]]
+        groups.insert(0, given.first)
         if before is not None and exists(root, before):
             groups.insert(0, [before.partition("[")[0]])
-        test = next(filter(None, (failure(root, paths, workers) for paths in groups if paths)), None)
+        test = next(filter(None, (failure(root, x, given.workers, given.timeout) for x in groups if x)), None)
     inside = test is not None and test.startswith(f"{own}/")
     return Result(mutant.file, mutant.bug, test, inside, round(time.monotonic() - begun, 1))
 
@@ -170,6 +169,7 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of one test: some bugs hang")
     parser.add_argument(
         "--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find"
     )
@@ -184,7 +184,7 @@ def main() -> None:
         return
     if given.baseline:
         with copy() as root:
-            test = failure(root, folders(root), given.workers)
+            test = failure(root, folders(root), given.workers, given.timeout)
         sys.exit(None if test is None else f"{test} fails where no bug is planted")
     known = {(one.file, one.bug): one.test for one in results}
     for number, one in enumerate(mutants()):
@@ -192,7 +192,7 @@ def main() -> None:
         key = one.file, one.bug
         if not wanted or (key in known and not given.again):
             continue
-        found = examine(one, given.workers, given.quick, known.get(key), given.first)
+        found = examine(one, given, known.get(key))
         print(f"{number:3d} {one.file}: {one.bug}: {found.test or 'NOT CAUGHT'} ({found.seconds:.0f} s)", flush=True)
         if found.test or not given.quick:
             results = [each for each in results if (each.file, each.bug) != key] + [found]
