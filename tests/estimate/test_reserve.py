@@ -56,7 +56,7 @@ def test_the_communicators_of_a_rank_are_those_that_training_makes(name: str) ->
     for rank in range(mesh.size):
         mine = sizes(class_of(programs, mesh, rank), mesh, more)
         assert Counter(mine) == Counter(len(one.ranks) for one in made if rank in one.ranks)
-    assert set(made) <= set(compiled.first_communicators())
+    assert set(made) <= set(compiled.first_communicators)
     assert bool(made) == (mesh.size > 1)
 
 

@@ -274,9 +274,19 @@ class Compiled:
 
     def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
         """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
-        inside = self._inside(dict.fromkeys(traces))
-        return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, inside)
+        key: tuple[Trace | int, ...] = (*traces, batches)
+        if key not in self._communicators:
+            inside = self._inside(dict.fromkeys(traces))
+            programs = self.programs(traces[0], len(traces), batches)
+            self._communicators[key] = communicators(programs, self.plan.mesh, inside)
+        return self._communicators[key]
 
+    @cached_property
+    def _communicators(self) -> dict[tuple[Trace | int, ...], tuple[Members, ...]]:
+        """The results of :meth:`communicators` so far: ranks that are threads of one process share them."""
+        return {}
+
+    @cached_property
     def first_communicators(self) -> tuple[Members, ...]:
         """Return the communicators that training, evaluation and the collection of whole states are expected to need.
 

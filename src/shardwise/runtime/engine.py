@@ -84,7 +84,7 @@ class Engine:
                 "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
             )
         values.check()
-        comm.prepare(compiled.first_communicators())
+        comm.prepare(compiled.first_communicators)
         self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
