@@ -160,8 +160,10 @@ class BatchState:
             first, last = shard_range(self.given.rows, self.microbatches, m)
             return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
         if self.weights is None:
-            counts = self.counts.to(self.wide)
-            self.weights = counts.where(counts != 0, 1) / counts.sum()  # as what divides the loss is not 0 either
+            weights = self.counts.to(self.wide, copy=True)
+            total = weights.sum()
+            weights += weights == 0  # as what divides the loss is not 0 either
+            self.weights = weights.div_(total)
         return self.weights[m]
 
     def seed(self, m: int, value: Tensor) -> Tensor:
