@@ -140,8 +140,8 @@ def examine(mutant: Mutant, given: argparse.Namespace, before: str | None) -> Re
     begun, own = time.monotonic(), f"tests/{mutant.package}"
     with copy() as root:
         mutant.plant(root)
-        groups = [[own] if (root / own).exists() else [], [] if given.quick else [x for x in folders(root) if x != own]]
-        groups.insert(0, given.first)
+        others = [] if given.quick else [x for x in folders(root) if x != own]
+        groups = [given.first, [own] if (root / own).exists() else [], others]
         if before is not None and exists(root, before):
             groups.insert(0, [before.partition("[")[0]])
         test = next(filter(None, (failure(root, x, given.workers, given.timeout) for x in groups if x)), None)

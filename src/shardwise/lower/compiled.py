@@ -288,7 +288,7 @@ class Compiled:
 
     @cached_property
     def first_communicators(self) -> tuple[Members, ...]:
-        """Return the communicators that training, evaluation and the collection of whole states are expected to need.
+        """The communicators that training, evaluation and the collection of whole states are expected to need.
 
         Evaluation is taken to be training without backward: it is captured when it is first needed, and may then turn
         out to need more.
