@@ -1,6 +1,9 @@
 # A fresh clone needs two commands: `make train` and `make test`.  Both make .venv first.
 .PHONY: train test test-all test-gpu lint format benchmark clean
 
+# The tests start many interpreters; each would compile everything anew where the environment forbids to keep bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHARDWISE := .venv/bin/shardwise
 PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal
 

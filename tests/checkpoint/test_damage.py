@@ -280,6 +280,7 @@ def test_load_alone_refuses_what_headers_tell(one: Path) -> None:
     data = path.read_bytes()
     for wrong, words in [
         (data[:-1], "damaged: has"),
+        (data + bytes(1), "damaged: has"),
         (data.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1), "the manifest says"),
         (data.replace(b"000001/", b"0000X1/", 1), "the manifest says"),
         (data.replace(b'"dtype":"F32"', b'"dtype":"F33"', 1), "unknown dtype 'F33'"),

@@ -144,17 +144,18 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.fresh
-def test_killed_at_any_moment_the_last_complete_one_loads(tmp_path: Path) -> None:
-    """30 processes of two ranks, each killed while it saves in a loop; the values of a checkpoint are its step
+@pytest.mark.parametrize("kills", [12, pytest.param(30, marks=pytest.mark.full)])
+def test_killed_at_any_moment_the_last_complete_one_loads(kills: int, tmp_path: Path) -> None:
+    """Processes of two ranks, each killed while it saves in a loop; the values of a checkpoint are its step
     everywhere.
     """
     script = Path(__file__).with_name("killed.py")
-    command = [sys.executable, str(script), str(tmp_path / "checkpoints"), "30"]
+    command = [sys.executable, str(script), str(tmp_path / "checkpoints"), str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(line.split(": ") for line in done.stdout.splitlines())
-    assert int(found["kills"]) == 30 and int(found["steps"]) > 30, found
-    assert int(found["leftovers"]) >= 5, f"most kills should hit a save: {found}"
+    assert int(found["kills"]) == kills and int(found["steps"]) > kills, found
+    assert int(found["leftovers"]) >= kills // 6, f"most kills should hit a save: {found}"
 
 
 @pytest.mark.parametrize("bound", [None, 256])

@@ -105,7 +105,7 @@ def planned(ranks: int = 1, zero: int = 0, replicas: int = 1, **fields: Any) -> 
     return data_parallel(Plan.of(**fields), ranks, zero, replicas)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_peak_is_that_of_the_run(name: str) -> None:
     """Of every rank, to less than 0.1 %: that is scalars of updates that are not fused; the rank that is named holds

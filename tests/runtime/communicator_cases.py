@@ -41,6 +41,8 @@ Case = Callable[[Communicator], None]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
+KINDS = [(dtype, SIZES[(i + j) % len(SIZES)]) for i, dtype in enumerate(DTYPES) for j in (0, 2, 4)]
+"""Each dtype with half of the sizes: aligned or not, of less than a cache line, and of several blocks."""
 TIMEOUT = 2.0  # seconds, in the runs that fail
 STACKS_AFTER = 120.0  # seconds, after which a process that still runs shows where it is
 BACKENDS = ("shared", "gloo", "staged")
@@ -80,17 +82,16 @@ def summed(ranks: tuple[int, ...], numel: int, dtype: torch.dtype, salt: int = 0
 
 def all_reduce(c: Communicator) -> None:
     for axes in axes_of(c):
-        for dtype in DTYPES:
-            for numel in SIZES:
-                for make in (c.allocate, lambda numel, dtype: torch.empty(numel, dtype=dtype)):
-                    x = make(numel, dtype)
-                    x.copy_(value(c.rank, numel, dtype))
-                    given, out = x.clone(), make(numel, dtype)
-                    c.all_reduce(x, axes, out=out).wait()
-                    same(x, given, (axes, dtype, numel))
-                    c.all_reduce(x, axes).wait()
-                    same(x, summed(members(c, axes), numel, dtype), (axes, dtype, numel))
-                    same(out, x, (axes, dtype, numel))
+        for dtype, numel in KINDS:
+            for make in (c.allocate, lambda numel, dtype: torch.empty(numel, dtype=dtype)):
+                x = make(numel, dtype)
+                x.copy_(value(c.rank, numel, dtype))
+                given, out = x.clone(), make(numel, dtype)
+                c.all_reduce(x, axes, out=out).wait()
+                same(x, given, (axes, dtype, numel))
+                c.all_reduce(x, axes).wait()
+                same(x, summed(members(c, axes), numel, dtype), (axes, dtype, numel))
+                same(out, x, (axes, dtype, numel))
 
 
 def all_reduce_large(c: Communicator) -> None:
@@ -122,38 +123,36 @@ def all_gather(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
-        for dtype in DTYPES:
-            for numel in SIZES:
-                expected = torch.cat([value(rank, numel, dtype) for rank in ranks])
-                out = torch.zeros(len(ranks) * numel, dtype=dtype)
-                c.all_gather(out, value(c.rank, numel, dtype), axes).wait()
-                same(out, expected, (axes, dtype, numel))
-                for out in (
-                    c.allocate(len(ranks) * numel, dtype),
-                    torch.zeros(len(ranks) * numel, dtype=dtype),
-                ):
-                    x = out[mine * numel : (mine + 1) * numel]
-                    x.copy_(value(c.rank, numel, dtype))
-                    c.all_gather(out, x, axes).wait()
-                    same(out, expected, ("in place", axes, dtype, numel))
+        for dtype, numel in KINDS:
+            expected = torch.cat([value(rank, numel, dtype) for rank in ranks])
+            out = torch.zeros(len(ranks) * numel, dtype=dtype)
+            c.all_gather(out, value(c.rank, numel, dtype), axes).wait()
+            same(out, expected, (axes, dtype, numel))
+            for out in (
+                c.allocate(len(ranks) * numel, dtype),
+                torch.zeros(len(ranks) * numel, dtype=dtype),
+            ):
+                x = out[mine * numel : (mine + 1) * numel]
+                x.copy_(value(c.rank, numel, dtype))
+                c.all_gather(out, x, axes).wait()
+                same(out, expected, ("in place", axes, dtype, numel))
 
 
 def reduce_scatter(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
-        for dtype in DTYPES:
-            for numel in SIZES:
-                part = slice(mine * numel, (mine + 1) * numel)
-                expected = summed(ranks, len(ranks) * numel, dtype)[part]
-                x, out = value(c.rank, len(ranks) * numel, dtype), torch.zeros(numel, dtype=dtype)
-                c.reduce_scatter(out, x, axes).wait()
-                same(out, expected, (axes, dtype, numel))
-                same(x, value(c.rank, len(ranks) * numel, dtype), "the input is only read")
-                x = c.allocate(len(ranks) * numel, dtype)
-                x.copy_(value(c.rank, len(ranks) * numel, dtype))
-                c.reduce_scatter(x[part], x, axes).wait()
-                same(x[part], expected, ("in place", axes, dtype, numel))
+        for dtype, numel in KINDS:
+            part = slice(mine * numel, (mine + 1) * numel)
+            expected = summed(ranks, len(ranks) * numel, dtype)[part]
+            x, out = value(c.rank, len(ranks) * numel, dtype), torch.zeros(numel, dtype=dtype)
+            c.reduce_scatter(out, x, axes).wait()
+            same(out, expected, (axes, dtype, numel))
+            same(x, value(c.rank, len(ranks) * numel, dtype), "the input is only read")
+            x = c.allocate(len(ranks) * numel, dtype)
+            x.copy_(value(c.rank, len(ranks) * numel, dtype))
+            c.reduce_scatter(x[part], x, axes).wait()
+            same(x[part], expected, ("in place", axes, dtype, numel))
 
 
 def complex_numbers(c: Communicator) -> None:
@@ -191,12 +190,11 @@ def all_to_all(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
-        for dtype in DTYPES:
-            for numel in SIZES:
-                out = torch.zeros(len(ranks) * numel, dtype=dtype)
-                c.all_to_all(out, value(c.rank, len(ranks) * numel, dtype), axes).wait()
-                sent = [value(rank, len(ranks) * numel, dtype).view(len(ranks), numel)[mine] for rank in ranks]
-                same(out, torch.cat(sent), (axes, dtype, numel))
+        for dtype, numel in KINDS:
+            out = torch.zeros(len(ranks) * numel, dtype=dtype)
+            c.all_to_all(out, value(c.rank, len(ranks) * numel, dtype), axes).wait()
+            sent = [value(rank, len(ranks) * numel, dtype).view(len(ranks), numel)[mine] for rank in ranks]
+            same(out, torch.cat(sent), (axes, dtype, numel))
 
 
 def large_parts(c: Communicator) -> None:

@@ -129,6 +129,7 @@ def first_step(compiled: Compiled, subject: Subject) -> Run:
     return Run([step.loss], step.gradients, {})
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("how", HOW)
 def test_microbatches_and_ranks_do_not_change_a_mean_over_weights_of_classes(how: str, smoothing: float) -> None:

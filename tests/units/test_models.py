@@ -58,7 +58,7 @@ def check(name: str, cases: list[tuple[int, int, str]]) -> None:
             )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_covering(name: str) -> None:
     check(name, covering(NAMES.index(name)))

@@ -123,6 +123,7 @@ def test_a_plan_takes_every_schedule() -> None:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
     """A stage adds the gradients of microbatches in their order, whatever lies between.

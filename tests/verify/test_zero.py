@@ -47,7 +47,7 @@ def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatch
     check(name, data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
@@ -90,7 +90,7 @@ def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
     check("gpt", data_parallel(Plan.of(microbatches=2), size, zero, replicas))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("gathered", CHOICES["gathered"])
 @pytest.mark.parametrize("reduced", CHOICES["reduced"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
