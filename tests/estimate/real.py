@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness import Unseen
 from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_range, shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
@@ -67,20 +67,23 @@ def predicted(
 ) -> Prediction:  # fmt: skip
     ones = subject.masks if all(bool((batch[m] == 1).all()) for m in subject.masks) else ()
     rows = len(next(iter(batch.values())))
-    return predict(lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank, profiled=profiled)
+    return predict(
+        lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank, profiled=profiled,
+        split=lambda one, _: subject.stages_of(one),
+    )  # fmt: skip
 
 
 @functools.cache
 def remembering() -> Callable[..., Profile]:
     """:func:`profile` that walks the units of a trace, which it holds, once for ranks and plans that differ in nothing
-    that it is told.
+    that it is told but which rows they have of a microbatch, where these are as many.
     """
     known: dict[str, tuple[Trace, Profile]] = {}
 
-    def profiled(one: Trace, *args: Any, **options: Any) -> Profile:
-        key = repr((id(one), args, options))
+    def profiled(one: Trace, rows: int, parts: int, device: str, *, index: int, **options: Any) -> Profile:
+        key = repr((id(one), rows, parts, device, shard_sizes(rows, parts)[index], options))
         if key not in known:
-            known[key] = one, profile(one, *args, **options)
+            known[key] = one, profile(one, rows, parts, device, index=index, **options)
         return known[key][1]
 
     return profiled
