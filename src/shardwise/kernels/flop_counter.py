@@ -14,21 +14,31 @@ from shardwise.graph.torch_private import TorchDispatchMode, schema, storage_key
 from shardwise.kernels.device_kernels import RESULTS
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count what kernels do while it is on, and give their results the form that they have on ``device``."""
+class DeviceForms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Give the results of kernels the form that they have on ``device``, while it is on."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = op_name(func)
+        return RESULTS[name](self.device, args, results) if name in RESULTS else results
+
+
+class Meter(DeviceForms):  # type: ignore[no-untyped-call]
+    """Count also what kernels do."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
         self.flops = 0
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        results = func(*args, **kwargs)
+        results = super().__torch_dispatch__(func, types, args, kwargs)
         name = op_name(func)
-        if name in RESULTS:
-            results = RESULTS[name](self.device, args, results)
         self.flops += FLOPS[name](args, results) if name in FLOPS else 0
         self.bytes += _moved(func, (args, kwargs), results)
         return results

@@ -20,13 +20,11 @@ from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
 from shardwise.graph.sizes import depends_on_data, size_for_rows
 from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
-from shardwise.kernels.flop_counter import Meter
 from shardwise.ops.collectives import Env
 from shardwise.ops.silent import Silent
 from shardwise.shard.sizes import local_shape
 from shardwise.units.selective_recompute import recalled
 from shardwise.units.trace import Trace, Unit
-from shardwise.units.weight_products import Product
 
 META = torch.device("meta")
 
@@ -107,14 +105,12 @@ class UnitRun:
     """Run graphs op by op, dropping each value after its last use as the graph's own code does.
 
     ``unknown`` names the ops whose memory is a guess: they run as composed on meta, or an op that keeps nothing stands
-    in for them.  ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
+    in for them.
     """
 
-    def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        self.run, self.products = run, products
-        self.meter = Meter(run.device)
+    def __init__(self, run: MetaRun) -> None:
+        self.run = run
         self.unknown: set[str] = set()
-        self.weight_flops: dict[int, int] = {}
 
     def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
         values: dict[fx.Node, Any] = {}
@@ -133,7 +129,6 @@ class UnitRun:
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
-        before = self.meter.flops
         try:
             if target is recalled:
                 env, number, read, target, *args = args
@@ -148,9 +143,6 @@ class UnitRun:
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
             self.unknown.add(str(target))
-        if node in self.products:
-            key = storage_key(args[self.products[node].at])
-            self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
         return result
 
     def placed(self, target: Any) -> Any:

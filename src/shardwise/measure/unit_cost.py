@@ -10,12 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.graph.torch_private import storage_key
+from shardwise.kernels.flop_counter import Meter
 from shardwise.measure.meta_run import (
     MetaRun,
     Places,
@@ -103,11 +105,24 @@ def _unit(run: MetaRun, unit: Unit) -> UnitCost:
 
 
 class _Measured(UnitRun):
-    """Run one unit, forward and backward, and see what autograd keeps of its forward."""
+    """Run one unit, forward and backward, and see what its kernels do and what autograd keeps of its forward.
+
+    ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
+    """
 
     def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        super().__init__(run, products)
+        super().__init__(run)
+        self.products, self.meter = products, Meter(run.device)
+        self.weight_flops: dict[int, int] = {}
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        before = self.meter.flops
+        result = super().call(node, args, kwargs)
+        if node in self.products:
+            key = storage_key(args[self.products[node].at])
+            self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
+        return result
 
     def pack(self, tensor: Tensor) -> _Kept:
         kept = _Kept(tensor)

@@ -120,7 +120,7 @@ def _count(trace: Trace, run: MetaRun) -> int:
     values += [run.leaf("f", name) for name in targets.fields]
     tracker = StorageTracker(META.type)
     with tracker, torch.no_grad():
-        UnitRun(run, {}).forward(targets.graph, values)
+        UnitRun(run).forward(targets.graph, values)
     return tracker.peak
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardwise.kernels.flop_counter import DeviceForms
 from shardwise.measure.meta_run import META, MetaRun, UnitRun, failed_op, storages, without
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
@@ -40,7 +41,8 @@ class UnitWork(UnitBackward):
         super().__init__()
         trace = step.trace
         self.unit, self.arguments, self.kernels = unit, arguments, step.kernels
-        self.unit_run, self.tracker = UnitRun(step.run, {}), StorageTracker(META.type)
+        self.unit_run = UnitRun(step.run)
+        self.forms, self.tracker = DeviceForms(step.run.device), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: list[Saved] = []
@@ -81,7 +83,7 @@ class UnitWork(UnitBackward):
         keep = what in ("save", "again")
         before = self.tracker.mark()
         with (
-            self.unit_run.meter,
+            self.forms,
             self.tracker,
             self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
         ):
@@ -127,7 +129,7 @@ class UnitWork(UnitBackward):
             if old is not None:
                 self.pass_on(name, old)
         start = self.tracker.mark()
-        with self.unit_run.meter, self.tracker:
+        with self.forms, self.tracker:
             self.run_backward(
                 unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
             )
@@ -136,7 +138,7 @@ class UnitWork(UnitBackward):
     def backward_weight(self, held: deque[GradientFactors]) -> int:
         """Run BACKWARD_WEIGHT; return its peak bytes."""
         start = self.tracker.mark()
-        with self.unit_run.meter, self.tracker:
+        with self.forms, self.tracker:
             while held:
                 self.multiply(held.popleft())
         return self.tracker.peak - start
