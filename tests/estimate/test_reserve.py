@@ -94,7 +94,7 @@ def test_what_others_have_taken_of_a_card_is_not_there_and_said(monkeypatch: pyt
     scarce = Device(
         "NVIDIA H100 80GB HBM3", "gpu", total, 1 * GIB + 8 * 2**20, Reserve(context=2**30, workspaces=2**21)
     )
-    told = forecast(load_anywhere(None, [*TINY, "parallel.dp=1", "data.batch_size=512"]), scarce)
+    told = forecast(load_anywhere(None, [*TINY, "parallel.dp=1", "data.batch_size=64"]), scarce)
     assert not told.fits
     with pytest.raises(
         ConfigError,
