@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from real import compiled, differences, measured, predicted
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from covering import covering
@@ -389,3 +389,23 @@ def test_a_stage_does_not_hold_what_others_have_received(monkeypatch: pytest.Mon
     assert held_by_the_last_stage(4) == held_by_the_last_stage(7)
     monkeypatch.setattr(messages._Arrived, "known", lambda *_: messages.NEVER)
     assert held_by_the_last_stage(4) < held_by_the_last_stage(7)
+
+
+class Scaled(nn.Module):
+    """A cross-entropy whose gradient is not that of the loss: backward multiplies all of its scores' gradients."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.table, self.head = scale, nn.Embedding(16, 8), nn.Linear(8, 64)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.head(self.table(ids)), labels)
+        return loss if self.scale == 1 else loss * self.scale
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_loss_that_is_scaled_takes_a_copy_of_the_gradients_of_scores(scale: float) -> None:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 16, (32,)), "labels": torch.randint(0, 64, (32,))}
+    subject = compiled(Scaled(scale), batch)
+    assert differences(subject, batch) == []

@@ -53,6 +53,29 @@ def test_microbatches_of_unequal_targets(name: str) -> None:
     assert one.trace.targets is not None
 
 
+class Pooled(nn.Module):
+    """Scores of the batch as a whole, whose targets every rank has."""
+
+    wanted: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("wanted", torch.tensor([1, -100, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.layer(x).mean(0)
+        return F.cross_entropy(torch.stack([pooled, pooled * 2, pooled.sin()]), self.wanted)
+
+
+def test_targets_that_every_rank_has() -> None:
+    one = Subject(Pooled(), {"x": torch.randn(8, 4)})
+    assert one.trace.targets is not None
+    for dp in (2, 3):
+        parity(one, dp=dp)
+
+
 # ---- weights of classes ----------------------------------------------------------------------------------------------
 
 CLASSES = 4

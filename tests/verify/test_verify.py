@@ -339,3 +339,26 @@ def test_uncapturable_model_says_what_it_loses() -> None:
     assert report.passed
     assert any("not captured" in note for note in report.notes)
     assert any("overlap" in note and "own rows" in note for note in report.notes)
+
+
+class SomeRows(nn.Module):
+    """Rows of one kind alone reach the second layer: on no rank, on some, or on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.first(x)
+        if bool((kind == 1).any()):
+            h = h + self.second(x) * (kind == 1)[:, None]
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("kinds", [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0] * 6, [1] * 6])
+def test_parameters_of_an_uncaptured_model_are_updated_where_any_rank_reached_them(kinds: list[int]) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(6, 4), "kind": torch.tensor(each)} for each in (kinds, [0, 1] * 3)]
+    report = verify(SomeRows(), batches, Plan.of(Mesh.of(dp=2)))
+    assert report.passed, report.worst
+    assert any("not captured" in note for note in report.notes)

@@ -274,11 +274,3 @@ def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, 
     """Return the number of valid targets, or the sum of their classes' weights, as a scalar of 8 bytes: this rank's,
     summed over ``axes``, which shard its rows."""
     return collectives.all_sum(env, _weighed(target, weight, ignore_index), axes, "targets")
-
-
-@own_op(communicates=True)
-def valid_targets_once(
-    env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...], weight: Tensor | None
-) -> Tensor:
-    """Do the same for targets that every rank has: the first rank over the batch axes counts them, others return 0."""
-    return valid_targets(env, target, ignore_index, axes, weight) * (env.index == 0)

@@ -78,7 +78,8 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     """Return the function that counts the valid targets of ``loss``, by the weights of their classes if these have
     weights: the part of the local graph that makes both.
 
-    If every rank has all targets, the first rank counts them. Raises :class:`Uncapturable` if the count would depend on
+    Where every rank has all targets of each microbatch, all of them count all, which leaves the shares as they are.
+    Raises :class:`Uncapturable` if the count would depend on
     a buffer that an earlier microbatch writes.
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
@@ -103,11 +104,10 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
         if n in seen and n not in copies:
             copies[n] = graph.node_copy(n, lambda a: copies[a])
     sharding = target.meta["layout"].sharding_axes
-    counter = cross_entropy.valid_targets if collectives.ROWS in sharding else cross_entropy.valid_targets_once
     env = next(iter(graph.nodes))
     axes = tuple(sorted(sharding - {collectives.ROWS}))
     count = graph.call_function(
-        counter, (env, copies[target], ignore, axes, None if weight is None else copies[weight])
+        cross_entropy.valid_targets, (env, copies[target], ignore, axes, None if weight is None else copies[weight])
     )
     graph.output(count)
     return Targets(
