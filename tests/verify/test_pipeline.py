@@ -151,15 +151,26 @@ def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
 # ---- what crosses the cuts -------------------------------------------------------------------------------------------
 
 
+class Compares(nn.Module):
+    """Another layer's output is only compared, and has no gradient from here."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, h: Tensor, other: Tensor) -> Tensor:
+        return self.layer(h) * (1 + (other > 0))
+
+
 class Skips(nn.Module):
-    """Several tensors cross each cut: one skips stages, one needs no gradient, one is an integer; one weight is used
-    everywhere.
+    """Several tensors cross each cut: one skips stages, one needs no gradient, one is only compared, one is an integer;
+    one weight is used everywhere.
     """
 
     def __init__(self, width: int = 10, layers: int = 5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(31, width)
-        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.blocks = nn.ModuleList([nn.Linear(width, width), *(Compares(width) for _ in range(layers - 1))])
         self.shared = nn.Linear(width, width)
         self.unused = nn.Linear(3, 3)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
@@ -168,8 +179,9 @@ class Skips(nn.Module):
         first = h = self.embedding(input_ids)
         gate = (h.detach().sum(-1, keepdim=True) > 0).to(h.dtype)
         length = (input_ids > 3).sum(1)
-        for block in self.blocks:
-            h = torch.tanh(block(h) + self.shared(h)) * (1 + gate)
+        for i, block in enumerate(self.blocks):
+            h = torch.tanh((block(h, second) if i else block(h)) + self.shared(h)) * (1 + gate)
+            second = h if i == 0 else second
         h = self.frozen(h + first) / (1 + length)[:, None, None]
         return nn.functional.cross_entropy(
             nn.functional.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten()
