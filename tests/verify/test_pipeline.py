@@ -179,9 +179,9 @@ class Skips(nn.Module):
         first = h = self.embedding(input_ids)
         gate = (h.detach().sum(-1, keepdim=True) > 0).to(h.dtype)
         length = (input_ids > 3).sum(1)
-        for i, block in enumerate(self.blocks):
-            h = torch.tanh((block(h, second) if i else block(h)) + self.shared(h)) * (1 + gate)
-            second = h if i == 0 else second
+        second = h = torch.tanh(self.blocks[0](h) + self.shared(h)) * (1 + gate)
+        for block in self.blocks[1:]:
+            h = torch.tanh(block(h, second) + self.shared(h)) * (1 + gate)
         h = self.frozen(h + first) / (1 + length)[:, None, None]
         return nn.functional.cross_entropy(
             nn.functional.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten()
