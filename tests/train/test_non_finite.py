@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
@@ -22,9 +22,19 @@ from zoo import Blocks
 ROWS, RANKS = 8, 2
 
 
-def batch(step: int, bad: bool) -> dict[str, Tensor]:
+class Pairs(Blocks):
+    """Each block has two weights and two biases of odd sizes, so that there is padding between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        for block in self.blocks:
+            assert isinstance(block, nn.Sequential)
+            block.append(nn.Linear(width, width))
+
+
+def batch(step: int, bad: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    fields = {name: torch.randn(ROWS, 5, generator=generator) for name in "xy"}
+    fields = {name: torch.randn(ROWS, 5, generator=generator).to(dtype) for name in "xy"}
     if bad:
         fields["y"][3, 1] = torch.nan
     return fields
@@ -36,7 +46,8 @@ def train(
     """Four steps, before the last two of which a bad one is tried or not: errors, weights, and loss scales."""
     torch.manual_seed(0)
     plan = data_parallel(Plan.of(precision=precision), RANKS, zero)
-    compiled = Compiled(Blocks(5), plan, batch(0, False))
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    compiled = Compiled(Pairs(5).to(dtype), plan, batch(0, False, dtype))
 
     def rank(comm: ThreadCommunicator) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
         trainer = Trainer(
@@ -46,7 +57,7 @@ def train(
         errors = []
         for step, spoilt in ((0, False), (1, False), *([(9, True)] if bad else []), (2, False), (3, False)):
             ((first, last),) = rank_rows(ROWS, 1, RANKS, comm.rank)
-            given = {name: value[first:last] for name, value in batch(step, spoilt).items()}
+            given = {name: value[first:last] for name, value in batch(step, spoilt, dtype).items()}
             try:
                 assert not bool(trainer.step(Batch(given, ROWS, (first,), (last - first,))).skipped)
             except (NonFiniteError, LossScaleError) as error:
@@ -60,7 +71,8 @@ def train(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "rmsprop"])
 @pytest.mark.parametrize(
-    ("zero", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (0, "fp16"), (3, "fp16")]
+    ("zero", "precision"),
+    [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (0, "fp16"), (3, "fp16"), (1, "fp64"), (3, "fp64")],
 )
 def test_training_goes_on_after_the_error(zero: int, optimizer: str, precision: str) -> None:
     errors, weights, scale = train(zero, optimizer, precision, bad=True)
