@@ -156,9 +156,12 @@ def exists(root: Path, test: str) -> bool:
 
 
 def table(results: list[Result]) -> str:
-    """Return the results as a table of Markdown."""
+    """Return the results as a table of Markdown, in the order of the bugs; tests are named without their cases."""
+    order = {(one.file, one.bug): i for i, one in enumerate(mutants())}
     rows = ["| file | bug | caught by |", "|---|---|---|"]
-    rows += [f"| `{one.file}` | {one.bug} | {f'`{one.test}`' if one.test else '**nothing**'} |" for one in results]
+    for one in sorted(results, key=lambda one: order[one.file, one.bug]):
+        found = "**nothing**" if one.test is None else f"`{one.test.partition('[')[0].removeprefix('tests/')}`"
+        rows.append(f"| `{one.file}` | {one.bug} | {found} |")
     return "\n".join(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -31,3 +32,13 @@ def test_it_can_be_planted(one: script.Mutant, tmp_path: Path) -> None:
     one.plant(tmp_path)
     after = path.read_text()
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+
+
+def test_the_table_of_the_documentation_is_that_of_the_results() -> None:
+    results = [script.Result(**one) for one in json.loads((ROOT / "scripts" / "mutants.json").read_text())]
+    assert {(one.file, one.bug) for one in results} == {(one.file, one.bug) for one in script.mutants()}
+    found = sum(one.test is not None for one in results)
+    assert found >= 0.95 * len(results)
+    text = (ROOT / "docs" / "tests.md").read_text()
+    assert text.endswith(f"<!-- scripts/mutants.py --table -->\n{script.table(results)}\n")
+    assert f"find all {found} bugs" in text and f"{sum(one.own for one in results)} of them" in text
