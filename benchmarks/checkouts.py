@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from alternate import Contender, Step, StepMaker, alternate
-from shardwise.launch.local import ALLOCATOR
-from task import Task, ours, tensor_parallel, undivided
 
 STEPS, WARMUP = 3, 3  # steps of a turn, and before all turns
 STARTS = {
@@ -34,43 +32,66 @@ STARTS = {
 }
 
 
-def pipeline(rank: int, ranks: int, *, task: Task) -> Step:
-    """Make the step of a pipeline under 1F1B with four microbatches."""
-    from shardwise.config.build import build_plan
-    from shardwise.config.config import load_config
-    from shardwise.runtime.connect import connect
+def step_of(rank: int, ranks: int, *, checkout: Path, case: str) -> Step:
+    """Make the step of a case with the checkout's own ``task.py``, which calls things as the package there does."""
+    sys.path.insert(0, str(checkout / "benchmarks"))
+    from task import Task, ours, tensor_parallel
 
-    keys = {"pp": ranks, "microbatches": 4, "schedule": "1f1b", "dp": 1, "precision": task.precision}
+    task = Task()
+    make: dict[str, StepMaker] = {
+        "1 rank": functools.partial(ours, task=task),
+        "2 ranks": functools.partial(ours, task=task),
+        "2 ranks, bf16": functools.partial(ours, task=Task("bf16")),
+        "zero 3, 2 ranks": functools.partial(ours, task=task, zero=3),
+        "1d-sp, 2 ranks": functools.partial(tensor_parallel, task=task, tensor="1d-sp"),
+        "1f1b, 2 ranks": pipeline,
+    }
+    return make[case](rank, ranks)
+
+
+def pipeline(rank: int, ranks: int) -> Step:
+    """Make the step of a pipeline under 1F1B with four microbatches."""
+    from shardwise.config import build_plan, load_config
+    from shardwise.runtime.connect import connect
+    from task import Task, undivided
+
+    keys = {"pp": ranks, "microbatches": 4, "schedule": "1f1b", "dp": 1, "precision": "fp32"}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend="auto"))
+    trainer, given = undivided(Task(), plan, ranks, comm=connect(plan.mesh, Task().place, backend="auto"))
     return lambda: trainer.step(given).loss
 
 
-def cases(task: Task, half: Task) -> dict[str, tuple[StepMaker, int]]:
-    """Return what is timed, by name: a maker of steps, and the number of its ranks."""
-    return {
-        "1 rank": (functools.partial(ours, task=task), 1),
-        "2 ranks": (functools.partial(ours, task=task), 2),
-        "2 ranks, bf16": (functools.partial(ours, task=half), 2),
-        "zero 3, 2 ranks": (functools.partial(ours, task=task, zero=3), 2),
-        "1d-sp, 2 ranks": (functools.partial(tensor_parallel, task=task, tensor="1d-sp"), 2),
-        "1f1b, 2 ranks": (functools.partial(pipeline, task=task), 2),
-    }
+CASES = ("1 rank", "2 ranks", "2 ranks, bf16", "zero 3, 2 ranks", "1d-sp, 2 ranks", "1f1b, 2 ranks")
 
 
 def first_step() -> None:
     """Run one step of a small model on one rank."""
+    from task import Task, ours
+
     ours(0, 1, task=Task(vocabulary=512, width=64, layers=2, heads=2, sequence=32))()
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Return the variables that make a process import this checkout's package, and this folder's benchmarks."""
-    return {**ALLOCATOR, "PYTHONPATH": f"{checkout.resolve() / 'src'}{os.pathsep}{Path(__file__).parent.resolve()}"}
+    """Return the variables that make a process import this checkout's package and benchmarks; what these lack comes
+    from this folder."""
+    from shardwise.launch.local import ALLOCATOR
+
+    folders = (checkout / "src", checkout / "benchmarks", Path(__file__).parent)
+    return {**ALLOCATOR, "PYTHONPATH": os.pathsep.join(str(each.resolve()) for each in folders)}
 
 
-def steps(name: str, maker: StepMaker, ranks: int, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
+def steps(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
     """Time a step of each checkout; return the median seconds and their ratio."""
-    both = [Contender(f"{name}: {one}", maker, ranks, environment=environment(one)) for one in checkouts]
+    from checkouts import step_of  # by the name of this module, under which ranks find it
+
+    ranks = 1 if name == "1 rank" else 2
+    both = [
+        Contender(
+            f"{name}: {one}", functools.partial(step_of, checkout=one.resolve(), case=name), ranks,
+            environment=environment(one),
+        )
+        for one in checkouts
+    ]  # fmt: skip
     alternate(both, rounds=rounds, steps=STEPS, warmup=WARMUP)
     return figures(name, [one.median for one in both], f"{len(both[0].clean)} and {len(both[1].clean)} clean steps")
 
@@ -99,18 +120,17 @@ def figures(name: str, seconds: Sequence[float], of: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    every = cases(Task(), Task("bf16"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT", help="the one before, and the one after")
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS} steps each")
-    parser.add_argument("--only", nargs="+", choices=[*every, *STARTS], default=[*every, *STARTS], metavar="CASE")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *STARTS], default=[*CASES, *STARTS], metavar="CASE")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     for one in options.checkouts:
         if not (one / "src" / "shardwise").is_dir():
             parser.error(f"{one} is no checkout of shardwise: it has no src/shardwise")
     print(f"{'case':18} {'before':>11} {'after':>11}   ratio")
-    rows = [steps(n, *every[n], options.checkouts, options.rounds) for n in options.only if n in every]
+    rows = [steps(n, options.checkouts, options.rounds) for n in options.only if n in CASES]
     rows += [starts(n, options.checkouts, options.rounds) for n in options.only if n in STARTS]
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

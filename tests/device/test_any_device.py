@@ -41,7 +41,7 @@ def test_a_type_that_an_extension_registers() -> None:
     """All that is asked of a device goes through torch's registry; and plans are verified there, on tensors that have
     values.
     """
-    facts, plan, host, apart = standin("facts", "gpt:pp, zero 3, tp", "literals:zero 3", "literals:zero 3:apart")
+    facts, plan, host, apart = standin("facts", "gpt:zero 3, selective", "literals:zero 3", "literals:zero 3:apart")
     gib = 1 << 30
     assert facts == {
         "case": "facts", "here": True, "type": "standin", "kind": "gpu", "asynchronous": True, "rocm": False,

@@ -61,7 +61,7 @@ def check(backend: str, m: int, steps: int, *schedules: str) -> None:
 
 
 def test_steps_take_what_is_simulated() -> None:
-    check("gloo", 2, 1, "1f1b", "zbv+post-validate")
+    check("gloo", 2, 1, "1f1b", "zbv")
 
 
 @pytest.mark.full

@@ -52,13 +52,13 @@ def kinds(trace: Trace) -> list[str]:
     return [kind for kind, _, _ in communicated(trace) if kind != "slice"]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str) -> None:
     assert kinds(check(LOCAL[name], name)) == []
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing(name: str) -> None:
     assert kinds(check(MIXING[name], name)) != []

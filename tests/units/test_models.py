@@ -131,6 +131,7 @@ def test_masks_that_say_nothing_are_dropped(name: str, causal: bool) -> None:
     assert found == [(False, causal)] * 2
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PADDED)
 def test_masks_of_padded_batches_stay(name: str) -> None:
     """... local to the rows, and go where the batch has no padding."""

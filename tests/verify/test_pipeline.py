@@ -237,6 +237,7 @@ def norms(case: Case, clip_norm: float) -> list[list[float]]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", TIED, ids=lambda case: "-".join(map(str, case)))
 def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks clip by the norm that one device has, with a limit that clips every step (so that later norms follow

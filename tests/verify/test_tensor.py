@@ -199,7 +199,7 @@ def together(case: Case) -> None:
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", list(covering(EVERY)), ids=lambda case: "-".join(map(str, case)))
 def test_together(case: Case) -> None:
     """All pairs of values."""
