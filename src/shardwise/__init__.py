@@ -40,4 +40,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    from shardwise.core.garbage import without_gc
+
+    with without_gc():
+        return getattr(import_module(_HOMES[name]), name)

@@ -4,11 +4,9 @@ gathered, and which plan would fit.
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.communicators import sizes
 from shardwise.core.errors import ConfigError
+from shardwise.core.garbage import without_gc
 from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
@@ -366,15 +365,3 @@ def gib_at_least(nbytes: int) -> str:
     """Return ``nbytes`` in GiB, rounded up to four digits."""
     digits = 3 - math.floor(math.log10(nbytes / GIB))
     return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{max(digits, 0)}f}"
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Switch off Python's garbage collector, which takes a tenth of a capture's time to scan the growing graph."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

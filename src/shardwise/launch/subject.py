@@ -14,6 +14,7 @@ from shardwise.backend import Backend, Kind
 from shardwise.config import Config, Hardware, build_data, build_model, build_plan, load_config
 from shardwise.config.build import Constructor, LossFunction
 from shardwise.core.devices import DeviceModel
+from shardwise.core.garbage import without_gc
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data.loader import Loader
@@ -24,7 +25,7 @@ from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady_batches
 
-from .forecast import Forecast, without_gc
+from .forecast import Forecast
 from .left_open import left_open
 from .ordering import settle_by_costs, unordered
 

@@ -17,6 +17,7 @@ from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
+from shardwise.core.garbage import without_gc
 from shardwise.core.plan import Plan
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.values import Values
@@ -31,7 +32,7 @@ from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, explain_out_of_memory, mixed
 from .folder import plan_of
-from .forecast import Forecast, without_gc
+from .forecast import Forecast
 from .left_open import EarlierChoice
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardwise.core.garbage import without_gc
 from shardwise.report.files import CONFIG
 
 from .rank import rank_process, record_error, stop_on
@@ -18,10 +19,11 @@ def main() -> None:
     """Train as the rank that torchrun's environment variables name."""
     run_dir = Path(sys.argv[1]).absolute()
     with rank_process(run_dir) as progress:
-        from shardwise.config import load_config  # imports torch, whose warnings now go to the log
+        with without_gc():
+            from shardwise.config import load_config  # imports torch, whose warnings now go to the log
 
-        from .ready import Surroundings
-        from .training import train
+            from .ready import Surroundings
+            from .training import train
 
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this rank.
         asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
