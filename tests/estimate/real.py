@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness import Unseen
 from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_range, shard_sizes
+from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
@@ -76,14 +76,14 @@ def predicted(
 @functools.cache
 def remembering() -> Callable[..., Profile]:
     """:func:`profile` that walks the units of a trace, which it holds, once for ranks and plans that differ in nothing
-    that it is told but which rows they have of a microbatch, where these are as many.
+    that it is told.
     """
     known: dict[str, tuple[Trace, Profile]] = {}
 
-    def profiled(one: Trace, rows: int, parts: int, device: str, *, index: int, **options: Any) -> Profile:
-        key = repr((id(one), rows, parts, device, shard_sizes(rows, parts)[index], options))
+    def profiled(one: Trace, *args: Any, **options: Any) -> Profile:
+        key = repr((id(one), args, options))
         if key not in known:
-            known[key] = one, profile(one, rows, parts, device, index=index, **options)
+            known[key] = one, profile(one, *args, **options)
         return known[key][1]
 
     return profiled
