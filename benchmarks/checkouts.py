@@ -19,11 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from alternate import Contender, Step, StepMaker, alternate
+from alternate import Contender, Step, alternate
+
+if TYPE_CHECKING:
+    from task import Task
 
 STEPS, WARMUP = 3, 3  # steps of a turn, and before all turns
 STARTS = {
@@ -32,36 +35,38 @@ STARTS = {
 }
 
 
+CASES: dict[str, tuple[int, str, Literal["fp32", "bf16"], dict[str, Any]]] = {
+    "1 rank": (1, "ours", "fp32", {}),
+    "2 ranks": (2, "ours", "fp32", {}),
+    "2 ranks, bf16": (2, "ours", "bf16", {}),
+    "zero 3, 2 ranks": (2, "ours", "fp32", {"zero": 3}),
+    "1d-sp, 2 ranks": (2, "tensor_parallel", "fp32", {"tensor": "1d-sp"}),
+    "1f1b, 2 ranks": (2, "pipeline", "fp32", {}),
+}
+"""What is timed, by name: the number of ranks, the maker of their step here or in ``task.py``, the precision of the
+task, and what else the maker is given."""
+
+
 def step_of(rank: int, ranks: int, *, checkout: Path, case: str) -> Step:
     """Make the step of a case with the checkout's own ``task.py``, which calls things as the package there does."""
     sys.path.insert(0, str(checkout / "benchmarks"))
-    from task import Task, ours, tensor_parallel
+    import task
 
-    task = Task()
-    make: dict[str, StepMaker] = {
-        "1 rank": functools.partial(ours, task=task),
-        "2 ranks": functools.partial(ours, task=task),
-        "2 ranks, bf16": functools.partial(ours, task=Task("bf16")),
-        "zero 3, 2 ranks": functools.partial(ours, task=task, zero=3),
-        "1d-sp, 2 ranks": functools.partial(tensor_parallel, task=task, tensor="1d-sp"),
-        "1f1b, 2 ranks": pipeline,
-    }
-    return make[case](rank, ranks)
+    _, maker, precision, options = CASES[case]
+    make: Callable[..., Step] = pipeline if maker == "pipeline" else getattr(task, maker)
+    return make(rank, ranks, task=task.Task(precision), **options)
 
 
-def pipeline(rank: int, ranks: int) -> Step:
+def pipeline(rank: int, ranks: int, *, task: Task) -> Step:
     """Make the step of a pipeline under 1F1B with four microbatches."""
     from shardwise.config import build_plan, load_config
     from shardwise.runtime.connect import connect
-    from task import Task, undivided
+    from task import undivided
 
-    keys = {"pp": ranks, "microbatches": 4, "schedule": "1f1b", "dp": 1, "precision": "fp32"}
+    keys = {"pp": ranks, "microbatches": 4, "schedule": "1f1b", "dp": 1, "precision": task.precision}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    trainer, given = undivided(Task(), plan, ranks, comm=connect(plan.mesh, Task().place, backend="auto"))
+    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend="auto"))
     return lambda: trainer.step(given).loss
-
-
-CASES = ("1 rank", "2 ranks", "2 ranks, bf16", "zero 3, 2 ranks", "1d-sp, 2 ranks", "1f1b, 2 ranks")
 
 
 def first_step() -> None:
@@ -84,10 +89,9 @@ def steps(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
     """Time a step of each checkout; return the median seconds and their ratio."""
     from checkouts import step_of  # by the name of this module, under which ranks find it
 
-    ranks = 1 if name == "1 rank" else 2
     both = [
         Contender(
-            f"{name}: {one}", functools.partial(step_of, checkout=one.resolve(), case=name), ranks,
+            f"{name}: {one}", functools.partial(step_of, checkout=one.resolve(), case=name), CASES[name][0],
             environment=environment(one),
         )
         for one in checkouts
