@@ -22,6 +22,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units.trace import Trace
 from shardwise.verify.oracle import Oracle, plain_optimizer
+from shardwise.verify.verify import in_pieces
 
 TOLERANCE = 1e-10
 Fields = Mapping[str, Tensor]
@@ -144,15 +145,15 @@ def oracle_run(
     optimizer: OptimizerChoice | None = None,
     seed: int = 0,
 ) -> Run:  # fmt: skip
-    """As ``plain_run``, over microbatches, with keyed random functions and an optimizer."""
+    """As ``plain_run``, with keyed random functions, an optimizer, and microbatches where they are batches of their own."""
     choice = optimizer or OptimizerChoice("sgd", lr=0.0)
     oracle = Oracle(
         subject.module,
         subject.loss,
         plain_optimizer(choice),
-        microbatches=microbatches,
         seed=seed,
         decays=choice.decays,
+        **in_pieces(subject.compile(1, microbatches, "none")),
     )
     fields = {k: v[:rows] for k, v in subject.batch.items()}
     taken = [oracle.step(fields, choice.learning_rate(s)) for s in range(steps)]
@@ -221,9 +222,8 @@ def parity(
         assert subject.trace.opaque is None, subject.trace.opaque
     for count in rows:
         if keyed or microbatches > 1 or steps > 1 or optimizer is not None:
-            truth = oracle_run(
-                subject, microbatches if count is None else min(microbatches, count), count, steps, optimizer
-            )
+            pieces = microbatches if count is None else min(microbatches, count)
+            truth = oracle_run(subject, pieces, count, steps, optimizer)
         else:
             truth = plain_run(subject, count)
         for size in (dp,) if isinstance(dp, int) else dp:

@@ -50,7 +50,7 @@ def test_microbatches_of_unequal_targets(name: str) -> None:
     x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, -100, -100, -100, -100, 1])
     one = Subject(Scores(LOSSES[name]), {"x": x, "y": y})
     parity(one, dp=2, microbatches=2)
-    assert one.trace.targets is not None
+    assert one.trace.sums is not None
 
 
 class Pooled(nn.Module):
@@ -71,7 +71,7 @@ class Pooled(nn.Module):
 
 def test_targets_that_every_rank_has() -> None:
     one = Subject(Pooled(), {"x": torch.randn(8, 4)})
-    assert one.trace.targets is not None
+    assert one.trace.sums is None and not one.trace.cuts_batch
     for dp in (2, 3):
         parity(one, dp=dp)
 
@@ -163,7 +163,7 @@ def test_microbatches_and_ranks_do_not_change_a_mean_over_weights_of_classes(how
         check(truth, oracle_run(subject, microbatches))
         for dp in (1, 2, 3):
             check(truth, sharded_run(subject, dp, microbatches))
-    assert subject.trace.opaque is None and subject.trace.targets is not None
+    assert subject.trace.opaque is None and subject.trace.sums is not None
 
 
 def test_another_mean_over_nothing_is_not_a_number() -> None:

@@ -22,7 +22,6 @@ from shardwise.parallel.data import batch_axes, placement
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
-COUNTER = 8  # the bytes of a count of targets, an int64, or of the sum of their weights, a double
 HOST = "cpu"
 """The device that is the host itself: both are then one memory."""
 
@@ -187,6 +186,11 @@ class ProgramSizes:
     def persistent(self) -> Mapping[Buffer, int]:
         return self.account.persistent
 
+    @property
+    def sums(self) -> int:
+        """The bytes of the sums that a step makes beforehand."""
+        return self.profiles[0].sums * (1 if self.traces[0].cuts_batch else self.microbatches)
+
     def unit(self, one: Instruction) -> UnitMemory:
         return self.profiles[one.microbatch].units[one.unit]
 
@@ -207,7 +211,7 @@ class ProgramSizes:
         u, m = one.unit, one.microbatch
         match one.op:
             case Op.COUNT:
-                return {b: {"counts": COUNTER * self.microbatches} for b in one.writes}
+                return {b: {"sums": self.sums} for b in one.writes}
             case Op.FORWARD:
                 return self.forward(one)
             case Op.RECOMPUTE:
@@ -241,7 +245,7 @@ class ProgramSizes:
         made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in (BufferKind.SAVED, BufferKind.KEPT)}
         if memory.updates:
             made[BufferKind.UPDATE.of(one.unit)] = {"": memory.updates}
-        if "loss" in unit.outputs and self.traces[0].targets is not None:
+        if "loss" in unit.outputs and self.traces[0].weighs_targets:
             made[BufferKind.WEIGHT.of(version=batch)] = {"shares": self.scalar * self.microbatches}
         return made
 
@@ -260,8 +264,10 @@ class ProgramSizes:
     def _peak(self, one: Instruction) -> int:
         match one.op:
             case Op.COUNT:
-                number = self.microbatches  # the scalars one by one, and then their stack
-                return max(COUNTER * (number - 1) + max(p.count for p in self.profiles), COUNTER * 2 * number)
+                count = max(p.count for p in self.profiles)
+                if self.traces[0].cuts_batch or self.microbatches == 1:  # a microbatch's parts are added at once
+                    return (self.sums if self.microbatches > 1 else 0) + count
+                return max(self.sums - self.profiles[0].sums + count, 2 * self.sums)  # one by one, and then their stack
             case Op.FORWARD:
                 return self.way(one).forward
             case Op.RECOMPUTE:

@@ -32,6 +32,10 @@ class Subject:
         """Return the place of ``rank`` in each microbatch."""
         return [place_of(self.traces[0], self.plan.mesh, rank, n) for n in self.sizes]
 
+    def whole(self, rank: int) -> Env:
+        """Return the place of ``rank`` in the whole batch."""
+        return place_of(self.traces[0], self.plan.mesh, rank, self.rows)
+
     def share(self, bucket: int, rank: int) -> Share:
         """Return what ``rank`` has of a bucket."""
         trace = self.traces[0]

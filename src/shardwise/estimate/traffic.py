@@ -12,13 +12,14 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.core.tensor_options import tensor_axes
-from shardwise.estimate.memory import COUNTER, norms_of
+from shardwise.estimate.memory import norms_of
 from shardwise.estimate.subject import Subject
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.units.batch_sums import SUM_BYTES
 from shardwise.units.share import Share
 from shardwise.units.trace import NOT_CAPTURED, Trace
 
@@ -74,7 +75,7 @@ class _RankTraffic:
     def _of(self, one: Instruction) -> Sequence[Traffic]:
         match one.op:
             case Op.COUNT:
-                return [*self.counted(), Traffic("all_reduce", one.axes, COUNTER * len(self.traces))]
+                return self.counted(one)
             case Op.FORWARD:
                 return self.unit(one).forward
             case Op.RECOMPUTE:
@@ -104,10 +105,15 @@ class _RankTraffic:
             self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, self.envs[m], unit.output_grads)
         return self._units[key]
 
-    def counted(self) -> list[Traffic]:
-        """Return what finding the targets communicates."""
-        both = ((trace.targets, env) for trace, env in zip(self.traces, self.envs, strict=True))
-        return [t for targets, env in both if targets is not None for t in traffic(targets.graph, env).forward]
+    def counted(self, one: Instruction) -> list[Traffic]:
+        """Return what the sums over the batch communicate."""
+        both = [(trace.sums, env) for trace, env in zip(self.traces, self.envs, strict=True)]
+        graphs = [(stage.graph, env) for sums, env in both if sums is not None for stage in sums.stages]
+        found = [t for graph, env in graphs for t in traffic(graph, env).forward]
+        sums, env = self.traces[0].sums, self.subject.whole(self.rank)
+        each = 1 if self.traces[0].cuts_batch else len(self.traces)
+        assert sums is not None
+        return found + [Traffic("all_reduce", one.axes, SUM_BYTES * stage.numel(env) * each) for stage in sums.stages]
 
     def share(self, bucket: int) -> Share:
         if bucket not in self._shares:

@@ -106,8 +106,8 @@ class Compiled:
         if self.training and self.plan.numeric.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
-        if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
-            self.masks = ()  # only the mask reaches some parameter, so one trace must serve all batches
+        if self.masks and not _alike(self.trace(self.masks, None), self.general):
+            self.masks = ()  # only the mask reaches some parameter, or some sum, so one trace must serve all batches
 
     @property
     def values(self) -> Values:
@@ -307,12 +307,12 @@ class Compiled:
         return [*self._inside([one]), *((axes, "state") for axes in whole)]
 
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
-        """Return the axes and lane of the collectives inside units, and of those that count targets."""
+        """Return the axes and lane of the collectives inside units, and of those that make sums over the batch."""
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
         for one in traces:
             env = place_of(one, mesh, mesh.size - 1, one.rows or 0)  # the last rank's parts are largest
-            graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
-            for graph in graphs:
+            stages = () if one.sums is None else one.sums.stages
+            for graph in [*(unit.graph for unit in one.units), *(stage.graph for stage in stages)]:
                 axes = communicating_axes(graph, env) if graph is not None else ()
                 found |= dict.fromkeys((each, str(Lane.COMPUTE)) for each in axes)
         return list(found)
@@ -354,6 +354,12 @@ def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:
     return [[(p.name, p.placed, p.summed) for p in b.parameters] for b in one.buckets]
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Whether one step can have microbatches with each of two traces."""
+    sums = one.sums is other.sums if one.sums is None else one.sums.like(other.sums)
+    return _layout(one) == _layout(other) and sums and one.cuts_batch == other.cuts_batch
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

@@ -40,8 +40,8 @@ def lower(
     cannot compute the model.
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
-    if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
-        wrong = f"the loss counts its targets with {trace.targets.leaves[0]}, which one stage has"
+    if cut.ranks > 1 and trace.sums is not None and trace.sums.leaves:
+        wrong = f"the loss counts its targets with {trace.sums.leaves[0]}, which one stage has"
         raise ConfigError.on("pp", wrong, "pp = 1")
     cut.check()
     buckets = trace.buckets if buckets is None else buckets
@@ -203,7 +203,7 @@ class _Lowering:
         unit = self.trace.units[u]
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
         reads += [BufferKind.ACTIVATION.of(p, m) for p in self.cut.producers[u]]
-        if "loss" in unit.outputs and self.trace.targets is not None:
+        if unit.reads_sums or ("loss" in unit.outputs and self.trace.weighs_targets):
             reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
         writes = [BufferKind.ACTIVATION.of(u, m)]
         if self.training and unit.differentiable:
@@ -279,13 +279,13 @@ class _Lowering:
     # ---- the rest of a batch -----------------------------------------------------------------------------------------
 
     def count(self, batch: int) -> list[Instruction]:
-        """Return COUNT, which makes the microbatches' weights; it comes first, so that its sum over ranks runs under
-        the first forward."""
-        targets = self.trace.targets
-        if targets is None:
+        """Return COUNT, which makes the sums that follow from fields alone; it comes first, so that its sum over ranks
+        runs under the first forward."""
+        sums = self.trace.sums
+        if sums is None:
             return []
         reads = tuple(
-            BufferKind.PARAM.of(b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters)
+            BufferKind.PARAM.of(b.index) for b in self.own if any(p.name in sums.leaves for p in b.parameters)
         )
         writes = (BufferKind.WEIGHT.of(version=batch),)
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]

@@ -15,6 +15,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.ops import collectives
 from shardwise.ops.own_op import facts_of
+from shardwise.units.batch_sums import stand_ins
 from shardwise.units.opaque import first_loss
 from shardwise.units.split import with_backward
 from shardwise.units.trace import Trace, Unit
@@ -52,8 +53,8 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
         ]
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
-            targets = torch.tensor(rows) if trace.targets is not None else None
-            env = collectives.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(last, tuple(trace.tensor)))
+            env = collectives.Env(_Alike(), rows=rows, tensor=mesh.places(last, tuple(trace.tensor)))
+            env.counts = [torch.ones_like(one, device="cpu") for one in stand_ins(trace.sums, env)]
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
         del values  # frees this unit's parameters before the next unit's are made

@@ -23,8 +23,9 @@ from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
 from shardwise.ops.collectives import Env
 from shardwise.ops.silent import Silent
 from shardwise.shard.sizes import local_shape
+from shardwise.units.batch_sums import stand_ins
 from shardwise.units.selective_recompute import recalled
-from shardwise.units.trace import Trace, Unit
+from shardwise.units.trace import Trace, Unit, part_of_batch
 
 META = torch.device("meta")
 
@@ -42,7 +43,7 @@ def check_numbers(what: str, trace: Trace, rows: int, parts: int, device: str, t
         raise ConfigError(f"{what}: device {device!r} is not known; legal: {', '.join(DEVICES)}")
     if rows < 1 or parts < 1:
         raise ConfigError(f"{what}: rows {rows} over parts {parts} is not legal; legal: 1 or more of each")
-    if trace.rows not in (None, rows):
+    if trace.rows not in (None, rows) and not (trace.cuts_batch and rows < trace.rows):
         raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
     places = {axis: (parts, parts - 1) for axis, parts in trace.tensor.items()} if tensor is None else dict(tensor)
     if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(
@@ -68,9 +69,9 @@ class MetaRun:
     def __init__(
         self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places, **env: Any
     ) -> None:
-        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         place = parts - 1 if index is None else index
-        self.env = Env(Silent(), ("dp",), parts, place, rows, targets=counted, tensor=tensor, **env)
+        self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows)
+        self.env.counts = stand_ins(trace.sums, self.env)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.live: dict[str, Tensor] = {}

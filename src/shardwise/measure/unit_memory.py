@@ -35,6 +35,7 @@ from shardwise.measure.meta_run import (
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_work import MetaStep, UnitWork
 from shardwise.ops.weight_gradients import GradientFactors, Kernels
+from shardwise.units.batch_sums import SUM_BYTES, flattened
 from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 
 
@@ -79,10 +80,11 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class Profile:
-    """This is the memory of all units for one microbatch, and the peak of counting its targets (0 without targets)."""
+    """This is the memory of all units for one microbatch, and the peak of making its parts of sums over the batch."""
 
     units: tuple[UnitMemory, ...]
     count: int = 0
+    sums: int = 0  # the bytes of these sums, of the batch or of one microbatch
 
 
 def profile(
@@ -107,21 +109,23 @@ def profile(
     run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone)
     with largest_sizes():
         profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)
-        return Profile(tuple(profiler.measured()), _count(trace, run))
+        whole = replace(run.env, rows=rows * microbatches, window=None) if trace.cuts_batch else run.env
+        sums = SUM_BYTES * sum(stage.numel(whole) for stage in (trace.sums.stages if trace.sums is not None else ()))
+        return Profile(tuple(profiler.measured()), _count(trace, run), sums)
 
 
 def _count(trace: Trace, run: MetaRun) -> int:
-    targets = trace.targets
-    if targets is None:
-        return 0
-    kinds = (("p", targets.leaves), ("b", targets.buffers))
-    values = [run.leaf(kind, name) for kind, names in kinds for name in names]
-    values += [torch.empty_like(c, device=META) for c in targets.constants]
-    values += [run.leaf("f", name) for name in targets.fields]
-    tracker = StorageTracker(META.type)
-    with tracker, torch.no_grad():
-        UnitRun(run).forward(targets.graph, values)
-    return tracker.peak
+    peak = 0
+    for stage in () if trace.sums is None else trace.sums.stages:
+        kinds = (("p", stage.leaves), ("b", stage.buffers))
+        values = [run.leaf(kind, name) for kind, names in kinds for name in names]
+        values += [torch.empty_like(c, device=META) for c in stage.constants]
+        values += [run.leaf("f", name) for name in stage.fields]
+        tracker = StorageTracker(META.type)
+        with tracker, torch.no_grad():
+            flattened(UnitRun(run).forward(stage.graph, values), stage.floats)
+        peak = max(peak, tracker.peak)
+    return peak
 
 
 # ---- equal units -----------------------------------------------------------------------------------------------------

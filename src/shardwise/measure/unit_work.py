@@ -49,7 +49,7 @@ class UnitWork(UnitBackward):
         self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
-        self.weights = torch.empty(step.microbatches, dtype=wide, device=META) if trace.targets is not None else None
+        self.weights = torch.empty(step.microbatches, dtype=wide, device=META) if trace.weighs_targets else None
         self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
         dtypes = step.gradient_dtypes

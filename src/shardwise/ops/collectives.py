@@ -29,6 +29,9 @@ ROWS = "rows"
 class Env:
     """Where and when a unit runs: this rank's place on the batch axes, and one microbatch of one step.
 
+    ``rows`` is what the batch dim of the captured graph stands for. With a ``window`` it is the number of rows of the
+    whole batch of the step, and the microbatch has those from ``window[0]`` to ``window[1]``: microbatches then cut the
+    batch, like ranks, and each computes partial sums. Without one the microbatch is a batch of its own.
     ``tensor`` gives for each axis of tensor parallelism the number of ranks along it and this rank's place among them.
     """
 
@@ -36,12 +39,13 @@ class Env:
     axes: tuple[str, ...] = ()  # the axes of the batch
     parts: int = 1  # the number of ranks over `axes`
     index: int = 0  # the place of this rank among them
-    rows: int = 0  # the rows of the microbatch on all ranks together
-    offset: int = 0  # the microbatch's first row in the batch of the step
+    rows: int = 0  # the rows of the batch, or of the microbatch, on all ranks together
+    offset: int = 0  # the first of these rows in the batch of the step
+    window: tuple[int, int] | None = None  # the microbatch's rows among them, on all ranks together; None: all
     seed: int = 0
     step: int = 0
     ordinal: int = 0  # the ordinal of the first random op of the unit that runs
-    targets: Tensor | None = None  # the number (or weight) of the microbatch's valid targets on all ranks together
+    counts: Sequence[Tensor] = ()  # sums over rows that the step makes beforehand (`units/batch_sums.py`)
     tape: Any = None  # the Tape of `units/selective_recompute.py` that keeps results of the unit that runs
     kind: str = ""  # the type of device that tensors on meta stand for, if their memory is measured
     again: bool = False  # whether the unit runs again for its backward, and only communicates what that reads
@@ -55,9 +59,28 @@ class Env:
             self.meanwhile()
         handle.wait()
 
+    @property
+    def share(self) -> float:
+        """The microbatch's share of the rows."""
+        first, last = self.window or (0, self.rows)
+        return (last - first) / max(self.rows, 1)
+
     def range(self, index: int | None = None) -> tuple[int, int]:
-        """Return (start, stop) of a rank's rows in the microbatch; the default is this rank."""
-        return shard_range(self.rows, self.parts, self.index if index is None else index)
+        """Return (start, stop) of a rank's part of the microbatch among the rows; the default is this rank."""
+        return self.span(self.rows, (ROWS,), index)
+
+    def span(self, size: int, axes: Sequence[str], index: int | None = None) -> tuple[int, int]:
+        """Return (start, stop) of a rank's part of ``size`` elements that ``axes`` shard; the default is this rank.
+
+        Elements that ``ROWS`` shards are the rows, of which the microbatch's are shared out."""
+        parts, own = self.group(axes)
+        first, last = (self.window if ROWS in axes else None) or (0, size)
+        start, stop = shard_range(last - first, parts, own if index is None else index)
+        return first + start, first + stop
+
+    def shares(self, axes: Sequence[str]) -> bool:
+        """Whether ``axes`` cut anything: they have several ranks, or the microbatch is a part of the rows."""
+        return self.group(axes)[0] > 1 or (ROWS in axes and self.share != 1)
 
     def group(self, axes: Sequence[str]) -> tuple[int, int]:
         """Return the number of ranks over ``axes``, which may include ``ROWS``, and this rank's place among them."""
@@ -101,6 +124,8 @@ class ShardedFactor(NamedTuple):
         """Yield for each rank its (start, stop) in each part, counted from the start of the first rank in that part."""
         (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
         sizes = self.parts or (self.size,)
+        if env.window is not None and ROWS in (*self.outer, *self.axes):
+            sizes = (env.window[1] - env.window[0],)
         firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
         for i in range(at * ranks, (at + 1) * ranks):
             spans = (shard_range(size, above * ranks, i) for size in sizes)
@@ -110,6 +135,10 @@ class ShardedFactor(NamedTuple):
         """Return each rank's (start, stop) in the concatenation of the pieces of all ranks, and this rank's index."""
         ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
         return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
+
+    def before(self, env: Env) -> int:
+        """Return how many elements of the factor are before those of the microbatch."""
+        return env.window[0] if env.window is not None and ROWS in self.axes else 0
 
     def folded(self, env: Env, shape: Sequence[int]) -> tuple[list[int], int, int, int]:
         """Return the size of each rank's piece, this rank's index, and how many elements of a tensor of ``shape`` are
@@ -131,7 +160,7 @@ class ShardedFactor(NamedTuple):
 
 
 def rows(env: Env) -> int:
-    """Return the number of rows of the microbatch on all ranks: the batch dim of the captured graph."""
+    """Return the number of rows that the batch dim of the captured graph stands for."""
     return env.rows
 
 
@@ -143,12 +172,12 @@ def local_rows(env: Env) -> int:
 
 def row_start(env: Env, axes: Groups) -> int:
     """Return the first row of this rank in the microbatch, if ``axes`` shard its rows."""
-    return shard_range(env.rows, *env.group(axes))[0]
+    return env.span(env.rows, axes)[0]
 
 
 def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
     """Return the size of this rank's part of ``size`` elements, or of several sizes, that ``axes`` shard."""
-    spans = (shard_range(n, *env.group(axes)) for n in ([size] if isinstance(size, int) else size))
+    spans = (env.span(n, axes) for n in ([size] if isinstance(size, int) else size))
     return sum(stop - start for start, stop in spans)
 
 
@@ -198,10 +227,12 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
 
 def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """Return this rank's piece."""
-    spans, index = cut.pieces(env)
-    if len(spans) == 1:
+    if not env.shares(cut.axes):
         return x
-    (start, stop), whole = spans[index], spans[-1][1]
+    spans, index = cut.pieces(env)
+    (start, stop), before = spans[index], cut.before(env)
+    whole = env.rows if ROWS in cut.axes else spans[-1][1]
+    start, stop = start + before, stop + before
     if isinstance(cut.pre, int) and cut.pre == 1 and not cut.parts:
         return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
@@ -259,6 +290,17 @@ def _first_only(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return x if env.group(axes)[1] == 0 else torch.zeros_like(x)
 
 
+def _first_part(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """Return what the first rank adds to a sum that is ``x``; each microbatch adds its share."""
+    share = env.share if ROWS in axes else 1
+    return _first_only(env, x if share == 1 else x * share, axes)
+
+
+def _part(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    share = env.share if ROWS in axes else 1
+    return x if share == 1 else x * share
+
+
 def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return all_sum(env, x, axes, "all_reduce")
 
@@ -285,8 +327,10 @@ def communicates_forward(facts: OwnOp) -> bool:
     return any(there in _KINDS for there, _ in facts.ways.values())
 
 
-def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: str = "I") -> Tensor:
-    if env.group(where.axes if isinstance(where, ShardedFactor) else where)[0] == 1:
+def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: str = "I", cuts: bool = False) -> Tensor:
+    """Make a move; one that ``cuts`` a value does so for microbatches too."""
+    axes = where.axes if isinstance(where, ShardedFactor) else where
+    if not (env.shares(axes) if cuts else env.group(axes)[0] > 1):
         return x
     result: Tensor = _Move.apply(env, x, where, *facts_of(move).ways[dual])  # type: ignore[no-untyped-call]
     return result
@@ -312,10 +356,10 @@ def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return _move(own, env, x, axes)
 
 
-@_move_of(I=(_first_only, _same))
+@_move_of(I=(_first_part, _part))
 def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """I → P: keep ``x`` on the first rank; it becomes zero on the others."""
-    return _move(partial, env, x, axes)
+    return _move(partial, env, x, axes, cuts=True)
 
 
 @_move_of(I=(_gather, _own), R=(_gather, _scatter))
@@ -327,7 +371,7 @@ def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
 @_move_of(I=(_own, _gather))
 def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """I → V: take this rank's piece of the factor ``cut``."""
-    return _move(shard, env, x, ShardedFactor(*cut))
+    return _move(shard, env, x, ShardedFactor(*cut), cuts=True)
 
 
 @_move_of(I=(_scatter, _gather))
@@ -340,6 +384,32 @@ def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
 def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """R → V: take this rank's piece; the gradient is zero outside of it."""
     return _own(env, x, ShardedFactor(*cut))
+
+
+@own_op(shares=True, blind=True)
+def plus_number(env: Env, x: Tensor, number: float, factor: float, axes: Groups) -> Tensor:
+    """P → P: add ``factor`` times ``number`` to the sum of ``x`` over ranks and microbatches."""
+    share = 0.0 if env.group(axes)[1] else env.share if ROWS in axes else 1.0
+    return x + share * factor * number
+
+
+@own_op(shares=True, blind=True)
+def counted(env: Env, number: int) -> Tensor:
+    """Return a sum over the rows that the step has made beforehand; see ``units/batch_sums.py``."""
+    return env.counts[number]
+
+
+@own_op(shares=True, blind=True)
+def placed(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """V → P: return zeros of the whole factor ``cut`` with this rank's piece in its place."""
+    where = ShardedFactor(*cut)
+    spans, index = where.pieces(env)
+    (start, stop), whole = spans[index], env.rows if ROWS in where.axes else spans[-1][1]
+    start, stop = start + where.before(env), stop + where.before(env)
+    outer, inner = math.prod(x.shape[: where.dim]) * where.pre, math.prod(x.shape[where.dim + 1 :]) * where.post
+    out = x.new_zeros((outer, whole, inner))
+    out[:, start:stop] = x.reshape(outer, stop - start, inner)
+    return out.reshape(*x.shape[: where.dim], where.pre * whole * where.post, *x.shape[where.dim + 1 :])
 
 
 @own_op(shares=True, blind=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.layout import shard_range
-from shardwise.ops import collectives
-from shardwise.ops.collectives import Env, Groups
+from shardwise.ops.collectives import Env
 from shardwise.ops.own_op import own_op
 from shardwise.ops.softmax import joined, largest
 
@@ -34,22 +33,20 @@ Share = tuple[int, tuple[str, ...]]
 @own_op(communicates=True)
 def cross_entropy(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, smoothing: float,
-    reduction: int, counted: bool,
-    log_probabilities: bool, summand: bool, share: Share | None, spread: Groups,
+    reduction: int, count: Tensor | int | None,
+    log_probabilities: bool, summand: bool, share: Share | None,
 ) -> Tensor:  # fmt: skip
     """Return the cross-entropy of scores (n, classes, ...) and targets, integers (n, ...) or probabilities (n, classes,
     ...): a scalar, or (n, ...) without reduction. ``reduction`` is torch's number.
 
-    The axes ``spread`` shard the rows. A mean is over the rows of all ranks, as a partial sum: this rank's sum divided
-    by the number (or weight) of all ranks' targets. ``counted`` says that this number is ``env.targets``, which is
-    reduced once for the whole step; ``log_probabilities`` that ``logits`` are log-probabilities (nll_loss); ``summand``
+    A mean is over the rows of all ranks, as a partial sum: this rank's sum divided by ``count``, the number (or weight)
+    of all ranks' targets; ``log_probabilities`` says that ``logits`` are log-probabilities (nll_loss); ``summand``
     that the model's loss is this one, or a sum with this one. If the classes are sharded (``share``), all ranks get the
     same result, but a partial sum of log-probabilities. bf16 and fp16 scores are computed in fp32.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
-    count = None
-    if reduction == MEAN:
-        count = _count(env, logits, target, weight, ignore_index, counted, spread).to(wide)
+    if count is not None:
+        count = _divisor(env, count, logits).to(wide)
     if log_probabilities:
         found = _nll(
             env,
@@ -76,23 +73,20 @@ def cross_entropy(
     return F.cross_entropy(logits.to(wide), target, weight, **options) / count
 
 
-def _count(
-    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, spread: Groups
-) -> Tensor:
-    """Return the number of valid targets on all ranks together, or the sum of their weights: a scalar."""
-    if counted and env.targets is not None:
-        return env.targets + (env.targets == 0)  # the loss is then 0, or that of smoothed targets of no weight
-    widest = Backend.of(logits.device).widest_float
-    if target.is_floating_point():
-        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=widest)
-    else:
-        count = _weighed(target, weight, ignore_index).to(widest)
-    return collectives.all_sum(env, count, spread, "targets of the cross-entropy")
+def _divisor(env: Env, count: Tensor | int, logits: Tensor) -> Tensor:
+    """Return what divides the sum, a scalar.
+
+    A microbatch that is a batch of its own and has no targets weighs nothing: its loss is then 0, or that of smoothed
+    targets of no weight."""
+    if not isinstance(count, Tensor):
+        return logits.new_full((), count, dtype=Backend.of(logits.device).widest_float)
+    return count if env.window is not None else count + (count == 0)
 
 
-def _weighed(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the number of valid targets, an int64 scalar, or the sum of the weights of their classes in fp64 (fp32 on
-    a device without it)."""
+@own_op()
+def valid_targets(env: Env, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return the number of this rank's valid targets, an int64 scalar, or the sum of the weights of their classes in
+    fp64 (fp32 on a device without it)."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
@@ -267,10 +261,3 @@ class _CrossEntropy(torch.autograd.Function):
                 return None, gradient, target_gradient, *[None] * 5
         learned = None if target_gradient is None else target_gradient * seed.to(target_gradient.dtype)
         return None, gradient * seed.to(gradient.dtype), learned, *[None] * 5
-
-
-@own_op(communicates=True)
-def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...], weight: Tensor | None) -> Tensor:
-    """Return the number of valid targets, or the sum of their classes' weights, as a scalar of 8 bytes: this rank's,
-    summed over ``axes``, which shard its rows."""
-    return collectives.all_sum(env, _weighed(target, weight, ignore_index), axes, "targets")

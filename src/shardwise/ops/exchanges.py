@@ -116,10 +116,7 @@ def exchanges(
 @lru_cache(maxsize=4096)  # the layers of a model make the same calls
 def _found(call: _Call) -> tuple[Exchange, ...]:
     comm = _Recorder()
-    mine = _Recording(
-        comm, parts=call.parts, index=call.index, rows=call.rows, tensor=dict(call.tensor),
-        targets=torch.empty((), dtype=torch.int64, device=META),  # the step counts them beforehand
-    )  # fmt: skip
+    mine = _Recording(comm, parts=call.parts, index=call.index, rows=call.rows, tensor=dict(call.tensor))
     args = [one.made() for one in call.args]
     with torch.enable_grad():
         results = call.function(mine, *args, **{name: one.made() for name, one in call.kwargs})

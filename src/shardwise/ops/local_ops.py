@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.layout import shard_range
 from shardwise.ops.collectives import DimFactors, Env
 
 # ---- rows of a table that is sharded ---------------------------------------------------------------------------------
@@ -21,7 +20,7 @@ def _found(env: Env, index: Tensor, factors: DimFactors) -> tuple[Tensor, Tensor
     """Return the index of each row in this rank's part of a table, and whether the row is in that part."""
     local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for number, (size, axes) in reversed(list(enumerate(factors))):
-        start, stop = shard_range(size, *env.group(axes))
+        start, stop = env.span(size, axes)
         digit = index % size if number else index
         index = index // size if number else index
         here &= (digit >= start) & (digit < stop)
@@ -48,7 +47,7 @@ def own_rows(env: Env, factors: DimFactors, device: torch.device) -> Tensor:
     """Return the indices of this rank's rows in the whole table: 1-d, int64."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, axes in factors:
-        own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
+        own = torch.arange(*env.span(size, axes), dtype=torch.int64, device=device)
         rows = (rows[:, None] * size + own).flatten()
     return rows
 

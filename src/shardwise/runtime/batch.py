@@ -21,6 +21,7 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
 from shardwise.runtime.rank_context import RankContext
+from shardwise.runtime.step_sums import StepSums
 from shardwise.units.trace import Parameter, Trace
 
 
@@ -99,6 +100,7 @@ class BatchState:
         comm = owner.comm
         self.owner, self.traces, self.given, self.memory = owner, traces, given, owner.memory
         self.microbatches = len(traces)
+        self.cuts = all(one.cuts_batch and one.rows in (None, given.rows) for one in traces)
         self.parts = comm.mesh.axis_size(owner.axes)
         self.index = comm.mesh.index(comm.rank, owner.axes)
         there = Backend.of(comm.device)
@@ -110,7 +112,7 @@ class BatchState:
         self.loss, stop = self.shared
         if given.stop:
             stop.fill_(1.0)
-        self.counts: Tensor | None = None
+        self.sums: StepSums | None = None
         self.weights: Tensor | None = None
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         # By rank and bucket; under ``per_parameter`` also whether each parameter was reached.
@@ -142,9 +144,10 @@ class BatchState:
     def env(self, m: int) -> Env:
         first, last = shard_range(self.given.rows, self.microbatches, m)
         owner = self.owner
+        rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, last - first, first, owner.seed, self.given.step,
-            targets=None if self.counts is None else self.counts[m], tensor=owner.place,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, owner.seed, self.given.step,
+            counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:
@@ -155,12 +158,14 @@ class BatchState:
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def weight(self, m: int) -> Tensor:
-        """Return w_m, the microbatch's share of targets (by weight), or of rows, as a 0-d device tensor."""
-        if self.counts is None:
-            first, last = shard_range(self.given.rows, self.microbatches, m)
-            return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
+        """Return w_m, a 0-d device tensor: 1 where microbatches compute parts of the batch's loss, else the
+        microbatch's share of targets (by weight), or of rows."""
+        counts = None if self.sums is None or self.cuts else self.sums.targets
+        if counts is None:
+            share = 1.0 if self.cuts else self.env(m).rows / self.given.rows
+            return torch.full((), share, dtype=self.wide, device=self.owner.comm.device)
         if self.weights is None:
-            weights = self.counts.to(self.wide, copy=True)
+            weights = counts.to(self.wide, copy=True)
             total = weights.sum()
             weights += weights == 0  # as what divides the loss is not 0 either
             self.weights = weights.div_(total)
@@ -171,22 +176,25 @@ class BatchState:
         weight = self.weight(m)
         return (weight if self.scale is None else weight * self.scale).to(value.dtype)
 
-    def count(self, gathered: Gathered) -> Tensor:
-        """Return the number of valid targets in this rank's rows of each microbatch, or the sum of their weights, 1-d,
-        to be summed over ranks."""
-        self.counts = torch.stack([self._counted(m, gathered) for m in range(self.microbatches)])
-        return self.counts
+    def count(self, gathered: Gathered) -> Iterator[tuple[Tensor, bool]]:
+        """Make the sums that the microbatches need, in stages: yield this rank's part of each, 1-d, to be summed over
+        ranks before the next is asked for, and whether it is the last."""
+        self.sums = StepSums([t.sums for t in self.traces if t.sums is not None], self.cuts)
+        for number in range(self.sums.stages):
+            row = self.sums.take(self._added(m, number, gathered) for m in range(self.microbatches))
+            yield row, number + 1 == self.sums.stages
 
-    def _counted(self, m: int, gathered: Gathered) -> Tensor:
-        targets, env = self.traces[m].targets, self.env(m)
-        assert targets is not None
+    def _added(self, m: int, number: int, gathered: Gathered) -> tuple[Tensor, ...]:
+        sums, env = self.traces[m].sums, self.env(m)
+        assert sums is not None
+        stage = sums.stages[number]
         values = [
-            *(gathered[n] for n in targets.leaves),
-            *(self.memory.buffers[n] for n in targets.buffers),
-            *map(self.memory.resident, targets.constants),
+            *(gathered[n] for n in stage.leaves),
+            *(self.memory.buffers[n] for n in stage.buffers),
+            *map(self.memory.resident, stage.constants),
         ]
         with torch.no_grad():
-            return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
+            return stage.function(env, *values, *(self.rows_of(n, m, env) for n in stage.fields))
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -301,7 +309,8 @@ class BatchState:
         overflows = None if scaling is None else scaling.overflows.clone()
         # torch.tensor would copy to the GPU, and the host would wait for that.
         rows = torch.full((), self.given.rows, device=self.owner.comm.device)
-        weight = rows if self.counts is None else self.counts.sum()
+        targets = None if self.sums is None else self.sums.targets
+        weight = rows if targets is None else targets.sum()
         halted = self.memory.halted.clone()
         return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
 

@@ -207,7 +207,8 @@ class Engine:
         self.check(fields, rows)
         compiled = compiled or self.compiled
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
-        return [compiled.trace(ones, size) for size in shard_sizes(rows, min(compiled.plan.microbatches, rows))]
+        sizes, whole = shard_sizes(rows, min(compiled.plan.microbatches, rows)), compiled.trace(ones, rows)
+        return [whole if whole.cuts_batch else compiled.trace(ones, size) for size in sizes]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""

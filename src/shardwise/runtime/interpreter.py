@@ -26,6 +26,9 @@ Executor = Callable[[Instruction], None]
 """A function that executes an instruction."""
 
 
+SUMS = "sums over the batch"
+
+
 class Recording(Protocol):
     """A recorder is told when each instruction of a step runs."""
 
@@ -211,7 +214,11 @@ class Run:
             self.skip = self.batches[one.version].skip
 
     def count(self, one: Instruction) -> None:
-        self.sum_over(one, self.batches[one.version].count(self.gathered), "targets of the microbatches")
+        for row, last in self.batches[one.version].count(self.gathered):
+            if last:
+                self.sum_over(one, row, SUMS)
+            elif one.axes:  # the next stage reads it
+                self.owner.comm.all_reduce(row, one.axes, lane=str(one.lane), what=SUMS).wait()
 
     def take_norm(self, one: Instruction) -> None:
         self.batches[one.version].take_norm(self.gradients)

@@ -64,8 +64,10 @@ class BatchWalk:
             if found is not None:
                 return found
         partial = [i for i, s in enumerate(states) if s == "P"]
-        if form.keeps(partial):
-            return form.on_partial(partial)
+        learned = [i for i in partial if self.grad[form.operands[i][0]]]
+        for kept in (partial, learned):  # what follows from fields alone can be summed beforehand
+            if form.keeps(kept):
+                return form.on_partial(kept)
         if form.fresh is not None:
             return Strategy(("R",) * len(states), (form.fresh,))
         return self.replicated(form, states)

@@ -34,23 +34,17 @@ Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 class ShardingContext:
     """This describes the captured graph ``normal``, sharded over the axes of the batch and over those of ``tensor``.
 
-    ``rules`` finds the rule of an op.  ``counted`` is the cross-entropy whose count of targets the step knows
-    beforehand; ``summands`` are what ``units/microbatch_weights.py`` finds.  ``notes`` are what a user should know of
-    the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's layout.
+    ``rules`` finds the rule of an op.  ``summands`` are what ``units/batch_sums.py`` finds.  ``notes`` are what a
+    user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
+    layout.
     """
 
     def __init__(
         self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *,
-        counted: fx.Node | None = None,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
-        self.counted, self.summands, self.dropout, self.device = (
-            counted,
-            summands,
-            dropout,
-            device or torch.device("cpu"),
-        )
+        self.summands, self.dropout, self.device = summands, dropout, device or torch.device("cpu")
         self.carrying = with_gradient(normal)
         self.symbol: Any = None  # the number of rows; None where the batch dim is static
         self.example = 0  # the number of rows in the shapes of the captured graph
@@ -64,8 +58,7 @@ class ShardingContext:
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
         return ShardingContext(
-            self.normal, self.rules, replace(self.tensor, axes=axes), counted=self.counted, summands=self.summands,
-            dropout=self.dropout,
+            self.normal, self.rules, replace(self.tensor, axes=axes), summands=self.summands, dropout=self.dropout,
             device=self.device,
         )  # fmt: skip
 

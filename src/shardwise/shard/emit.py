@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.backend import Backend
 from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
@@ -26,7 +27,7 @@ from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.local_graph import LocalGraph
-from shardwise.shard.op_spec import Emission, OpSharding, Placement
+from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement
 from shardwise.shard.redistribute import Redistribution
 
 aten = torch.ops.aten
@@ -113,13 +114,30 @@ class Emitter(LocalGraph):
         solved = Emission(values, layouts, strategies)
         call = form.call and form.call(strategies, values)
         if call is not None:
-            args = fx.map_arg(call.args, lambda a: a if a.graph is self.graph else self.value[a])
-            new = self.emit(node, (self.env, *args), call.kwargs, as_result(node, layouts), call.function)
+            kwargs = dict(call.kwargs) if call.count is None else {**call.kwargs, "count": self.count(node, call)}
+            new = self.emit(node, (self.env, *self.local_args(call)), kwargs, as_result(node, layouts), call.function)
         else:
             new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         new.meta["states"] = as_result(node, states)
         new.meta["alike"] = form.alike
         return new
+
+    def local_args(self, call: OwnCall) -> Any:
+        """Return the arguments of a call with local nodes in place of captured ones."""
+        return fx.map_arg(call.args, lambda a: a if a.graph is self.graph else self.value[a])
+
+    def count(self, node: fx.Node, call: OwnCall) -> Any:
+        """Emit what an own function counts: a scalar, which is summed over all ranks that have rows, or a number."""
+        if not isinstance(call.count, OwnCall):
+            return self.sizes.product(call.count or ())
+        given = self.local_args(call.count)
+        new = self.graph.call_function(call.count.function, (self.env, *given), dict(call.count.kwargs))
+        weights = [a.meta["val"] for a in given if isinstance(a, fx.Node) and a.meta["val"].is_floating_point()]
+        dtype = Backend.of(self.context.device).widest_float if weights else torch.int64
+        states: dict[str, Placement] = {g: "P" if g in call.spread else "I" for g in self.groups}
+        self.annotate(new, Layout.replicated(()), states, False, node)
+        new.meta["val"] = node.meta["val"].new_empty((), dtype=dtype)
+        return self.convert(new, dict.fromkeys(self.groups, "I"))
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
         """Emit the same op on local operands."""

@@ -71,11 +71,17 @@ Emit = Callable[[Any, Emission], fx.Node]
 
 
 class OwnCall(NamedTuple):
-    """This calls one of shardwise's own functions in place of an op, as ``function(env, *args, **kwargs)``."""
+    """This calls one of shardwise's own functions in place of an op, as ``function(env, *args, **kwargs)``.
+
+    With ``count`` it gets one more argument of this name: what the ranks of ``spread`` compute by that call, summed
+    over these ranks, or the product of these sizes.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = MappingProxyType({})
+    count: OwnCall | Sequence[Any] | None = None
+    spread: tuple[str, ...] = ()
 
 
 Call = Callable[[Mapping[str, Strategy], Sequence[Any]], OwnCall | None]

@@ -62,16 +62,15 @@ class Sharded:
 
 
 def shard(
-    normal: Normal, rules: Callable[[fx.Node], Rule | None], *, counted: fx.Node | None = None,
-    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
-    tensor: TensorParallelSpec | None = None,
+    normal: Normal, rules: Callable[[fx.Node], Rule | None], *, summands: Collection[fx.Node] = (),
+    dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as it says.
 
-    ``counted``, ``summands``, ``dropout`` and ``device`` are as in :class:`ShardingContext`.
+    ``summands``, ``dropout`` and ``device`` are as in :class:`ShardingContext`.
     """
     context = ShardingContext(
-        normal, rules, tensor or TensorParallelSpec(), counted=counted, summands=summands, dropout=dropout,
+        normal, rules, tensor or TensorParallelSpec(), summands=summands, dropout=dropout,
         device=device
     )  # fmt: skip
     context, assignments, decisions = choose(context)

@@ -13,7 +13,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS, batch_axes, held_range, placement
-from shardwise.units.trace import DECAY, Bucket, Trace
+from shardwise.units.trace import DECAY, Bucket, Trace, part_of_batch
 
 
 class Span(NamedTuple):
@@ -40,7 +40,8 @@ def place_of(trace: Trace, mesh: Mesh, rank: int, rows: int) -> Env:
     axes = batch_axes(mesh)
     real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     tensor = mesh.places(rank, tuple(trace.tensor))
-    return Env(axes=real, parts=mesh.axis_size(axes), index=mesh.index(rank, axes), rows=rows, tensor=tensor)
+    place = Env(axes=real, parts=mesh.axis_size(axes), index=mesh.index(rank, axes), tensor=tensor)
+    return part_of_batch(trace, place, rows)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.graph.captured import Captured
 from shardwise.graph.schema import outputs_of
-from shardwise.ops import norms
+from shardwise.ops import collectives, norms
 from shardwise.ops.own_op import argument_at, facts_of
 from shardwise.shard.sharded import Sharded
 from shardwise.units.selective_recompute import note_unread, recallable
@@ -264,6 +264,7 @@ class _Builder:
             output_grads=tuple(n in self.useful for n in outputs),
             ordinal=ordinal,
             collectives=any(facts_of(n.target).communicates for n in mine),
+            reads_sums=any(n.target is collectives.counted for n in mine),
             values={n.name: n for n in (*kinds["inputs"], *outputs)},
             training_function=shared[key_code],
             products=tuple(parameters[one.parameter] for one in products.values()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from shardwise.shard.assignment import Decisions
 from shardwise.shard.sizes import local_shape
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
-from shardwise.units.microbatch_weights import Targets
+from shardwise.units.batch_sums import BatchSums
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
@@ -174,6 +174,7 @@ class Unit:
     input_grads: tuple[bool, ...]
     output_grads: tuple[bool, ...]
     ordinal: int = 0  # the ordinal of the unit's first random op
+    reads_sums: bool = False  # whether its function reads sums that the step makes beforehand
     collectives: bool = False  # whether its function communicates
     values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph for each live tensor
     # `function` with the operands of `products` as last outputs; it keeps what selective recomputation needs on a tape
@@ -200,15 +201,26 @@ class Unit:
         return any(self.output_grads)
 
 
+def part_of_batch(trace: Trace, env: Env, rows: int) -> Env:
+    """Return ``env`` for a microbatch of ``rows`` rows: the first ones where the graph is of a whole batch."""
+    if trace.rows in (None, rows) or not trace.cuts_batch:
+        return replace(env, rows=rows)
+    return replace(env, rows=trace.rows or rows, window=(0, rows))
+
+
 @dataclass(kw_only=True, eq=False)
 class Trace:
     """All that the rest of shardwise knows of a model.
 
     ``rows`` is None if the batch dim is symbolic; otherwise the graphs take microbatches of exactly this many rows.
     ``opaque`` is None, or the reason why the model was not captured and is one unit. ``frozen`` parameters have no
-    gradient and take no step. ``tensor`` gives the number of ranks of each axis of tensor parallelism. If users pin
-    parameters, ``decided`` gives for each parameter and axis the pin or op that chose its layout. ``predicted()`` gives
-    the seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
+    gradient and take no step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that
+    microbatches compute partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is
+    weighed. ``meets`` names the modules, and their ops, in which rows meet whose values depend on parameters: there a
+    microbatch is never a mere part of the batch. ``tensor`` gives the number of ranks of each axis of tensor
+    parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin or op that chose its
+    layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of tensor plans, and
+    ``decisions`` what a solver chose.
     ``replicated`` are the ops without a sharding rule, as (op, module path).
     """
 
@@ -216,8 +228,10 @@ class Trace:
     buckets: list[Bucket]
     frozen: tuple[str, ...]
     fields: tuple[str, ...]
-    targets: Targets | None
+    sums: BatchSums | None
     precision: str
+    cuts_batch: bool = True
+    meets: tuple[str, ...] = ()
     rows: int | None = None
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -228,6 +242,11 @@ class Trace:
     predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
+
+    @property
+    def weighs_targets(self) -> bool:
+        """Whether microbatches are weighed by their targets: each is a batch of its own, and its loss their mean."""
+        return not self.cuts_batch and self.sums is not None and self.sums.weight is not None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -19,7 +19,7 @@ from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
-from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of
+from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums
 from shardwise.units.opaque import first_loss, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
@@ -67,17 +67,11 @@ def trace(
     try:
         normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
         captured = normal.captured
-        entropy = mean_cross_entropy(normal)
         sharded = shard(
-            normal,
-            find,
-            counted=entropy,
-            summands=summands(normal),
-            dropout=dropout,
-            device=device,
-            tensor=tensor,
-        )
-        targets = targets_of(sharded, entropy) if entropy is not None else None
+            normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor
+        )  # fmt: skip
+        meet = meetings(sharded)
+        sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
     except Uncapturable as error:
         if not opaque:
             raise
@@ -96,7 +90,9 @@ def trace(
         buckets=buckets,
         frozen=tuple(n for n in used if n not in learning),
         fields=tuple(batch),
-        targets=targets,
+        sums=sums,
+        cuts_batch=not meet.others,
+        meets=tuple(described([*meet.norms, *meet.others])),
         precision=precision,
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],
@@ -206,7 +202,7 @@ def _opaque(
         buckets=buckets,
         frozen=tuple(n for n in trainable if n not in learning),
         fields=tuple(batch),
-        targets=None,
+        sums=None,
         precision=precision,
         opaque=reason,
         notes=notes,

@@ -30,6 +30,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
+from shardwise.verify.parts import BatchNormInParts
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
 from shardwise.verify.promote import Promote64
 
@@ -61,9 +62,10 @@ class Oracle:
     :class:`~shardwise.capture.capture.WithLoss` says how ``module`` and ``loss_fn`` are called, and what they may
     return.  The module's mode (training or not) is kept.
 
-    The loss of a step is sum_m w_m L_m over the microbatches, of which m holds rows ``shard_range(B, microbatches,
-    m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets that are not
-    ignored, each by the weight of its class, else its share of rows.
+    By default a step computes the loss of the whole batch in one piece, with statistics of BatchNorm over ``parts``
+    parts of it.  With ``microbatches`` the loss is sum_m w_m L_m over these, of which m holds rows ``shard_range(B,
+    microbatches, m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets
+    that are not ignored, each by the weight of its class, else its share of rows.
 
     ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside the model:
     ``promotions`` counts them), ``fp32`` (parameters are fp32, buffers and inputs at least that), or ``bf16`` or
@@ -95,6 +97,7 @@ class Oracle:
         optimizer: OptimizerFactory | None = None,
         *,
         microbatches: int = 1,
+        parts: int = 1,
         precision: Precision = "fp64",
         seed: int = 0,
         clip_norm: float | None = None,
@@ -117,6 +120,7 @@ class Oracle:
         self._history = [] if version is None else [self.parameters()]  # after each update
         self._random = KeyedRandom(seed)
         self._losses = MeanCrossEntropy()
+        self._norms = BatchNormInParts(parts)
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
@@ -198,11 +202,12 @@ class Oracle:
         call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
+        self._norms.rows = _rows(fields)
         return self._losses.of(WithLoss(module, self.loss_fn)(fields))
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
-        layers: list[Any] = [self._losses, self._random]
+        layers: list[Any] = [self._losses, self._norms, self._random]
         if self.precision in LOW_PRECISIONS:
             layers.append(LowPrecision(COMPUTE_DTYPE[self.precision]))
         if self.precision == "fp64":

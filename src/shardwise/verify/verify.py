@@ -120,12 +120,12 @@ def verify(
         module,
         loss,
         plain_optimizer(optimizer),
-        microbatches=plan.microbatches,
         seed=seed,
         clip_norm=clip_norm,
         decays=optimizer.decays,
         version=versions(compiled, len(batches)) if exact.asynchronous else None,
         device=device,
+        **in_pieces(compiled),
     )
     in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
@@ -167,6 +167,14 @@ def _ready(
     if captured is None:
         return Compiled(module, changed, batch, loss, device)
     return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
+
+
+def in_pieces(compiled: Compiled) -> dict[str, int]:
+    """Return in how many pieces one device computes a batch: in one, but for the statistics of BatchNorm, unless each
+    microbatch is a batch of its own, by a note or by the weights that it uses."""
+    plan = compiled.plan
+    apart = not compiled.general.cuts_batch or plan.asynchronous
+    return {"microbatches": plan.microbatches} if apart else {"parts": plan.microbatches}
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> bool:
@@ -291,8 +299,8 @@ def low_precision(
     scale = ScaleChoice().initial if plan.numeric.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(
-            module, loss, None, microbatches=plan.microbatches, precision=plan.numeric.precision, seed=seed,
-            loss_scale=scale, device=device
+            module, loss, None, precision=plan.numeric.precision, seed=seed, loss_scale=scale, device=device,
+            **in_pieces(compiled),
         )  # fmt: skip
         in_training(oracle)
         single = oracle.step(batch).gradients

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardwise.graph.schema import is_tensor
 from shardwise.graph.sizes import expression
+from shardwise.ops import collectives
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.rules.table import Table, aligned, given, pointwise, rank_of, tensors
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Emission
+from shardwise.shard.rules.table import Table, aligned, given, op_name, pointwise, rank_of, tensors
 
+aten = torch.ops.aten
 RULES = Table()
 
 RULES.same(
     pointwise,
     """masked_fill copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like
-    ones_like full_like empty_like rsub isclose isreal absolute arctan2 fix polar complex greater greater_equal less
+    ones_like full_like empty_like isclose isreal absolute arctan2 fix polar complex greater greater_equal less
     less_equal not_equal special_erf special_xlogy special_expit logit""",
 )
 
@@ -30,7 +35,37 @@ def _where(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("add", "sub", "subtract")
 def _add(context: ShardingContext, node: fx.Node) -> Any:
-    return pointwise(context, node, "add" if len(tensors(node)) == 2 else ())
+    return pointwise(context, node, "add") if len(tensors(node)) == 2 else _plus_number(context, node)
+
+
+@RULES.rule("rsub")
+def _rsub(context: ShardingContext, node: fx.Node) -> Any:
+    return _plus_number(context, node) if len(tensors(node)) == 1 else pointwise(context, node, "add")
+
+
+def _plus_number(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of an op that adds a number to its one tensor, or subtracts one from the other: a number is added
+    once to a partial sum."""
+    x, name = tensors(node)[0], op_name(node)
+    dtype = node.meta["val"].dtype
+    if x is not node.args[0] or x.meta["val"].dtype != dtype or not (dtype.is_floating_point or dtype.is_complex):
+        return pointwise(context, node)
+    number, alpha = node.args[1], given(node, "alpha", 1)
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if s.operands[0] == "P")
+        if not axes:
+            return emitter.plain(node, solved)
+        (value,), factor = solved.values, -1 if name in ("sub", "subtract") else 1
+        if name == "rsub":
+            value = emitter.emit(node, (value, -alpha), {}, solved.layout, aten.mul.Scalar)
+        else:
+            factor = factor * alpha
+        args = (emitter.env, value, emitter.arguments(number), factor, axes)
+        return emitter.emit(node, args, {}, solved.layout, collectives.plus_number)
+
+    sizes = context.expressions(node)
+    return context.labelled(node, aligned(context, [x], sizes), range(len(sizes)), (0,), emit=emit, factors=True)
 
 
 @RULES.rule("mul", "multiply")

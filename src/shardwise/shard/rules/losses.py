@@ -13,7 +13,6 @@ from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.dtypes import LOW
 from shardwise.graph.torch_private import schema
 from shardwise.ops import cross_entropy, local_ops
-from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Shard, Strategy
@@ -50,10 +49,6 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         axes = tuple(g for g, s in strategies.items() if of_classes(s))
         return axes, tuple(g for g, s in strategies.items() if isinstance(s.operands[0], Shard) and g not in axes)
 
-    def known(spread: Sequence[str]) -> bool:
-        """Return whether the step has counted the targets of all ranks beforehand."""
-        return node is context.counted and ROWS in spread
-
     def moves(position: int, place: Shard) -> Strategy | None:
         """Cut rows or classes; over classes, ranks exchange what a row's softmax needs and all have the result, or they
         only add it up where there are log-probabilities."""
@@ -70,11 +65,17 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
             return None
         weights = values[2] if len(values) > 2 else None
         options = {
-            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": known(spread),
+            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "count": None,
             "log_probabilities": chances, "summand": node in context.summands,
-            "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
+            "share": (context.shape(x)[1], axes) if axes else None,
         }  # fmt: skip
-        return OwnCall(cross_entropy.cross_entropy, (_before_cast(values[0]), values[1], weights), options)
+        count: Any = None
+        if reduction == cross_entropy.MEAN:
+            sizes = node.args[0].meta["val"].shape
+            targets = OwnCall(cross_entropy.valid_targets, (values[1], weights), {"ignore_index": ignore})
+            count = [sizes[0], *sizes[2:]] if target.meta["val"].is_floating_point() else targets
+        given = (_before_cast(values[0]), values[1], weights)
+        return OwnCall(cross_entropy.cross_entropy, given, options, count, spread)
 
     form.moves, form.call = moves, call
     return form

@@ -294,7 +294,8 @@ class CostModel:
         args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes may be any
         # The last rank has most.
         env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})
-        found = exchanges(env, call.function, args, call.kwargs)
+        kwargs = call.kwargs if call.count is None else {**call.kwargs, "count": 1}  # the step counts beforehand
+        found = exchanges(env, call.function, args, kwargs)
         number = self.axes.index
         return [Collective(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
 

@@ -62,9 +62,7 @@ class Works:
         if node not in self.keys:
             arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
             symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-            self.keys[node] = repr(
-                (str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.context.counted)
-            )
+            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta))
         return self.keys[node]
 
     def work(self, node: fx.Node) -> Work:
