@@ -145,15 +145,16 @@ def oracle_run(
     optimizer: OptimizerChoice | None = None,
     seed: int = 0,
 ) -> Run:  # fmt: skip
-    """As ``plain_run``, with keyed random functions, an optimizer, and microbatches where they are batches of their own."""
-    choice = optimizer or OptimizerChoice("sgd", lr=0.0)
+    """As ``plain_run``, with an optimizer and keyed random functions; microbatches are apart where the plan's are."""
+    choice, pieces = optimizer or OptimizerChoice("sgd", lr=0.0), in_pieces(subject.compile(1, microbatches, "none"))
     oracle = Oracle(
         subject.module,
         subject.loss,
         plain_optimizer(choice),
         seed=seed,
         decays=choice.decays,
-        **in_pieces(subject.compile(1, microbatches, "none")),
+        microbatches=pieces.microbatches,
+        parts=pieces.parts,
     )
     fields = {k: v[:rows] for k, v in subject.batch.items()}
     taken = [oracle.step(fields, choice.learning_rate(s)) for s in range(steps)]

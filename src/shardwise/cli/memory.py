@@ -26,7 +26,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
     found = forecast(config, None if device is None else named(device))
     worst, others = account(found.worst), [account(one) for one in found.others()]
     here = config.notices if device is None else ()
-    notes = [*here, *found.compiled.general.notes, *([found.note] if found.note else [])]
+    notes = [*here, *found.compiled.notes, *([found.note] if found.note else [])]
     notes += [f"not known: {', '.join(ops)} in {name}" for name, ops in found.worst.unknown.items()]
     fit = None if found.fits else found.nearest()
     if picture is not None:

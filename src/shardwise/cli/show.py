@@ -49,7 +49,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         compiled = with_device_choices(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
-    rows = trace.rows or config.data.batch_size // plan.microbatches
+    rows = config.data.batch_size // plan.microbatches if trace.rows is None or trace.cuts_batch else trace.rows
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), Backend.here().kind)
     batches = steady_batches(plan)
     programs = compiled.programs(trace, plan.microbatches, batches)
@@ -109,7 +109,7 @@ def _plain(
         "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and axes else {}),
         "without_rule": [one._asdict() for one in trace.without_rule(rows)],
-        "notes": [*trace.notes, *trace.notes_without_rule(rows)],
+        "notes": [*trace.notes, *trace.notes_of_microbatches(plan.microbatches), *trace.notes_without_rule(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
 
@@ -142,7 +142,7 @@ def _show(
         *unit_table(plan.mesh, units),
         *step_tables(plan, step),
     )
-    for note in [*trace.notes, *trace.notes_without_rule(rows)]:
+    for note in [*trace.notes, *trace.notes_of_microbatches(plan.microbatches), *trace.notes_without_rule(rows)]:
         console.print(Text(f"note: {note}"))
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))

@@ -129,6 +129,11 @@ class Compiled:
         found.notes.append("initial weights: every rank builds the whole model, since it could not be captured without")
         return found
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the captured model and of what the plan makes of it."""
+        return [*self.general.notes, *self.general.notes_of_microbatches(self.plan.microbatches)]
+
     def release(self) -> None:
         """Release the parameters' values, which only the start of an engine needs, so that their memory is freed if
         nobody else holds the module. A model that was not captured keeps them, for its module runs.

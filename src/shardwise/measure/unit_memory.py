@@ -105,7 +105,7 @@ def profile(
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
-    alone = microbatches == 1 and trace.precision != "fp16"
+    alone = (trace.cuts_batch or microbatches == 1) and trace.precision != "fp16"
     run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone)
     with largest_sizes():
         profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)

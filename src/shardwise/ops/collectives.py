@@ -399,6 +399,12 @@ def counted(env: Env, number: int) -> Tensor:
     return env.counts[number]
 
 
+@own_op()
+def number(env: Env, x: Tensor) -> int:
+    """Return a scalar as a number, for which the host waits; on meta it is 1."""
+    return 1 if x.is_meta else int(x)
+
+
 @own_op(shares=True, blind=True)
 def placed(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """V → P: return zeros of the whole factor ``cut`` with this rank's piece in its place."""

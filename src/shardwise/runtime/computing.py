@@ -28,7 +28,8 @@ from shardwise.units.weight_products import Operand
 @dataclass
 class Computing(UnitBackward):
     """This runs the units of ``traces``, one trace for each microbatch.  It holds live tensors, saved graphs, pending
-    gradients and deferred products by microbatch, and the ``updates`` of buffers, which are written only at the end.
+    gradients and deferred products by microbatch, and the ``updates`` of buffers, which are written only at the end;
+    ``starts`` are, by name, the last batch that has updated a buffer, and the value that it began with.
 
     ``received`` are gradients from other ranks; ``position`` is the running instruction's position in its program.
     """
@@ -44,6 +45,7 @@ class Computing(UnitBackward):
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     deferred: dict[tuple[int, int], deque[GradientFactors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
+    starts: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     position: int = -1
 
     def __post_init__(self) -> None:
@@ -59,11 +61,26 @@ class Computing(UnitBackward):
         for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
             self.live.pop((name, buffer.microbatch), None)
 
+    def buffer(self, name: str, microbatch: int) -> Tensor:
+        """Return the value of a buffer that a microbatch reads: the one that it had when the batch began, or the last
+        one where each microbatch writes a value of its own."""
+        batch, value = self.starts.get(name, (-1, None))
+        if value is not None and batch == self.batches.number(microbatch):
+            return value
+        return self.updates.get(name, self.owner.memory.buffers[name])
+
+    def update(self, name: str, value: Tensor, microbatch: int) -> None:
+        """Take the new value of a buffer."""
+        batch = self.batches.number(microbatch)
+        if name not in self.traces[microbatch].sequential and self.starts.get(name, (-1,))[0] != batch:
+            self.starts[name] = batch, self.updates.get(name, self.owner.memory.buffers[name])
+        self.updates[name] = value
+
     def arguments(self, unit: Unit, microbatch: int, env: Env) -> list[Any]:
         memory, (batch, m) = self.owner.memory, self.batches.place(microbatch)
         return [
             *(self.gathered[n] for n in unit.parameters),
-            *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
+            *(self.buffer(n, microbatch) for n in unit.buffers),
             *map(memory.resident, unit.constants),
             *(batch.rows_of(n, m, env) for n in unit.fields),
             *(self.live[n, microbatch] for n in unit.inputs),
@@ -101,7 +118,7 @@ class Computing(UnitBackward):
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
-            self.updates[name] = self.gathered.own(value.detach(), update=True)
+            self.update(name, self.gathered.own(value.detach(), update=True), m)
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:

@@ -38,6 +38,7 @@ class StepSums:
                 rows[0] += row
             else:
                 rows.append(row)
+            del own, row  # so that they are not held while the next microbatch's are made
         self._rows.append(rows[0][None] if len(rows) == 1 else torch.stack(rows))
         return self._rows[-1].view(-1)
 

@@ -7,10 +7,13 @@ take it.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import fx
 
-from shardwise.graph.schema import is_tensor
+from shardwise.graph.schema import is_tensor, selects_result
+from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
@@ -23,14 +26,23 @@ class BatchWalk:
         self.context, self.forms = context, context.forms
         self.found = Assignment()
         self.grad = context.carrying
+        self.whole: set[fx.Node] = set()  # the ops that select elements of all ranks
 
     def run(self) -> Assignment:
+        while True:
+            self.walk()
+            wrong = misfits(self.context, self.found, self.whole)
+            if not wrong:
+                return self.found
+            self.whole |= wrong
+            self.found = Assignment()
+
+    def walk(self) -> None:
         for node in self.context.normal.graph.nodes:
             if node.op == "placeholder":
                 self.found.states[node] = (self.initial_state(node),)
             elif node.op == "call_function" and is_tensor(node):
                 self.visit(node)
-        return self.found
 
     def visit(self, node: fx.Node) -> None:
         """Choose the strategy of an op."""
@@ -57,6 +69,8 @@ class BatchWalk:
         """Return the strategy that keeps the largest sharded operand which the op can take sharded; else the one on
         partial sums, the one that makes the result sharded, or the one on whole operands."""
         states = [self.state(o) for o, _ in form.operands]
+        if form.selects and form.node not in self.whole and own_selection(states):
+            return Strategy(tuple(states), (Shard(0),))
         sizes = [math.prod(self.context.shape(o)) for o, _ in form.operands]
         for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
             state = states[i]
@@ -76,6 +90,59 @@ class BatchWalk:
         """Return the strategy on whole operands: "R" where all that have a gradient are R, as parameters are."""
         carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
         return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
+
+
+def own_selection(states: Sequence[Placement]) -> bool:
+    """Return whether each rank can select elements of its own rows by its part of a mask, and all in their order."""
+    x, mask = states
+    return isinstance(x, Shard) and x == mask and x.dim == 0 and x.pre == 1 and not x.parts
+
+
+def misfits(context: ShardingContext, found: Assignment, whole: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the ops that select elements of a rank's rows, and that must select those of all: some op takes their
+    results as a whole, together with what is cut in another way, or draws a random number for each."""
+    selected: dict[fx.Node, set[fx.Node]] = {}  # the selections that a value's number of elements depends on
+    wrong: set[fx.Node] = set()
+    for node in context.normal.graph.nodes:
+        form = context.forms.get(node)
+        if form is not None and form.selects and node in found.strategies and found.strategies[node].sharded:
+            selected[node] = {node}
+            continue
+        above = {n: selected[n] for n in node.all_input_nodes if n in selected}
+        if not above or not is_tensor(node):
+            continue
+        every = set().union(*above.values())
+        strategy = found.strategies.get(node)
+        if selects_result(node) or strategy is None or form is None:
+            selected[node] = every
+            wrong |= set() if selects_result(node) else every
+            continue
+        masks = [one.all_input_nodes[-1] for one in every]
+        sizes = {expression(s) for n in above for s in n.meta["val"].shape if depends_on_data(s)}
+        fits = all(_same(masks[0], mask) for mask in masks) and "ordinal" not in node.meta
+        for (operand, _), state in zip(form.operands, strategy.operands, strict=True):
+            cut = any(expression(s) in sizes for s in operand.meta["val"].shape)
+            fits &= (state == found.states[operand][0]) if operand in above else not (cut and isinstance(state, Shard))
+        if not fits:
+            wrong |= every
+        elif any(isinstance(one, Shard) for one in strategy.results):
+            selected[node] = every
+    return wrong - set(whole)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two arguments of captured ops are equal: the same node, or the same op on equal ones."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        if one is other:
+            return True
+        if one.op != "call_function" or one.target is not other.target or "ordinal" in one.meta:
+            return False
+        return _same((one.args, dict(one.kwargs)), (other.args, dict(other.kwargs)))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    return type(one) is type(other) and bool(one == other)
 
 
 def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assignment) -> None:

@@ -23,6 +23,7 @@ from shardwise.graph.normalise import eliminate_dead
 from shardwise.graph.schema import as_result, differentiable, is_tensor, selects_result
 from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.graph.torch_private import schema
+from shardwise.ops import collectives
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
@@ -149,6 +150,8 @@ class Emitter(LocalGraph):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and not depends_on_data(value):
             return self.sizes.node(value)
+        if isinstance(value, torch.SymInt) and expression(value) in self.sizes.data:
+            return self.sizes.data[expression(value)]
         new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
         if isinstance(value, torch.SymInt):
             self.sizes.data[value.node.expr] = new
@@ -162,17 +165,34 @@ class Emitter(LocalGraph):
             raise Uncapturable(
                 f"{node.target} depends on how a tensor lies in memory, which is different on several ranks"
             )
-        operands = [a for a in node.all_input_nodes if is_tensor(a)]
-        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
-        large = any(math.prod(shape) > 1 for shape in shapes)  # its cost is measured only when asked for
-        if (self.context.tensor.axes or node in self.of_batch) and large:
-            self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
+        self.note_whole(node)
         layouts = [Layout.replicated(s) for s in self.context.shapes(node)]
         new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), as_result(node, layouts))
         new.meta["states"] = as_result(node, [dict.fromkeys(self.groups, "I")] * len(layouts))
         if isinstance(node.meta["val"], Tensor):
             self.learn_sizes(new, node.meta["val"])
         return new
+
+    def note_whole(self, node: fx.Node) -> None:
+        """Note that every rank computes an op whole."""
+        operands = [a for a in node.all_input_nodes if is_tensor(a)]
+        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
+        large = any(math.prod(shape) > 1 for shape in shapes)  # its cost is measured only when asked for
+        if (self.context.tensor.axes or node in self.of_batch) and large:
+            self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
+
+    def selected(self, node: fx.Node, new: fx.Node, mask: fx.Node, spread: tuple[str, ...]) -> None:
+        """Add nodes of how many elements ``mask`` selects: of this rank's, which are in ``new``, and of all ranks'."""
+        symbol = expression(node.meta["val"].shape[0])
+        if symbol in self.sizes.data:
+            return
+        self.sizes.own[symbol] = self.graph.call_function(aten.sym_size.int, (new, 0))
+        total = self.graph.call_function(aten.sum.default, (mask,))
+        states: dict[str, Placement] = {g: "P" if g in spread else "I" for g in self.groups}
+        self.annotate(total, Layout.replicated(()), states, False, node)
+        total.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64)
+        whole = self.convert(total, dict.fromkeys(self.groups, "I"))
+        self.sizes.data[symbol] = self.graph.call_function(collectives.number, (self.env, whole))
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Add nodes that read sizes which depend on data from ``new``, the tensor that has them."""

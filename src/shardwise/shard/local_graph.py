@@ -70,7 +70,8 @@ class LocalGraph:
     def extent(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
         """Return the local size of one of the ``factors`` of a dim of ``whole`` size, as a number or as a node."""
         if factor.axes == (ROWS,):
-            return self.sizes.local_rows
+            symbols = getattr(expression(whole), "free_symbols", ())
+            return next((self.sizes.own[s] for s in symbols if s in self.sizes.own), self.sizes.local_rows)
         size = self.factor_size(whole, factor, factors)
         parts = math.prod(self.context.tensor.axes[a] for a in factor.axes if a != ROWS)
         if isinstance(size, int) and all(part % parts == 0 for part in factor.parts or (size,)):

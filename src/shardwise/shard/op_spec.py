@@ -106,8 +106,10 @@ class OpSharding:
     that from the layouts of the operands and the sizes of the axes.  ``fresh`` is where the result may be made sharded
     although no operand is.  ``factors`` says whether ``moves``, ``emit`` and ``call`` know of places in concatenations
     and of those behind rows.  ``alike`` are results that are always replicated, without a gradient (statistics of a
-    whole batch).  ``emit`` adds the local op where it is another one; ``call`` gives the function of shardwise's own
-    that is called instead, where there is one: what it communicates is found by calling it.
+    whole batch).  ``selects`` says that the second operand, a mask, selects elements of the first: where
+    both are sharded by rows, each rank can select of its own, as many as there are.  ``emit`` adds the local op where
+    it is another one; ``call`` gives the function of shardwise's own that is called instead, where there is one: what
+    it communicates is found by calling it.
     """
 
     node: fx.Node
@@ -120,6 +122,7 @@ class OpSharding:
     agree: Callable[[Sequence[Any], Mapping[str, int]], bool] | None = None
     fresh: Shard | None = None
     alike: frozenset[int] = frozenset()
+    selects: bool = False
     emit: Emit | None = None
     call: Call | None = None
     factors: bool = False

@@ -59,6 +59,7 @@ class LocalSizes:
         self.rows = graph.call_function(collectives.rows, (env,))
         self.local_rows = graph.call_function(collectives.local_rows, (env,))
         self.data: dict[Any, fx.Node] = {}  # nodes of sizes that depend on data, by symbol
+        self.own: dict[Any, fx.Node] = {}  # of those of this rank's elements, where each rank has some
 
     def node(self, size: Any) -> Any:
         """Return a size of the whole batch, or an expression of one, as a number or as a node."""

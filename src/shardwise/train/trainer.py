@@ -135,7 +135,7 @@ class Trainer:
         """Return what a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
         general = self.compiled.general
         slow = general.notes_without_rule(self.compiled.microbatch_rows)
-        notes = [*self.compiled.values.notes, *general.notes, *slow]
+        notes = [*self.compiled.values.notes, *self.compiled.notes, *slow]
         asynchronous = Backend.of(self.comm.device).asynchronous
         if asynchronous and not self.compiled.alike_over_batch:
             notes.append(

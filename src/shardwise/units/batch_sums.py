@@ -23,7 +23,7 @@ from shardwise.graph.aten_ops import Fact, has, regroups
 from shardwise.graph.functional import Normal
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
-from shardwise.graph.schema import given, op_name
+from shardwise.graph.schema import given, op_name, outputs_of
 from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.ops import collectives, cross_entropy, norms
 from shardwise.ops.collectives import ROWS, Env
@@ -138,6 +138,15 @@ def _bounded(node: fx.Node) -> bool:
     """Whether the number of rows alone tells the shape of a node's value, a sum of real numbers."""
     value = node.meta["val"]
     return not value.is_complex() and not any(depends_on_data(size) for size in value.shape)
+
+
+def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
+    """Return the buffers whose new values depend on rows that meet in one microbatch alone."""
+    updates = dict(zip(outputs_of(sharded.graph)[1:], sharded.normal.updates, strict=True))
+    if meet.others:
+        return frozenset(updates.values())
+    alone = set(meet.norms)
+    return frozenset(name for node, name in updates.items() if _ancestors([node], ()) & alone)
 
 
 def described(nodes: Iterable[fx.Node]) -> list[str]:

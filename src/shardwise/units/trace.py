@@ -208,20 +208,24 @@ def part_of_batch(trace: Trace, env: Env, rows: int) -> Env:
     return replace(env, rows=trace.rows or rows, window=(0, rows))
 
 
+MEETS_SHOWN = 3  # the most modules that a note names in which rows meet
+
+
 @dataclass(kw_only=True, eq=False)
 class Trace:
     """All that the rest of shardwise knows of a model.
 
-    ``rows`` is None if the batch dim is symbolic; otherwise the graphs take microbatches of exactly this many rows.
-    ``opaque`` is None, or the reason why the model was not captured and is one unit. ``frozen`` parameters have no
-    gradient and take no step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that
-    microbatches compute partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is
-    weighed. ``meets`` names the modules, and their ops, in which rows meet whose values depend on parameters: there a
-    microbatch is never a mere part of the batch. ``tensor`` gives the number of ranks of each axis of tensor
-    parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin or op that chose its
-    layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of tensor plans, and
-    ``decisions`` what a solver chose.
-    ``replicated`` are the ops without a sharding rule, as (op, module path).
+    ``rows`` is None if the batch dim is symbolic; otherwise the graphs take exactly this many rows. ``opaque`` is None,
+    or the reason why the model was not captured and is one unit. ``frozen`` parameters have no gradient and take no
+    step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that microbatches compute
+    partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is weighed. ``meets``
+    names the modules, and their ops, in which rows meet whose values depend on parameters: there a microbatch is never
+    a mere part of the batch. ``sequential`` are the buffers whose new values depend on that, so that each microbatch
+    goes on with what the one before has written; others are written once a batch. ``tensor`` gives the number of ranks
+    of each axis of tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin
+    or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of
+    tensor plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule, as (op,
+    module path).
     """
 
     units: list[Unit]
@@ -232,6 +236,7 @@ class Trace:
     precision: str
     cuts_batch: bool = True
     meets: tuple[str, ...] = ()
+    sequential: frozenset[str] = frozenset()
     rows: int | None = None
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -252,6 +257,20 @@ class Trace:
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
+
+    def notes_of_microbatches(self, microbatches: int) -> list[str]:
+        """Say where rows meet that depend on parameters, in a line: there microbatches make another step."""
+        if microbatches == 1 or not self.meets:
+            return []
+        shown, more = self.meets[:MEETS_SHOWN], len(self.meets) - MEETS_SHOWN
+        where = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+        weighed = "" if self.cuts_batch else ", and its loss weighs as much as it has rows"
+        if self.weighs_targets:
+            weighed = ", and its loss weighs as much as it has targets"
+        return [
+            f"{microbatches} microbatches are not the step of the whole batch: rows meet in {where}, where each "
+            f"microbatch sees its own rows only{weighed}; microbatches = 1 sees all"
+        ]
 
     def notes_without_rule(self, rows: int) -> list[str]:
         """Describe each op without a sharding rule in a line, with its cost for a microbatch of ``rows`` rows."""

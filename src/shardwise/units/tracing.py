@@ -19,7 +19,7 @@ from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
-from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums
+from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums, written_in_turn
 from shardwise.units.opaque import first_loss, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
@@ -93,6 +93,7 @@ def trace(
         sums=sums,
         cuts_batch=not meet.others,
         meets=tuple(described([*meet.norms, *meet.others])),
+        sequential=written_in_turn(sharded, meet),
         precision=precision,
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],

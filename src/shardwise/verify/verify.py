@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,7 @@ def verify(
         captured = Compiled(module, plan, batches[0], loss, device, kind=Backend.here().kind)
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
+    pieces = in_pieces(compiled)
     oracle = Oracle(
         module,
         loss,
@@ -125,7 +126,8 @@ def verify(
         decays=optimizer.decays,
         version=versions(compiled, len(batches)) if exact.asynchronous else None,
         device=device,
-        **in_pieces(compiled),
+        microbatches=pieces.microbatches,
+        parts=pieces.parts,
     )
     in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
@@ -135,7 +137,7 @@ def verify(
     if plan.numeric.precision in LOW_PRECISIONS:
         low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured, device)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
-    notes = list(compiled.general.notes)
+    notes = compiled.notes
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
         notes.append(
             f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, "
@@ -169,12 +171,19 @@ def _ready(
     return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
 
 
-def in_pieces(compiled: Compiled) -> dict[str, int]:
+class Pieces(NamedTuple):
+    """How many pieces of a batch one device computes as batches of their own, and how many parts BatchNorm sees."""
+
+    microbatches: int
+    parts: int
+
+
+def in_pieces(compiled: Compiled) -> Pieces:
     """Return in how many pieces one device computes a batch: in one, but for the statistics of BatchNorm, unless each
     microbatch is a batch of its own, by a note or by the weights that it uses."""
     plan = compiled.plan
     apart = not compiled.general.cuts_batch or plan.asynchronous
-    return {"microbatches": plan.microbatches} if apart else {"parts": plan.microbatches}
+    return Pieces(plan.microbatches, 1) if apart else Pieces(1, plan.microbatches)
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> bool:
@@ -296,11 +305,12 @@ def low_precision(
     """
     device = torch.device(device) if captured is None else captured.device
     compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
+    pieces = in_pieces(compiled)
     scale = ScaleChoice().initial if plan.numeric.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(
             module, loss, None, precision=plan.numeric.precision, seed=seed, loss_scale=scale, device=device,
-            **in_pieces(compiled),
+            microbatches=pieces.microbatches, parts=pieces.parts,
         )  # fmt: skip
         in_training(oracle)
         single = oracle.step(batch).gradients

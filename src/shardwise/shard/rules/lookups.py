@@ -90,7 +90,7 @@ def _index(context: ShardingContext, node: fx.Node) -> Any:
     present = [(d, i) for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     put = op_name(node).endswith("put")
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
-        return _masked_put(context, node) if put else None  # how many elements are taken depends on data
+        return _masked_put(context, node) if put else _selected(context, node)
     mine = _own_rows(context, x, present)
     if put and given(node, "accumulate", False) and mine is None:
         return None
@@ -150,6 +150,40 @@ def _indexed(
     ((_, labels),) = aligned(context, [values], sizes)
     operands.append((values, [result[lab] if lab is not None else None for lab in labels]))
     return context.labelled(node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)])
+
+
+@RULES.rule("masked_select")
+def _masked_select(context: ShardingContext, node: fx.Node) -> Any:
+    return _selected(context, node)
+
+
+def _selected(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of ``x[mask]``, whose number of elements depends on data: on the axes of the batch a rank has
+    those of its own rows."""
+    x, masks = node.args[:2]
+    mask, *others = masks if isinstance(masks, list | tuple) else [masks]
+    if others or not isinstance(mask, fx.Node) or mask.meta["val"].dtype is not torch.bool:
+        return None
+    sizes = context.expressions(mask)
+    every = op_name(node) == "masked_select"  # it broadcasts
+    if not sizes or context.expressions(x)[: None if every else len(sizes)] != sizes:
+        return None
+    pairs: list[tuple[fx.Node, list[Any]]] = [(one, [None] * rank_of(context, one)) for one in (x, mask)]
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        spread = tuple(g for g, s in solved.strategies.items() if s.sharded)
+        if not spread:
+            emitter.note_whole(node)
+            new = emitter.plain(node, solved)
+            emitter.learn_sizes(new, node.meta["val"])
+            return new
+        value, where = solved.values
+        chosen = where if every else [where]
+        new = emitter.emit(node, (value, chosen), {}, solved.layout)
+        emitter.selected(node, new, where, spread)
+        return new
+
+    return context.labelled(node, pairs, [None] * rank_of(context, node), selects=True, emit=emit)
 
 
 def _masked_put(context: ShardingContext, node: fx.Node) -> Any:
