@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
+from shardwise.capture.functions import functions_recorded
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.core.errors import ConfigError
@@ -191,7 +192,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
         shapes = ({name: {0: dim} for name in example},)
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings(), _quiet(), functions_recorded() as functions:
         warnings.simplefilter("ignore")
         import_export()
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
@@ -216,6 +217,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
             k: program.state_dict[v] if v in program.state_dict else program.constants[v]
             for k, v in signature.inputs_to_buffers.items()
         },
+        functions=list(functions),
         names={k.removeprefix("module."): canonical[k] for k, _ in wrapped.named_parameters(remove_duplicate=False)},
     )
 

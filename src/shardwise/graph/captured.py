@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -34,6 +35,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     precision: str = "fp32"
     names: dict[str, str] = field(default_factory=dict)
+    functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:
         """Return what the placeholder of a buffer or constant held at capture."""

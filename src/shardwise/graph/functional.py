@@ -22,7 +22,7 @@ from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.schema import given, op_name
 from shardwise.graph.torch_private import HigherOrderOperator, schema
 from shardwise.graph.tracked import Tracked
-from shardwise.ops import norms
+from shardwise.ops import custom_function, norms
 
 aten = torch.ops.aten
 
@@ -227,6 +227,11 @@ class _Walker:
             return
         elif target is aten.lift_fresh_copy.default:  # nothing writes to constants any more: no copy is needed
             self.bind(old, self.read(old.args[0]))
+        elif target is custom_function.OP:
+            tensors, number = old.args
+            function = self.captured.functions[number]
+            self.bind(old, self.call(function, tuple(self.map(tensors)), old))
+            self.value[old].meta["val"] = tuple(old.meta["val"])
         elif target in _IDENTITIES or is_idle(old):
             self.bind(old, self.read(old.args[0]), old.args[0])
         elif target is aten.batch_norm.default and old.args[5]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -16,9 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "import_export", "is_composite",
-    "overload_name",
-    "schema", "storage_key", "version",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "function_calls", "import_export",
+    "is_composite", "overload_name", "schema", "storage_key", "version",
 ]  # fmt: skip
 
 
@@ -45,6 +47,31 @@ def storage_key(x: Tensor) -> int:
 def version(x: Tensor) -> int:
     """Return how often a tensor has been written in place."""
     return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
+
+
+_calls = threading.RLock()  # only one thread at a time changes how Functions are applied
+
+
+@contextmanager
+def function_calls(call: Callable[[Any, type, Sequence[Any]], Any]) -> Iterator[None]:
+    """Pass each call of an ``autograd.Function``, however it was reached, through ``call(original, function, args)``.
+
+    All threads' calls pass, so ``call`` has to tell its own."""
+    base: Any = torch.autograd.function._SingleLevelFunction
+    original = vars(base).get("apply")
+
+    def apply(function: type, *args: Any) -> Any:
+        return call(lambda *given: super(base, function).apply(*given), function, args)
+
+    with _calls:
+        base.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            if original is None:
+                del base.apply
+            else:
+                base.apply = original
 
 
 class _Later(ModuleType):

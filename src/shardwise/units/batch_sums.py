@@ -157,9 +157,10 @@ def described(nodes: Iterable[fx.Node]) -> list[str]:
 
 def _cause(node: fx.Node) -> str:
     if "cause" in node.meta:
-        return str(node.meta["cause"]).removeprefix("aten.").partition(".")[0]
+        cause = str(node.meta["cause"])
+        return cause.removeprefix("aten.").partition(".")[0] if cause.startswith("aten.") else cause
     origin = node.meta.get("origin")
-    return op_name(origin) if isinstance(origin, fx.Node) else str(getattr(node.target, "__name__", node.target))
+    return op_name(origin) or str(origin.target) if isinstance(origin, fx.Node) else str(node.target)
 
 
 def _over_rows(node: fx.Node) -> bool:

@@ -13,8 +13,20 @@ import torch
 from torch import fx
 
 from shardwise.ops import norms
+from shardwise.ops.custom_function import CustomFunction
 from shardwise.shard.context import Rule
-from shardwise.shard.rules import attention, draws, elementwise, lookups, losses, parts, products, reductions, shapes
+from shardwise.shard.rules import (
+    attention,
+    draws,
+    elementwise,
+    functions,
+    lookups,
+    losses,
+    parts,
+    products,
+    reductions,
+    shapes,
+)
 from shardwise.shard.rules.table import op_name, pointwise
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -31,6 +43,8 @@ def find(node: fx.Node) -> Rule | None:
     """Return the rule of an op, or None."""
     if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
+    if isinstance(node.target, CustomFunction):
+        return functions.custom_function
     rule = RULES.get(op_name(node))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()) and "ordinal" not in node.meta:
         return pointwise

@@ -1,0 +1,83 @@
+"""A ``torch.autograd.Function`` with a backward of its own stays one op of a captured graph.
+
+Export would trace its forward alone, and autograd would then differentiate that: a reversed gradient, a clipped one or
+a straight-through estimator would be lost without a word.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.torch_private import function_calls, version
+from shardwise.ops.custom_function import OP, RECORDED, CustomFunction
+
+PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""The arguments of a Function that a graph can hold, beside tensors."""
+
+
+class _Recorder:
+    """The Functions that a capture has met."""
+
+    def __init__(self) -> None:
+        self.functions: list[CustomFunction] = []
+        self.inside = False
+
+    def run(self, number: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Apply a Function to tensors without values; raise :class:`Uncapturable` if it writes to them."""
+        before, function = [version(one) for one in tensors], self.functions[number]
+        found = function(*tensors)
+        if [version(one) for one in tensors] != before:
+            raise Uncapturable(f"the autograd.Function {function.function.__name__} writes to its arguments")
+        return found
+
+    def apply(self, original: Callable[..., Any], function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+        """Record a call of a Function as an op."""
+        if function is CheckpointFunction:  # what a backward computes again is the plan's choice
+            run, _, *given = args
+            return run(*given)
+        if self.inside:
+            return original(*args)
+        leaves, spec = tree_flatten(tuple(args))
+        for one in leaves:
+            if not isinstance(one, (Tensor, *PLAIN)):
+                kind = "a size that is open" if isinstance(one, torch.SymInt) else f"an object of {type(one).__name__}"
+                raise Uncapturable(f"the autograd.Function {function.__name__} takes {kind}, which no graph can hold")
+        kept = [Tensor if isinstance(one, Tensor) else one for one in leaves]
+        number = next((i for i, one in enumerate(self.functions) if one.like(function, kept, spec)), None)
+        if number is None:
+            number = len(self.functions)
+            self.functions.append(CustomFunction(function, kept, spec, number))
+        self.inside = True
+        try:
+            found = OP([one for one in leaves if isinstance(one, Tensor)], number)
+        finally:
+            self.inside = False
+        return self.functions[number].rebuilt(found)
+
+
+@contextmanager
+def functions_recorded() -> Iterator[list[CustomFunction]]:
+    """Record the Functions that this thread applies as ops, :data:`OP`, which give the index in the list that is
+    yielded."""
+    recorder, thread = _Recorder(), threading.get_ident()
+
+    def call(original: Callable[..., Any], function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args)
+        return recorder.apply(original, function, args)
+
+    token = RECORDED.set(recorder.run)
+    try:
+        with function_calls(call):
+            yield recorder.functions
+    finally:
+        RECORDED.reset(token)
