@@ -160,7 +160,7 @@ def term(choice: random.Random) -> Term:
     ways: dict[str, Expression] = {
         "itself": one.value,
         "its double": lambda z, b: one.value(z, b) * 2,
-        "1 -": lambda z, b: 1 - one.value(z, b),
+        "1 -": lambda z, b: 1 - 0.7 * one.value(z, b),
         "- 0.5": lambda z, b: one.value(z, b) - 0.5,
         f"times {name}": lambda z, b: one.value(z, b) * number(z, b),
         f"over {name}": lambda z, b: one.value(z, b) / number(z, b),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.capture.functions import functions_recorded
+from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.core.errors import ConfigError
@@ -109,6 +110,7 @@ def capture(
     allows and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export
     stops.
     """
+    refuse_module_hooks(module)
     wrapped = set_mode(WithLoss(shadow(module, precision), loss, ones, precision), training)
     if rows is None:
         try:
@@ -192,7 +194,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
         shapes = ({name: {0: dim} for name in example},)
-    with warnings.catch_warnings(), _quiet(), functions_recorded() as functions:
+    with warnings.catch_warnings(), _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         warnings.simplefilter("ignore")
         import_export()
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "function_calls", "import_export",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "function_calls",
+    "has_backward_hooks", "hooks_of", "import_export",
     "is_composite", "overload_name", "schema", "storage_key", "version",
 ]  # fmt: skip
 
@@ -47,6 +48,17 @@ def storage_key(x: Tensor) -> int:
 def version(x: Tensor) -> int:
     """Return how often a tensor has been written in place."""
     return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
+
+
+def hooks_of(parameter: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the hooks of a leaf: on its gradient, and on itself after its gradient has been accumulated."""
+    found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return tuple((found[0] or {}).values()), tuple((found[1] or {}).values())
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks on the gradients of what it takes and returns."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 _calls = threading.RLock()  # only one thread at a time changes how Functions are applied

@@ -202,6 +202,8 @@ class BatchState:
         """Take the norms of this rank's own shards, whoever else has them: all kinds of data parallelism get the same
         bits.
         """
+        if self.owner.hooks is not None:
+            self.owner.hooks.apply(gradients, self.scale)
         owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
         if owner.per_parameter:

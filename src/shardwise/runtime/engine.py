@@ -26,6 +26,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
@@ -112,11 +113,13 @@ class Engine:
             comm, plan, optimizer, self.memory, first_names(module), trace.buckets, self.holders, self.updating,
             self.unused,
         )  # fmt: skip
+        hooks = GradientHooks(compiled.hooks or {}, buckets)
+        hooks.check()
         self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
             per_parameter=per_parameter,
-            strict=strict, offload=plan.memory.offloads_activations,
+            strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if hooks.hooks else None,
             runs=PostValidatedRun if plan.post_validates else Run,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.core.instruction import Instruction
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.hooks import GradientHooks
 
 
 @dataclass
@@ -41,6 +42,7 @@ class RankContext:
     needs_gradients: bool = True  # otherwise it is given empty dicts, and only other ranks put gradients together
     per_parameter: bool = False
     strict: bool = False
+    hooks: GradientHooks | None = None  # those of users' parameters, if there are any
     offload: bool = False  # whether activations are offloaded to the host
 
     @cached_property

@@ -28,6 +28,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
+from shardwise.graph.torch_private import hooks_of
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
@@ -115,6 +116,11 @@ class Oracle:
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
         self.masters = self._masters(module)
+        self._hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
+        # Hooks see the gradient of the whole batch: in one backward of the very parameters, or at the end of several.
+        self._hooks_last = microbatches > 1 or loss_scale != 1 or precision in LOW_PRECISIONS
+        if not self._hooks_last:
+            self._register_hooks()
         self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
         self.version = version
         self._history = [] if version is None else [self.parameters()]  # after each update
@@ -129,6 +135,8 @@ class Oracle:
         if not self._probed:
             self._probe(fields)
         loss = self._accumulate(fields)
+        if self._hooks_last:
+            self._call_hooks()
         gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         kept = {name: grad.detach().clone() for name, grad in gradients.items()}
         norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
@@ -244,6 +252,23 @@ class Oracle:
         self._random.batches = batch_of(draws[0], draws[1], 2)
         self.promotions = promotions
         self._probed = True
+
+    def _register_hooks(self) -> None:
+        for name, p in self.module.named_parameters():
+            for hook in self._hooks[name][0]:
+                p.register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in self._hooks[name][1]:
+                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _call_hooks(self) -> None:
+        for name, p in self.masters.items():
+            if p.grad is None:
+                continue
+            for hook in self._hooks[name][0]:
+                found = hook(p.grad)
+                p.grad = p.grad if found is None else found
+            for hook in self._hooks[name][1]:
+                hook(p)
 
     # ---- parameters ------------------------------------------------------------------------------
 
