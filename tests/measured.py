@@ -17,6 +17,7 @@ from shardwise.graph.torch_private import storage_key
 from shardwise.measure.unit_cost import UnitCost
 from shardwise.ops.collectives import Env
 from shardwise.runtime.threads import ThreadCommunicator
+from shardwise.units.batch_sums import stand_ins
 from shardwise.units.trace import Trace
 
 Fields = Mapping[str, Tensor]
@@ -70,7 +71,8 @@ def real_costs(
 ) -> list[UnitCost]:
     """Run the units of ``found`` on real tensors, as a rank of ``comm`` would; measure all but ``forward_bytes``."""
     parts, index = (1, 0) if comm is None else (comm.mesh.size, comm.rank)
-    env = Env(comm, ("dp",), parts, index, rows, targets=torch.tensor(7) if found.targets else None)
+    env = Env(comm, ("dp",), parts, index, rows)
+    env.counts = [torch.full_like(one, 7, device="cpu") for one in stand_ins(found.sums, env)]
     low, high = shard_range(rows, parts, index)
     fields = {n: cast_field(v[low:high], found.precision).clone() for n, v in batch.items()}
     own = dict(module.named_parameters(remove_duplicate=False))

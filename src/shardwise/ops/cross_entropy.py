@@ -46,7 +46,7 @@ def cross_entropy(
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     if count is not None:
-        count = _divisor(env, count, logits).to(wide)
+        count = _divisor(count, logits).to(wide)
     if log_probabilities:
         found = _nll(
             env,
@@ -73,14 +73,11 @@ def cross_entropy(
     return F.cross_entropy(logits.to(wide), target, weight, **options) / count
 
 
-def _divisor(env: Env, count: Tensor | int, logits: Tensor) -> Tensor:
-    """Return what divides the sum, a scalar.
-
-    A microbatch that is a batch of its own and has no targets weighs nothing: its loss is then 0, or that of smoothed
-    targets of no weight."""
-    if not isinstance(count, Tensor):
-        return logits.new_full((), count, dtype=Backend.of(logits.device).widest_float)
-    return count if env.window is not None else count + (count == 0)
+def _divisor(count: Tensor | int, logits: Tensor) -> Tensor:
+    """Return what divides the sum, as a scalar."""
+    if isinstance(count, Tensor):
+        return count
+    return logits.new_full((), count, dtype=Backend.of(logits.device).widest_float)
 
 
 @own_op()

@@ -67,6 +67,7 @@ class PostValidatedRun(Run):
         if not right:
             self.drop(one.version + 1)
             self.computing.updates = dict(self.before)
+            self.computing.starts.clear()
             for bucket, backup in self.backups.items():
                 self.memory.buckets[bucket].restore(backup, self.memory.loss_scale is not None)
             self.going_back = True
