@@ -109,7 +109,7 @@ def test_steps(narrow: Narrow, precision: Any) -> None:
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_a_mean_over_targets_that_nobody_has_counted(narrow: Narrow, probabilities: bool) -> None:
+def test_a_mean_over_targets(narrow: Narrow, probabilities: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 5, generator=generator)
     target = torch.rand(6, 5, generator=generator) if probabilities else torch.tensor([0, 4, -100, 2, 1, 3])
@@ -117,9 +117,9 @@ def test_a_mean_over_targets_that_nobody_has_counted(narrow: Narrow, probabiliti
         "ignore_index": -100,
         "smoothing": 0.0,
         "reduction": 1,
-        "counted": False,
         "log_probabilities": False,
+        "count": 6 if probabilities else 5,
     }
     with narrow:
-        found = cross_entropy(Env(rows=6), scores, target, None, **how, summand=True, share=None, spread=())
+        found = cross_entropy(Env(rows=6), scores, target, None, **how, summand=True, share=None)
     assert torch.allclose(found, F.cross_entropy(scores, target), rtol=1e-6)

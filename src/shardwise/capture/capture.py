@@ -13,6 +13,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
+from shardwise.capture.state import Change, PythonState, assigned_buffers, impose
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import import_export
@@ -50,12 +52,48 @@ class WithLoss(nn.Module):
         self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
 
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
         seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
         with Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext():
             if self.loss is not None:
                 output = self.loss(self.module(**_accepted(self.module, seen)), seen)
                 return loss_of(output, f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
             return loss_of(self.module(**seen))
+
+
+@dataclass
+class Noted:
+    """What a forward has changed in Python. It is an object of its own, for export puts back attributes and lists."""
+
+    changes: list[Change] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+
+
+class Watched(WithLoss):
+    """The same while it is captured: what forward assigns to a buffer is written, and what changes in Python noted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted = Noted()
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        before, buffers = PythonState(self.module), dict(self.module.named_buffers())
+        loss = super().forward(fields)
+        assigned_buffers(self.module, buffers, _write)
+        self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
+        return loss
+
+
+def _write(name: str, old: Tensor, new: Tensor) -> None:
+    if new.shape != old.shape or new.dtype != old.dtype:
+        wrong = f"forward assigns a tensor of shape {tuple(new.shape)}, {new.dtype}, to the buffer {name}"
+        raise ConfigError(f"model: {wrong}; legal: one like before, of shape {tuple(old.shape)}, {old.dtype}")
+    if new.requires_grad:
+        wrong = f"forward assigns a tensor with a gradient to the buffer {name}"
+        raise ConfigError(f"model: {wrong}; legal: {name} = ….detach()")
+    with torch.no_grad():
+        old.copy_(new)
 
 
 def loss_of(output: Any, source: str = "model: forward") -> Tensor:
@@ -111,7 +149,43 @@ def capture(
     stops.
     """
     refuse_module_hooks(module)
-    wrapped = set_mode(WithLoss(shadow(module, precision), loss, ones, precision), training)
+
+    wrapped = set_mode(Watched(shadow(module, precision), loss, ones, precision), training)
+    assert isinstance(wrapped, Watched)
+    captured = _captured(wrapped, batch, rows)
+    if wrapped.noted.changes or wrapped.noted.drawn:
+        _check_state(captured, wrapped, batch)
+    return captured
+
+
+def _check_state(captured: Captured, wrapped: Watched, batch: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ConfigError` where the graph depends on what forward changes in Python: it is captured once more,
+    after that change. Leave a note where it does not."""
+    changes, drawn = wrapped.noted.changes, wrapped.noted.drawn
+    impose(wrapped.module, changes)
+    try:
+        same = _alike(captured, _captured(wrapped, batch, captured.rows))
+    except Uncapturable:
+        same = False
+    if not same:
+        what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)])
+        legal = "buffers (self.register_buffer) in place of attributes, torch's random functions in place of Python's"
+        raise ConfigError(f"model: what forward computes depends on {what}, which it changes; legal: {legal}")
+    # A flag that a first forward sets says nothing later on.
+    if changed := [str(one) for one in wrapped.noted.changes if not one.of_tensors and one.after is not True]:
+        captured.notes.append(
+            f"forward changes {', '.join(changed)}: its graph is the same after one forward, and sees no later values"
+        )
+
+
+def _alike(one: Captured, other: Captured) -> bool:
+    """Whether two captures are the same graph with the same constants."""
+    if str(one.graph) != str(other.graph) or one.constants.keys() != other.constants.keys():
+        return False
+    return all(torch.equal(v, other.constants[k]) for k, v in one.constants.items())
+
+
+def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
     if rows is None:
         try:
             return _export(wrapped, batch, None)

@@ -44,7 +44,7 @@ class _Recorder:
         if function is CheckpointFunction:  # what a backward computes again is the plan's choice
             run, _, *given = args
             return run(*given)
-        if self.inside:
+        if self.inside or function.__module__.startswith("torch."):  # torch's own are ops of the graph anyway
             return original(*args)
         leaves, spec = tree_flatten(tuple(args))
         for one in leaves:

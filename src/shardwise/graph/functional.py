@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.core.errors import ConfigError
 from shardwise.graph.aliases import aliased, functional_form, is_idle, is_random, looks_alike
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
@@ -98,7 +99,11 @@ class _Walker:
         hidden = hidden or not self.grad
         parameter = self.captured.parameters.get(self.base(old).name)
         if parameter:
-            raise Uncapturable(f"forward writes to the parameter {parameter}")
+            raise ConfigError(f"model: forward writes to the parameter {parameter}; legal: to write to buffers")
+        if self.base(old).name in self.captured.constants:
+            name = self.base(old).name.removeprefix("c_module_")
+            legal = "a buffer (self.register_buffer)"
+            raise ConfigError(f"model: forward writes to {name}, a tensor that is no buffer; legal: {legal}")
         if hidden:
             self.refuse_tracked(old)
             new = self.detached(new)

@@ -43,6 +43,10 @@ def lower(
     if cut.ranks > 1 and trace.sums is not None and trace.sums.leaves:
         wrong = f"the loss counts its targets with {trace.sums.leaves[0]}, which one stage has"
         raise ConfigError.on("pp", wrong, "pp = 1")
+    own = {name for unit in trace.units for name in unit.updates}
+    if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
+        wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"
+        raise ConfigError.on("pp", wrong, "pp = 1")
     cut.check()
     buckets = trace.buckets if buckets is None else buckets
     if training:

@@ -105,6 +105,11 @@ class BatchSums:
         """The parameters that the sums depend on."""
         return tuple(dict.fromkeys(name for stage in self.stages for name in stage.leaves))
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers that the sums depend on."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.buffers))
+
 
 class Meetings(NamedTuple):
     """Where rows meet in forward: ``known`` follow from fields alone, ``norms`` are BatchNorms, and ``others`` depend
@@ -116,8 +121,25 @@ class Meetings(NamedTuple):
 
 
 def meetings(sharded: Sharded) -> Meetings:
-    """Return the nodes of the local graph at which rows meet in forward."""
-    found, free = Meetings([], [], []), _free(sharded)
+    """Return the nodes of the local graph at which rows meet in forward.
+
+    A buffer that forward writes is as good as a field where all microbatches write the same to it."""
+    every = frozenset(sharded.normal.updates)
+    found = _meetings(sharded, frozenset())
+    if not found.others:
+        found = _meetings(sharded, written_in_turn(sharded, found))
+    if not found.others:
+        return found
+    # Each microbatch is a batch of its own, with sums of its own, which are of one shape.
+    found = _meetings(sharded, every)
+    sizes = {n: [expression(s) for s in n.meta["val"].shape] for n in found.known}
+    fixed = [n for n in found.known if all(isinstance(size, int) for size in sizes[n])]
+    return found._replace(known=[n for n in fixed if n.target is collectives.all_reduce])
+
+
+def _meetings(sharded: Sharded, sequential: frozenset[str]) -> Meetings:
+    """Return the same, taken that microbatches write the buffers ``sequential`` one after the other."""
+    found, free = Meetings([], [], []), _free(sharded, sequential)
     for node in sharded.graph.nodes:
         if node.op != "call_function" or not _over_rows(node):
             continue
@@ -127,10 +149,6 @@ def meetings(sharded: Sharded) -> Meetings:
             found.known.append(node)
         else:
             found.others.append(node)
-    if found.others:  # each microbatch is a batch of its own, with sums of its own, which are of one shape
-        sizes = {n: [expression(s) for s in n.meta["val"].shape] for n in found.known}
-        fixed = [n for n in found.known if all(isinstance(size, int) for size in sizes[n])]
-        found = found._replace(known=[n for n in fixed if n.target is collectives.all_reduce])
     return found
 
 
@@ -178,10 +196,10 @@ def _over_rows(node: fx.Node) -> bool:
     return facts.communicates and any(ROWS in a for a in given if isinstance(a, tuple | list))
 
 
-def _free(sharded: Sharded) -> set[fx.Node]:
-    """Return the nodes that can be computed before the first forward: they have no gradient and depend on no buffer
-    that forward writes, and on parameters only by light ops."""
-    captured, written = sharded.normal.captured, set(sharded.normal.updates)
+def _free(sharded: Sharded, written: frozenset[str]) -> set[fx.Node]:
+    """Return the nodes that can be computed before the first forward: they have no gradient, depend on none of the
+    buffers ``written``, and on parameters only by light ops."""
+    captured = sharded.normal.captured
     free: set[fx.Node] = set()
     light: dict[fx.Node, bool] = {}  # whether a node depends on parameters
     for node in sharded.graph.nodes:

@@ -206,6 +206,7 @@ def _opaque(
         sums=None,
         precision=precision,
         opaque=reason,
+        sequential=frozenset(name for name, _ in module.named_buffers()),
         notes=notes,
         beside=_beside(module, batch, buckets, precision),
     )
