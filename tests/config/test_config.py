@@ -498,7 +498,7 @@ def test_values_in_messages_are_short_and_on_one_line() -> None:
 
 def test_every_key_of_the_issue_is_there() -> None:
     expected = {
-        "model": "name factory transformers loss vocabulary width layers heads kv_heads hidden context "
+        "model": "name factory transformers loss loss_weight vocabulary width layers heads kv_heads hidden context "
         "dropout tied config arguments weights",
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
@@ -710,6 +710,7 @@ def test_resolved_names_every_key_that_applies() -> None:
     assert left_out == {
         "model.factory",
         "model.transformers",
+        "model.loss_weight",
         "model.loss",
         "model.kv_heads",
         "model.tied",

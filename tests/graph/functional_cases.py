@@ -365,13 +365,6 @@ def shape_of_a_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * m.memory.sum()
 
 
-@refused("parameter w")
-def write_to_a_parameter(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.w.clamp_(-1, 1)
-    return h @ m.w
-
-
 @refused("lies in memory")
 def strided(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h.as_strided((h.shape[0], 4), (12, 1)) @ m.w

@@ -41,6 +41,11 @@ from .rules import (
     words,
 )  # fmt: skip
 
+
+def _weighs(text: str) -> bool:
+    return text in ("rows", "sum") or (text.startswith("targets:") and len(text) > len("targets:"))
+
+
 Resume = Literal["auto", "never"]
 
 
@@ -52,6 +57,7 @@ class ModelConfig:
     factory: str | None = key(reference("a function that returns an nn.Module,"))
     transformers: str | None = key(text('the name of a model class, such as "LlamaForCausalLM"', str.isidentifier))
     loss: str | None = key(reference("a function loss(output, batch),"))
+    loss_weight: str | None = key(text('"rows", "sum" or "targets:FIELD"', _weighs))
     vocabulary: int | None = key(integer(1))
     width: int | None = key(integer(1))
     layers: int | None = key(integer(1))

@@ -86,6 +86,7 @@ def compiled_here(
         kind=there.kind,
         model=there.model,
         per_host=per_host,
+        loss_weight=config.model.loss_weight,
     )
 
 
@@ -155,5 +156,5 @@ def _compiled(
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            model=model, per_host=default_ranks_per_host(plan.mesh),
+            model=model, per_host=default_ranks_per_host(plan.mesh), loss_weight=config.model.loss_weight,
         )  # fmt: skip

@@ -116,8 +116,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     with without_gc():
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
-            per_host=per_host,
-            model=_slowest(cards),
+            per_host=per_host, model=_slowest(cards), loss_weight=config.model.loss_weight,
         )  # fmt: skip
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm, cards)

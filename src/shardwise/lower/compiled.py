@@ -88,6 +88,7 @@ class Compiled:
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
     buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
+    loss_weight: str | None = None  # of a model that is not captured, if a trial is not to find it
     hooks: Mapping[str, ParameterHooks] | None = None  # those of the user's parameters, by name
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
@@ -228,7 +229,7 @@ class Compiled:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
-                    tensor=self._tensors(ones, rows), captures=self._captures,
+                    tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
                 )  # fmt: skip
         return self._traces[key]
 

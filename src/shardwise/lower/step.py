@@ -43,6 +43,10 @@ def lower(
     if cut.ranks > 1 and trace.sums is not None and trace.sums.leaves:
         wrong = f"the loss counts its targets with {trace.sums.leaves[0]}, which one stage has"
         raise ConfigError.on("pp", wrong, "pp = 1")
+    if not trace.divisible and (plan.microbatches > 1 or plan.mesh.axis_size(batch_axes(plan.mesh)) > 1):
+        wrong = "the model was not captured, and how the losses of a batch's parts make that of the whole is not known"
+        legal = '"rows", "sum", "targets:FIELD" for a field with -100 where it ignores; or dp = 1 and microbatches = 1'
+        raise ConfigError.on("model.loss_weight", wrong, legal)
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

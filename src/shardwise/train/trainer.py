@@ -68,6 +68,8 @@ class Trainer:
         initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor),
             seed)``: then no rank holds the whole model beside what it trains.  By default they are those of ``module``.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
+        loss_weight: for a model that cannot be captured, what its loss is of its rows, if a trial does not show that:
+            "rows" (a mean over them), "sum", or "targets:FIELD" (a mean over that field's, but for those of -100).
         clip_norm: the gradient norm to clip to.
         seed: the key of dropout and other random ops, and of the loader's order.
         loss_scale: the factor of the loss under fp16; by default it is dynamic.
@@ -87,6 +89,7 @@ class Trainer:
         *,
         initial: Mapping[str, Tensor] | None = None,
         loss: LossFunction | None = None,
+        loss_weight: str | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         loss_scale: ScaleChoice | None = None,
@@ -104,7 +107,9 @@ class Trainer:
             self._record.set_role(stages_in_words(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
-        self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
+        self.compiled = (
+            module if isinstance(module, Compiled) else self._compiled(module, example, loss, loss_weight, initial)
+        )
         self.engine = Engine(
             self.compiled,
             self.comm,
@@ -124,11 +129,14 @@ class Trainer:
         ] = []  # calls that need the other ranks to end, such as that for checkpoints being written
 
     def _compiled(
-        self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None,
+        self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, loss_weight: str | None,
         initial: Mapping[str, Tensor] | None
     ) -> Compiled:  # fmt: skip
         per_host = ranks_of_a_host(self.comm) if solves(self.plan) else None
-        return Compiled(module, self.plan, example, loss, self.comm.device, initial=initial, per_host=per_host)
+        return Compiled(
+            module, self.plan, example, loss, self.comm.device, initial=initial, per_host=per_host,
+            loss_weight=loss_weight,
+        )  # fmt: skip
 
     @property
     def notes(self) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,24 +19,29 @@ from shardwise.capture.capture import LossFunction, WithLoss, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import KeyedRandom, batch_of
+from shardwise.capture.state import assigned_buffers
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
+from shardwise.graph.torch_private import version
 from shardwise.ops import collectives, norms
+from shardwise.units.loss_weight import LossWeight
 from shardwise.units.trace import Unit
+
+ROWS_WEIGH = LossWeight("rows")
 
 
 def opaque_unit(
-    module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool
-) -> Unit:
+    module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool,
+    weight: LossWeight = ROWS_WEIGH,
+) -> Unit:  # fmt: skip
     """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
 
-    The loss is taken to be the mean over rows, so each rank's is weighted by its share of the rows. The unit runs a
-    copy of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
+    The loss of a rank's rows counts as ``weight`` says. The unit runs a copy of the module, one for each thread, whose
+    tensors are on the meta device and are replaced at each call.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
-    call = _OpaqueCall(
-        set_mode(WithLoss(_skeleton(module), loss), training), parameters, buffers, fields, precision_layers(precision)
-    )
+    wrapped = set_mode(Assigning(_skeleton(module), loss), training)
+    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight)
     return Unit(
         index=0,
         name="model",
@@ -52,13 +58,30 @@ def opaque_unit(
         input_grads=(),
         output_grads=(True,),
         collectives=True,
+        reads_sums=weight.kind == "targets",
     )
+
+
+class Assigning(WithLoss):
+    """The same, with the buffers that forward assigned, which a functional call forgets."""
+
+    assigned: Mapping[str, Tensor] = MappingProxyType({})
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        before, found = dict(self.module.named_buffers()), dict[str, Tensor]()
+        loss = super().forward(fields)
+        assigned_buffers(self.module, before, lambda name, old, new: found.update({name: new.detach()}))
+        self.assigned = found
+        return loss
 
 
 def first_loss(
     unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device
 ) -> Tensor:
-    """Return the loss of an example batch on ``device``, a scalar; :class:`ConfigError` if the forward fails."""
+    """Return the loss of an example batch on ``device``, a scalar.
+
+    Raises :class:`ConfigError` if the forward fails, or writes to a parameter."""
     parameters = dict(module.named_parameters())
     leaves = [
         p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
@@ -66,9 +89,10 @@ def first_loss(
     ]
     buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
     rows = next(iter(batch.values())).shape[0]
+    before = [version(leaf) for leaf in leaves]
     try:
         loss, *_ = unit.function(
-            collectives.Env(rows=rows),
+            collectives.Env(rows=rows, counts=[torch.ones((), device=device)]),
             *leaves,
             *buffers,
             *(cast_field(v.to(device), precision) for v in batch.values()),
@@ -81,6 +105,9 @@ def first_loss(
         raise ConfigError(
             f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}"
         ) from error
+    changed = [name for name, leaf, count in zip(parameters, leaves, before, strict=True) if version(leaf) != count]
+    if changed:
+        raise ConfigError(f"model: forward writes to the parameter {changed[0]}; legal: to write to buffers")
     return loss
 
 
@@ -101,8 +128,9 @@ class _OpaqueCall:
         buffers: tuple[str, ...],
         fields: tuple[str, ...],
         layers: list[Any],
+        weight: LossWeight,
     ) -> None:
-        self.layers = layers
+        self.layers, self.weight = layers, weight
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         self.own = threading.local()
         self.batches: Any = None
@@ -119,8 +147,10 @@ class _OpaqueCall:
             fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
-        share = collectives.local_rows(env) / max(env.rows, 1)
-        return (loss * share, *(values[f"module.{n}"] for n in self.buffers))
+        share = self.weight.share(env, fields)
+        if isinstance(share, Tensor):  # a mean over no targets may be 0/0
+            loss = torch.where(share > 0, loss, 0.0)
+        return ((loss * share).to(loss.dtype), *(values[f"module.{n}"] for n in self.buffers))
 
     def run(
         self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom
@@ -131,6 +161,8 @@ class _OpaqueCall:
         random.begin(env.step, env.offset + env.range()[0])
         with Intercept(random, _SyncBatchNorms(env), *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
+        for name, value in wrapped.assigned.items():
+            values[f"module.{name}"] = value
         return result
 
     def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:

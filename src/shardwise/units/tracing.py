@@ -13,6 +13,7 @@ from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
+from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
@@ -20,7 +21,8 @@ from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
 from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums, written_in_turn
-from shardwise.units.opaque import first_loss, opaque_unit
+from shardwise.units.loss_weight import LossWeight, found_weight
+from shardwise.units.opaque import ROWS_WEIGH, first_loss, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 
@@ -50,6 +52,7 @@ def trace(
     group: Callable[[str], Hashable] | None = None,
     tensor: TensorParallelSpec | None = None,
     captures: Captures | None = None,
+    loss_weight: str | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -62,6 +65,7 @@ def trace(
         group: parameters never share a bucket if it gives different values for their names.
         tensor: this says what tensor parallelism shards.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
+        loss_weight: what the loss of a model that is not captured is of its rows, if a trial is not to find that.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
@@ -78,7 +82,9 @@ def trace(
         if tensor is not None and tensor.axes:
             wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
             raise ConfigError.on("tp", wrong, "tp = 1") from error
-        return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
+        return _opaque(
+            module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
+        )
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units)
@@ -182,19 +188,29 @@ def _buckets(
 def _opaque(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool,
     reason: str,
-    group: Callable[[str], Hashable] | None, device: torch.device,
+    group: Callable[[str], Hashable] | None, device: torch.device, loss_weight: str | None,
 ) -> Trace:  # fmt: skip
-    unit = opaque_unit(module, tuple(batch), loss, precision, training)
     real = not any(p.is_meta for p in module.parameters())
+    weight = LossWeight.parsed(loss_weight, batch) if loss_weight else ROWS_WEIGH
+    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
     if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
         raise ConfigError(NOTHING_LEARNS)
+    known = True
+    if real and not loss_weight:
+        exact = "fp32" if precision in LOW_PRECISIONS else precision
+        trial = opaque_unit(module, tuple(batch), loss, exact, False)
+        found = found_weight(lambda some: float(first_loss(trial, module, some, exact, device).detach()), batch)
+        known, weight = found is not None, found or weight
+        unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
     notes = [
         f"not captured, trains as one unit: {reason}",
-        "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than "
-        "BatchNorm's "
-        "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
+        f"its loss is {weight}, {'as model.loss_weight says' if loss_weight else 'as a trial showed'}"
+        if known
+        else "its loss is no mean over rows, no sum, and no mean over targets, as a trial showed",
+        "lost with it: overlap of reductions with backward, and per-unit recomputation; what lets rows meet, but for "
+        "BatchNorm, is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
     ]
     buckets = _buckets([unit], module, precision, learning, group)
@@ -203,9 +219,10 @@ def _opaque(
         buckets=buckets,
         frozen=tuple(n for n in trainable if n not in learning),
         fields=tuple(batch),
-        sums=None,
+        sums=weight.sums(batch),
         precision=precision,
         opaque=reason,
+        divisible=known,
         sequential=frozenset(name for name, _ in module.named_buffers()),
         notes=notes,
         beside=_beside(module, batch, buckets, precision),
