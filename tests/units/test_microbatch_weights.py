@@ -76,6 +76,47 @@ def test_targets_that_every_rank_has() -> None:
         parity(one, dp=dp)
 
 
+class Centred(nn.Module):
+    """Rows meet before a mean cross-entropy: each microbatch is a batch of its own, which weighs by its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return F.cross_entropy(self.out((hidden - hidden.mean(0)).tanh()), y)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, -100, -100, -100, 2, 1], [0, 1, 2, 1, -100, -100, -100, -100]])
+def test_batches_of_their_own_weigh_by_their_targets(labels: list[int]) -> None:
+    """Of the second labels one microbatch has no target: it weighs nothing."""
+    one = Subject(Centred(), {"x": torch.randn(8, 4), "y": torch.tensor(labels)})
+    assert one.trace.weighs_targets and one.trace.meets == ("the loss (sub)",)
+    for dp in (1, 2, 3):
+        parity(one, dp=dp, microbatches=2)
+
+
+class Root(nn.Module):
+    """Rows meet in a loss that is no mean: its microbatches weigh by their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean().sqrt()
+
+
+def test_batches_of_their_own_weigh_by_their_rows() -> None:
+    one = Subject(Root(), {"x": torch.randn(7, 4)})
+    assert not one.trace.cuts_batch and not one.trace.weighs_targets
+    for dp in (1, 2):
+        parity(one, dp=dp, microbatches=3)
+
+
 # ---- weights of classes ----------------------------------------------------------------------------------------------
 
 CLASSES = 4

@@ -256,9 +256,9 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise ShardwiseError(
-                f"{func} draws random numbers that cannot be keyed by sample: the model cannot be compared between "
-                "devices "
-                "(torch.utils.checkpoint draws again in backward: let the plan recompute instead)"
+                f"model: {func} draws random numbers that cannot be keyed by sample: other devices would draw others; "
+                "legal: dropout, torch.rand and the like, of numbers with a batch dim (torch.utils.checkpoint draws "
+                "again in backward: let the plan recompute instead)"
             )
         return func(*args, **kwargs)
 

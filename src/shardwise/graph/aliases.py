@@ -69,7 +69,7 @@ def is_idle(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether an op draws random numbers with the arguments that it is given."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) and not has(node, Fact.RECURRENT):
         return False
     if any(
         has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")

@@ -5,6 +5,7 @@ ones and calls of BatchNorm by synchronised ones.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from torch.func import functional_call
 from shardwise.capture.capture import LossFunction, WithLoss, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
-from shardwise.capture.keyed_calls import KeyedRandom, batch_of
+from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.state import assigned_buffers
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import version
@@ -31,17 +32,17 @@ ROWS_WEIGH = LossWeight("rows")
 
 def opaque_unit(
     module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool,
-    weight: LossWeight = ROWS_WEIGH,
+    weight: LossWeight = ROWS_WEIGH, trial: bool = False,
 ) -> Unit:  # fmt: skip
     """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
 
-    The loss of a rank's rows counts as ``weight`` says. The unit runs a copy of the module, one for each thread, whose
-    tensors are on the meta device and are replaced at each call.
+    The loss of a rank's rows counts as ``weight`` says. In a ``trial`` BatchNorm lets no rows meet. The unit runs a copy
+    of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
     wrapped = set_mode(Assigning(_skeleton(module), loss), training)
-    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight)
+    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial)
     return Unit(
         index=0,
         name="model",
@@ -91,12 +92,13 @@ def first_loss(
     rows = next(iter(batch.values())).shape[0]
     before = [version(leaf) for leaf in leaves]
     try:
-        loss, *_ = unit.function(
-            collectives.Env(rows=rows, counts=[torch.ones((), device=device)]),
-            *leaves,
-            *buffers,
-            *(cast_field(v.to(device), precision) for v in batch.values()),
-        )
+        with RefuseRandom():  # type: ignore[no-untyped-call]
+            loss, *_ = unit.function(
+                collectives.Env(rows=rows, counts=[torch.ones((), device=device)]),
+                *leaves,
+                *buffers,
+                *(cast_field(v.to(device), precision) for v in batch.values()),
+            )
     except ShardwiseError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -129,8 +131,9 @@ class _OpaqueCall:
         fields: tuple[str, ...],
         layers: list[Any],
         weight: LossWeight,
+        trial: bool,
     ) -> None:
-        self.layers, self.weight = layers, weight
+        self.layers, self.weight, self.trial = layers, weight, trial
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         self.own = threading.local()
         self.batches: Any = None
@@ -159,7 +162,8 @@ class _OpaqueCall:
         if wrapped is None:
             wrapped = self.own.module = copy.deepcopy(self.wrapped)
         random.begin(env.step, env.offset + env.range()[0])
-        with Intercept(random, _SyncBatchNorms(env), *self.layers):
+        norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env)
+        with Intercept(random, norms_layer, *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
         for name, value in wrapped.assigned.items():
             values[f"module.{name}"] = value
@@ -184,6 +188,20 @@ class _OpaqueCall:
                     draws.append(random.draws)
                 self.batches = batch_of(draws[0], draws[1], rows)
             return self.batches
+
+
+class _RowNorms:
+    """Gives BatchNorm the statistics 0 and 1, so that rows are independent."""
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func is not F.batch_norm:
+            return proceed(func, args, kwargs)
+        given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+        given.apply_defaults()
+        channels = given.arguments["input"].shape[1]
+        mean, var = (given.arguments["input"].new_full((channels,), value) for value in (0, 1))
+        given.arguments |= {"running_mean": mean, "running_var": var, "training": False}
+        return proceed(func, given.args, given.kwargs)
 
 
 class _SyncBatchNorms:

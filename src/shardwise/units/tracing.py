@@ -198,7 +198,7 @@ def _opaque(
     known = True
     if real and not loss_weight:
         exact = "fp32" if precision in LOW_PRECISIONS else precision
-        trial = opaque_unit(module, tuple(batch), loss, exact, False)
+        trial = opaque_unit(module, tuple(batch), loss, exact, False, trial=True)
         found = found_weight(lambda some: float(first_loss(trial, module, some, exact, device).detach()), batch)
         known, weight = found is not None, found or weight
         unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
