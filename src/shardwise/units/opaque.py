@@ -36,8 +36,8 @@ def opaque_unit(
 ) -> Unit:  # fmt: skip
     """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
 
-    The loss of a rank's rows counts as ``weight`` says. In a ``trial`` BatchNorm lets no rows meet. The unit runs a copy
-    of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
+    The loss of a rank's rows counts as ``weight`` says; in a ``trial`` BatchNorm lets no rows meet. The unit runs a
+    copy of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
