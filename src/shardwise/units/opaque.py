@@ -183,7 +183,7 @@ class _OpaqueCall:
                     copies = {
                         k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()
                     }
-                    with torch.no_grad():
+                    with torch.enable_grad():  # forward may itself ask for gradients
                         self.run(collectives.Env(rows=count), copies, more, random)
                     draws.append(random.draws)
                 self.batches = batch_of(draws[0], draws[1], rows)

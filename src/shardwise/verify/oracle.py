@@ -237,7 +237,7 @@ class Oracle:
         if promote is not None:
             self.promotions += promote.promotions
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def _probe(self, fields: Fields) -> None:
         """Find the batch dims of random calls: run a copy of the module with two rows and with three."""
         draws = []
