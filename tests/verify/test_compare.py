@@ -100,3 +100,26 @@ def test_worst_offenders_and_summary() -> None:
 
 def test_nothing_compared_is_not_equal() -> None:
     assert not Comparison().passes(1e9)
+
+
+def test_what_is_exactly_zero_is_compared_with_the_size_of_all() -> None:
+    zeros, rounding = {"a": torch.zeros(3), "b": torch.zeros(2)}, {"a": torch.full((3,), 4.6e-17), "b": torch.zeros(2)}
+    assert relative_errors(rounding, zeros)["a"] == math.inf
+    assert relative_errors(rounding, zeros, scale=2.0)["a"] < 1e-10
+    assert relative_errors({**zeros, "a": torch.full((3,), 1e-9)}, zeros, scale=2.0)["a"] > 1e-6
+    comparison = Comparison()
+    comparison.add_number(0, "loss", 4.6e-17, 0.0, scale=2.0)
+    comparison.add_number(0, "grad_norm", 1.0 + 1e-9, 1.0, scale=1e9)  # only zeros have this scale
+    assert [d.error < 1e-10 for d in comparison.differences] == [True, False]
+
+
+def test_limits_of_noise() -> None:
+    ours, noise = Comparison(), Comparison()
+    for comparison, errors in ((ours, (3e-9, 3e-9, 3e-5, 0.0)), (noise, (1e-9, 1e-12, 1e-3, 0.0))):
+        for name, error in zip("abcd", errors, strict=True):
+            comparison.differences.append(Difference(name, 0, "gradient", error))
+    found = {d.name: d for d in ours.limited(noise).differences}
+    assert found["a"].limit == pytest.approx(2e-8) and found["a"].within(1e-10)
+    assert not found["b"].within(1e-10)
+    assert found["c"].limit == 1e-6 and not found["c"].within(1e-10)
+    assert not ours.limited(noise).passes() and [d.name for d in ours.limited(noise).worst(2)] == ["c", "b"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.numeric_options import Precision
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
@@ -362,3 +363,40 @@ def test_parameters_of_an_uncaptured_model_are_updated_where_any_rank_reached_th
     report = verify(SomeRows(), batches, Plan.of(Mesh.of(dp=2)))
     assert report.passed, report.worst
     assert any("not captured" in note for note in report.notes)
+
+
+class Rounding(nn.Module):
+    """A bias right before a BatchNorm has a gradient of pure rounding, from which Adam makes steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.norm(self.conv(x)).relu().mean((2, 3))), y)
+
+
+def images() -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    return {"x": torch.randn(12, 3, 6, 6), "y": torch.randint(0, 4, (12,))}
+
+
+def test_what_is_rounding_on_one_device_has_a_limit_of_its_own() -> None:
+    """With a small eps of Adam the bias moves by as much as any weight, in a direction that rounding decides."""
+    small = OptimizerChoice("adamw", lr=1e-3, eps=1e-12)
+    for dp, microbatches in ((2, 1), (3, 2)):
+        report = verify(Rounding(), [images()] * 3, Plan.of(Mesh.of(dp=dp), microbatches=microbatches), optimizer=small)
+        assert report.passed and report.largest > 1e-10, report.worst[:3]
+        assert all(d.limit <= 1e-6 for d in report.worst)
+        assert any("within 20 times what one device differs from itself" in note for note in report.notes)
+
+
+def test_a_limit_of_its_own_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = norms._SyncBatchNorm.forward
+
+    def wrong(ctx: Any, env: Any, x: Tensor, *rest: Any) -> Any:
+        return statistics(ctx, env, x * (1 + 1e-7), *rest)
+
+    monkeypatch.setattr(norms._SyncBatchNorm, "forward", staticmethod(wrong))
+    assert not verify(Rounding(), [images()] * 3, Plan.of(Mesh.of(dp=2))).passed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,16 +16,28 @@ of the whole, five times what fp64 resolves.
 """
 
 
+NOISE_FACTOR = 20.0
+LARGEST_LIMIT = 1e-6
+"""Where one device by itself, with the rows in another order, comes out with a tensor that differs by e, a plan may
+differ by 20 e, but never by more than 1e-6."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """This is the relative error of one tensor after one step.
 
-    ``what`` is "loss", "grad_norm", "gradient", "parameter" or "buffer"."""
+    ``what`` is "loss", "grad_norm", "gradient", "parameter" or "buffer".  ``limit`` is that of one device's own noise
+    in this tensor; 0 where it was not measured, or where the noise is none."""
 
     name: str
     step: int
     what: str
     error: float
+    limit: float = 0.0
+
+    def within(self, tolerance: float) -> bool:
+        """Return whether the error is no larger than ``tolerance``, or than the tensor's own limit."""
+        return self.error <= max(tolerance, self.limit)
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infinities: bool = False) -> float:
@@ -61,13 +73,14 @@ def _rounded(value: Tensor) -> bool:
 
 
 def relative_errors(
-    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False, scale: float = 0.0
 ) -> dict[str, float]:
     """Return the error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
 
-    A name that only one side has gets an infinite error.  Integer and boolean tensors have no rounding, so no floor.
+    Where all are exactly zero, ``scale`` stands for that norm.  A name that only one side has gets an infinite error.
+    Integer and boolean tensors have no rounding, so no floor.
     """
-    floor = NOISE_FLOOR * total_norm(truth)
+    floor = NOISE_FLOOR * (total_norm(truth) or scale)
     errors = dict.fromkeys(ours.keys() ^ truth.keys(), math.inf)
     for name in truth:
         if name in ours:
@@ -82,14 +95,17 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
 
-    def add(self, step: int, what: str, ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> None:
+    def add(
+        self, step: int, what: str, ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], scale: float = 0.0
+    ) -> None:
         """Compare tensors by name; infinities are forgiven in buffers where both sides have them."""
-        errors = relative_errors(ours, truth, equal_infinities=what == "buffer")
+        errors = relative_errors(ours, truth, equal_infinities=what == "buffer", scale=scale)
         self.differences += [Difference(name, step, what, error) for name, error in errors.items()]
 
-    def add_number(self, step: int, what: str, ours: float, truth: float) -> None:
-        """Compare a number of the step: its loss or gradient norm."""
-        error = relative_error(torch.tensor(ours, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64))
+    def add_number(self, step: int, what: str, ours: float, truth: float, scale: float = 0.0) -> None:
+        """Compare a number of the step: its loss or gradient norm, one that is exactly zero with ``scale``."""
+        mine, right = (torch.tensor(value, dtype=torch.float64) for value in (ours, truth))
+        error = relative_error(mine, right, 0.0 if truth else NOISE_FLOOR * scale)
         self.differences.append(Difference(what, step, what, error))
 
     @property
@@ -98,12 +114,17 @@ class Comparison:
         return max((d.error for d in self.differences), default=math.inf)
 
     def passes(self, tolerance: float = 1e-10) -> bool:
-        """Return whether something was compared and no error is above ``tolerance``."""
-        return self.largest <= tolerance
+        """Return whether something was compared and no error is above ``tolerance``, or above its own limit."""
+        return bool(self.differences) and all(d.within(tolerance) for d in self.differences)
+
+    def limited(self, noise: Comparison) -> Comparison:
+        """Return the same differences with limits from those of one device with itself."""
+        own = {(d.name, d.step, d.what): min(NOISE_FACTOR * d.error, LARGEST_LIMIT) for d in noise.differences}
+        return Comparison([replace(d, limit=own.get((d.name, d.step, d.what), 0.0)) for d in self.differences])
 
     def worst(self, count: int = 10) -> list[Difference]:
-        """Return the ``count`` largest errors, the largest first; among equals the earlier step, then the name."""
-        return sorted(self.differences, key=lambda d: (-d.error, d.step, d.what, d.name))[:count]
+        """Return the ``count`` largest errors, those beyond their own limits first; among equals the earlier step."""
+        return sorted(self.differences, key=lambda d: (d.error <= d.limit, -d.error, d.step, d.what, d.name))[:count]
 
     def summary(self) -> dict[str, float]:
         """Return the largest error of each kind of thing compared, by :attr:`Difference.what`."""

@@ -150,6 +150,11 @@ class Oracle:
         found = (on_host(values) for values in (kept, self.parameters(), self.buffers()))
         return OracleStep(self.step_index - 1, loss, norm, *found)
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether rows in another order give the same step but for rounding: no random number belongs to a row."""
+        return self._probed and not self._random.batches
+
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters (of the fp32 masters in low precision), by name."""
         return {name: p.detach().clone() for name, p in self.masters.items()}

@@ -22,7 +22,7 @@ from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
-from shardwise.core.layout import rank_rows
+from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -33,7 +33,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.verify.compare import Comparison, Difference
+from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 
 TOLERANCE = 1e-10
@@ -117,7 +117,8 @@ def verify(
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
     pieces = in_pieces(compiled)
-    oracle = Oracle(
+    oracle_of = functools.partial(
+        Oracle,
         module,
         loss,
         plain_optimizer(optimizer),
@@ -129,9 +130,12 @@ def verify(
         microbatches=pieces.microbatches,
         parts=pieces.parts,
     )
+    oracle = oracle_of()
     in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
     comparison = compare(ours[0], truth)
+    if not comparison.passes(tolerance) and oracle.repeatable:
+        comparison = comparison.limited(compare(_permuted(oracle_of, optimizer, batches, pieces), truth))
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
     if plan.numeric.precision in LOW_PRECISIONS:
@@ -150,6 +154,11 @@ def verify(
         )
     if plan.numeric.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
+    if raised := sum(d.error > tolerance and d.within(tolerance) for d in comparison.differences):
+        notes.append(
+            f"{raised} of the differences are above {tolerance:.0e} and within 20 times what one device differs from "
+            "itself with the rows in another order: these tensors are rounding (a bias before a BatchNorm)"
+        )
     if oracle.promotions:
         notes.append(
             f"{oracle.promotions} casts to fp32 or lower inside the model were made casts to fp64, on both sides"
@@ -274,13 +283,29 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
     return lambda name, microbatch: found[name, microbatch]
 
 
-def compare(ours: Sequence[VerifiedStep], truth: Sequence[OracleStep]) -> Comparison:
+def _permuted(
+    oracle_of: Callable[[], Oracle], optimizer: OptimizerChoice, batches: Batches, pieces: Pieces
+) -> list[OracleStep]:
+    """Return what one device computes of the same batches with the rows of each piece in another order."""
+    oracle = oracle_of()
+    in_training(oracle)
+    steps = []
+    for i, batch in enumerate(batches):
+        sizes = shard_sizes(rows_in(batch), pieces.microbatches * pieces.parts)
+        order = torch.cat([piece.flip(0) for piece in torch.split(torch.arange(sum(sizes)), sizes)])
+        turned = {name: value[order.to(value.device)] for name, value in batch.items()}
+        steps.append(oracle.step(turned, optimizer.learning_rate(i)))
+    return steps
+
+
+def compare(ours: Sequence[VerifiedStep | OracleStep], truth: Sequence[OracleStep]) -> Comparison:
     """Compare all steps and return all differences."""
     comparison = Comparison()
     for mine, right in zip(ours, truth, strict=True):
-        comparison.add_number(right.step, "loss", mine.loss, right.loss)
-        comparison.add_number(right.step, "grad_norm", mine.grad_norm, right.grad_norm)
-        comparison.add(right.step, "gradient", mine.gradients, right.gradients)
+        scale = total_norm(right.parameters)  # what stands for the size of all where a step's numbers are exactly zero
+        comparison.add_number(right.step, "loss", mine.loss, right.loss, scale)
+        comparison.add_number(right.step, "grad_norm", mine.grad_norm, right.grad_norm, scale)
+        comparison.add(right.step, "gradient", mine.gradients, right.gradients, scale)
         if mine.parameters:  # the pipeline is empty
             comparison.add(right.step, "parameter", mine.parameters, right.parameters)
             comparison.add(right.step, "buffer", mine.buffers, right.buffers)
