@@ -164,6 +164,7 @@ def test_what_an_optimizer_must_not_do() -> None:
     model, optimizer = distribute(ours, theirs)
     model(**batch(0)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     theirs.param_groups[0]["momentum"] = 0.9
     model(**batch(1)).backward()
     with pytest.raises(ShardwiseError, match="momentum changed after distribute"):

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "function_calls",
     "has_backward_hooks", "hooks_of", "import_export",
-    "is_composite", "overload_name", "schema", "storage_key", "version",
+    "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
+    "version", "without_torch_functions",
 ]  # fmt: skip
 
 
@@ -54,6 +55,18 @@ def hooks_of(parameter: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the hooks of a leaf: on its gradient, and on itself after its gradient has been accumulated."""
     found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return tuple((found[0] or {}).values()), tuple((found[1] or {}).values())
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of hooks on the step of an optimizer."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+@contextmanager
+def without_torch_functions() -> Iterator[None]:
+    """Let functions see a subclass of Tensor as the plain tensor that it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

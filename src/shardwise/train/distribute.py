@@ -25,6 +25,7 @@ from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
 from shardwise.runtime.communicator import host_sum
+from shardwise.train.habits import Watch
 from shardwise.train.trainer import Trainer
 
 HOW = (
@@ -69,7 +70,8 @@ def distribute(
     """
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
-    steps = _Steps(model, choice, plan or Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
+    plan = plan or Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    steps = _Steps(model, choice, plan, options, Watch(model, theirs))
     return DistributedModel(steps), Optimizer(steps, theirs)
 
 
@@ -83,6 +85,11 @@ class Loss:
         """Make the next ``optimizer.step()`` train on this batch."""
         if self._batch is None or self._value is not None:
             raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
+        if not self._steps.zeroed:
+            raise ShardwiseError(
+                "loss.backward(): the gradients of the last step are still there, and on one device this adds to them; "
+                "legal: optimizer.zero_grad() after each step, and Plan.of(microbatches=...) to divide a batch"
+            )
         if self._steps.due is not None:
             raise ShardwiseError(
                 "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and "
@@ -119,6 +126,7 @@ class DistributedModel:
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
         """Return the loss of a batch; it has a value at once in evaluation mode, else after ``optimizer.step()``."""
+        self._steps.watch.check()
         try:
             bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
         except TypeError as error:
@@ -137,6 +145,10 @@ class DistributedModel:
     def eval(self) -> Self:
         return self.train(False)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Say that the gradients of the last step are no longer needed."""
+        self._steps.zeroed = True
+
     @property
     def trainer(self) -> Trainer:
         """Return the trainer, which exists after the first batch, for :class:`shardwise.Checkpoints`."""
@@ -150,7 +162,8 @@ class DistributedModel:
         _refuse(
             "model",
             name,
-            "a call, train, eval, state_dict and trainer; gradients are clipped by distribute(..., clip_norm=...)",
+            "a call, train, eval, zero_grad, state_dict and trainer; gradients are clipped by distribute(..., "
+            "clip_norm=...)",
         )
 
 
@@ -177,9 +190,11 @@ class Optimizer:
                 )
             engine.optimizer = replace(engine.optimizer, lr=float(self._theirs.param_groups[0]["lr"]))
         loss._value = self._steps.trainer.step(batch).loss
+        self._steps.zeroed = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because every step computes its gradients anew."""
+        """Say that the gradients of the last step are no longer needed; every step computes its own anew."""
+        self._steps.zeroed = True
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse("optimizer", name, "step and zero_grad")
@@ -188,9 +203,13 @@ class Optimizer:
 class _Steps:
     """Model, loss and optimizer share this: the trainer, made at the first batch, and the batch of the next step."""
 
-    def __init__(self, module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any], watch: Watch
+    ) -> None:
         self.module, self.plan = module, plan
         self.due: tuple[Loss, Batch] | None = None
+        self.zeroed = True  # whether the gradients of the last step have been set to zero
+        self.watch = watch
         self._choice, self._options = choice, options
         self._trainer: Trainer | None = None
 
@@ -207,6 +226,9 @@ class _Steps:
             with torch.inference_mode(False):
                 self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
             atexit.register(self._trainer.close)
+            if self._trainer.compiled.module is not self.module:
+                self.watch.begin()
+                self._trainer.before_close.append(self.watch.end)
         _compare(self._trainer, whole)
         mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self._trainer.comm.rank

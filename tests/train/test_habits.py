@@ -1,0 +1,206 @@
+"""What a user's loop does to the model beside the steps: it acts as on one device, or raises where it is done."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import distribute
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+
+CASES = 300
+
+
+class Net(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.drop, self.second = nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(3))
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.drop(self.first(x).tanh())
+        return F.cross_entropy(self.second(hidden) * self.scale / self.temperature, y)
+
+
+@dataclass
+class Loop:
+    """A training loop: the user's module and optimizer, and what stands for them."""
+
+    net: Net
+    theirs: torch.optim.Optimizer
+    model: Any
+    optimizer: Any
+    average: nn.Module | None = None
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(10 + step)
+    return {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
+
+
+def plain() -> Loop:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Loop(net, optimizer, net, optimizer)
+
+
+def distributed() -> Loop:
+    net = Net()
+    theirs = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = distribute(net, theirs, Plan.of(Mesh.of(dp=1), microbatches=2))
+    return Loop(net, theirs, model, optimizer)
+
+
+def ema(loop: Loop) -> None:
+    if loop.average is None:
+        loop.average = copy.deepcopy(loop.net)
+    with torch.no_grad():
+        for own, new in zip(loop.average.parameters(), loop.net.parameters(), strict=True):
+            own.mul_(0.9).add_(new, alpha=0.1)
+
+
+def clamp(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.net.first.weight.clamp_(-0.1, 0.1)
+
+
+def set_rate(loop: Loop) -> None:
+    loop.theirs.param_groups[0]["lr"] *= 0.5
+
+
+HABITS: dict[str, Callable[[Loop], object]] = {
+    "nothing": lambda loop: None,
+    "another learning rate": set_rate,
+    "sizes": lambda loop: sum(p.numel() for p in loop.net.parameters() if p.requires_grad),
+    "print the module": lambda loop: str(loop.net),
+    "names": lambda loop: [name for name, _ in loop.net.named_parameters()],
+    "an attribute": lambda loop: setattr(loop.net, "temperature", 0.5),
+    "clamped weights": clamp,
+    "weights by .data": lambda loop: loop.net.second.weight.data.mul_(0.5),
+    "weights by initial values": lambda loop: nn.init.zeros_(loop.net.second.bias),
+    "frozen": lambda loop: loop.net.first.weight.requires_grad_(False),
+    "frozen by the attribute": lambda loop: setattr(loop.net.first.bias, "requires_grad", False),
+    "a part in evaluation mode": lambda loop: loop.net.drop.eval(),
+    "clipped gradients": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 0.01),
+    "gradients to zero by hand": lambda loop: loop.net.zero_grad(),
+    "theirs to zero": lambda loop: loop.theirs.zero_grad(),
+    "their step": lambda loop: loop.theirs.step(),
+    "another state": lambda loop: loop.net.load_state_dict(Net().state_dict()),
+    "a buffer": lambda loop: loop.net.scale.mul_(2),
+    "a new buffer": lambda loop: setattr(loop.net, "scale", torch.full((3,), 2.0)),
+    "an average of weights": ema,
+    "a copy of the module": lambda loop: copy.deepcopy(loop.net),
+    "weights to a list": lambda loop: loop.net.second.bias.tolist(),
+    "a hook on their step": lambda loop: loop.theirs.register_step_pre_hook(lambda *_: None),
+}
+ACTS = ("nothing", "another learning rate", "sizes", "print the module", "names")
+
+
+def run(loop: Loop, habits: list[tuple[int, str, str]], autocast: int = -1, no_zero: int = -1) -> list[Tensor]:
+    """Three steps, with habits as (step, place, name); return the losses, and the weights at the end."""
+    losses = []
+    for step in range(3):
+
+        def do(place: str, step: int = step) -> None:
+            for at, where, name in habits:
+                if (at, where) == (step, place):
+                    HABITS[name](loop)
+
+        do("before")
+        with torch.autocast("cpu", torch.bfloat16, enabled=step == autocast):
+            loss = loop.model(**batch(step))
+        do("forward")
+        loss.backward()
+        do("backward")
+        loop.optimizer.step()
+        do("step")
+        if step != no_zero:
+            loop.optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    state = loop.model.state_dict()
+    return [*losses, *(state[name] for name in sorted(state))]
+
+
+def same_or_raised(habits: list[tuple[int, str, str]], **more: int) -> str:
+    """Run both loops; return what the distributed one raised, or "" where it came out as the plain one."""
+    try:
+        expected = run(plain(), habits, **more)
+    except RuntimeError:
+        return "the plain loop itself fails"
+    try:
+        ours = run(distributed(), habits, **more)
+    except (ShardwiseError, RuntimeError) as error:  # torch's load_state_dict puts errors together
+        if not isinstance(error, ShardwiseError) and "under distribute()" not in str(error):
+            raise
+        return str(error)
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    return ""
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_each_habit(name: str) -> None:
+    """After the first step: what acts is as in the plain loop, all else raises."""
+    found = same_or_raised([(1, "before", name)])
+    assert bool(found) == (name not in ACTS), found
+    assert not found or "legal" in found or "under distribute()" in found
+
+
+def test_before_the_first_batch_everything_acts() -> None:
+    for name in ("an attribute", "clamped weights", "another state", "frozen by the attribute", "a new buffer"):
+        if name == "frozen by the attribute":
+            continue  # the optimizer would have a parameter without a gradient, which distribute refuses
+        assert same_or_raised([(0, "before", name)]) == "", name
+
+
+def test_around_the_step() -> None:
+    assert "torch.autocast" in same_or_raised([], autocast=1)
+    assert "gradients of the last step are still there" in same_or_raised([], no_zero=0)
+    assert same_or_raised([], no_zero=2) == ""
+
+
+def test_weights_come_back_at_the_end() -> None:
+    loop, expected = distributed(), plain()
+    run(expected, [])
+    losses = run(loop, [])
+    state = loop.model.state_dict()
+    loop.model.trainer.close()
+    loop.net.load_state_dict(state)
+    assert type(loop.net.first.weight) is nn.Parameter and type(loop.net.scale) is Tensor
+    torch.testing.assert_close(loop.net(**batch(5)), expected.net(**batch(5)), rtol=1e-5, atol=1e-6)
+    assert len(losses) > 3
+
+
+def test_a_loss_that_is_used_twice() -> None:
+    loop = distributed()
+    loss = loop.model(**batch(0))
+    loss.backward()
+    with pytest.raises(ShardwiseError, match="called twice before optimizer.step"):
+        loop.model(**batch(1)).backward()
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random_habits(seed: int) -> None:
+    """Some habits at random places: equal or raised, never different."""
+    choice = random.Random(seed)
+    habits = [
+        (choice.randrange(3), choice.choice(["before", "forward", "backward", "step"]), choice.choice(sorted(HABITS)))
+        for _ in range(choice.choice([1, 1, 2, 4]))
+    ]
+    more = {"autocast": choice.choice([-1, -1, -1, 0, 2]), "no_zero": choice.choice([-1, -1, -1, 0, 1])}
+    same_or_raised(habits, **more)
