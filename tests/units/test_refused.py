@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.units.tracing import trace
 
 BATCH = {"x": torch.randn(4, 3), "y": torch.randint(0, 5, (4,))}
@@ -85,3 +85,42 @@ def test_number_of_rows_that_cannot_stay_open_is_said_plainly() -> None:
     (note,) = trace(Fixed(boom), BATCH).notes
     assert note.startswith("captured for 4 rows at a time, and again for every other number that comes: ")
     assert "\n" not in note and len(note) < 300
+
+
+def generated(h: Tensor, y: Tensor) -> Tensor:
+    noise = torch.rand(h.shape, generator=torch.Generator().manual_seed(0))
+    return (h + noise).square().mean()
+
+
+DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "randperm": lambda h, y: h[torch.randperm(h.shape[0])][:, 0].square().mean(),
+    "multinomial": lambda h, y: h.gather(1, h.softmax(-1).multinomial(1)).square().mean(),
+    "exponential": lambda h, y: (h * torch.empty_like(h).exponential_()).mean(),
+    "rrelu": lambda h, y: F.rrelu(h, training=True).mean(),
+    "gumbel": lambda h, y: (F.gumbel_softmax(h) * h).mean(),
+    "beta": lambda h, y: h.mean() * torch.distributions.Beta(torch.ones(()), torch.ones(())).sample(),
+    "a generator": generated,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_that_nobody_could_draw_again(name: str) -> None:
+    """Ranks and microbatches would draw others: refused by name before the first step, as ``verify`` refuses them."""
+    with pytest.raises(ShardwiseError, match="draws random numbers|random call|generator") as error:
+        trace(Model(DRAWS[name]), BATCH)
+    assert "legal" in str(error.value)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.lstm(x[:, None])[0].square().mean()
+
+
+def test_dropout_between_the_layers_of_an_lstm() -> None:
+    assert trace(Recurrent(0.0), BATCH).opaque is None
+    with pytest.raises(ShardwiseError, match="draws random numbers"):
+        trace(Recurrent(0.5), BATCH)

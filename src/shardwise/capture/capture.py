@@ -276,6 +276,11 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         raise Uncapturable(
             "it computes with a tensor without memory, which its constructor made and no attribute holds"
         )
+    places = program.graph_module.graph.find_nodes(op="placeholder")
+    if others := [node for node in places if not isinstance(node.meta.get("val"), Tensor)]:
+        raise Uncapturable(
+            f"it computes with an object that is no tensor, such as a torch.Generator ({others[0].name})"
+        )
     signature = program.graph_signature
     canonical = _canonical(wrapped)
     order = list(example)

@@ -165,6 +165,8 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
 @RULES.rule(*named(Fact.RECURRENT))
 def _recurrent(context: ShardingContext, node: fx.Node) -> Any:
     """Return the form for sequences of one length; packed ones have no batch dim."""
+    if "ordinal" in node.meta:  # its dropout between layers has no keyed form
+        return None
     x = node.args[0]
     if rank_of(context, x) != 3 or not isinstance(given(node, "batch_first"), bool):
         return None
