@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from harness import TOLERANCE, Subject, errors, sharded_run
@@ -190,3 +191,37 @@ def test_gradients_are_those_of_the_whole_batch() -> None:
     gradients = {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
     expected = type(ours)([float(loss.detach())], gradients, {})
     assert max(errors(ours, expected).values()) <= TOLERANCE
+
+
+class Normed(nn.Module):
+    """The old weight_norm makes the weight anew in each forward, and keeps it; pruning does so with its mask."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.first, self.second = how, nn.Linear(4, 6), nn.Linear(6, 3)
+        self.kept: list[Tensor] = []
+        if how == "weight norm":
+            self.first = nn.utils.weight_norm(self.first)
+        elif how == "pruned":
+            nn.utils.prune.random_unstructured(self.second, "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.how == "features":
+            self.last, self.kept = hidden, [hidden]
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("how", ["weight norm", "pruned", "features"])
+def test_tensors_with_a_history(how: str) -> None:
+    model = Normed(how)
+    model(batch()["x"])  # so that it keeps some
+    subject, truth = Subject(model, batch()), Normed(how).double()
+    truth(batch()["x"].double()).backward()
+    assert subject.trace.opaque is None
+    ours = sharded_run(subject, 2, 2)
+    for name, p in truth.named_parameters():
+        torch.testing.assert_close(ours.gradients[name], p.grad, rtol=1e-10, atol=1e-12)
+    assert verify(model, [batch()] * 2, data_parallel(Plan.of(), 2)).passed

@@ -24,7 +24,7 @@ from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
-from shardwise.capture.state import Change, PythonState, assigned_buffers, impose
+from shardwise.capture.state import Change, PythonState, assigned_buffers, impose, kept_tensors
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import import_export
@@ -238,7 +238,7 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     """Return a copy of ``module`` whose parameters have the compute dtype and take no memory, as nobody touches them.
 
     Buffers are copies, cast as the precision asks, and other attributes are copies, too."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = kept_tensors(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             dtype = shadow_dtype(module, name, parameter, precision)

@@ -96,8 +96,8 @@ class KeyedRandom:
             return proceed(func, args, kwargs)
         if kwargs.pop("generator", None) is not None:
             raise ShardwiseError(
-                f"model: {func.__name__} draws from a torch.Generator of its own, whose numbers other devices would draw "
-                "again; legal: draws without generator=, which are keyed by sample"
+                f"model: {func.__name__} draws from a torch.Generator of its own, whose numbers other devices would "
+                "draw again; legal: draws without generator=, which are keyed by sample"
             )
         result = answer(func.__name__, *args, **kwargs)
         return proceed(func, args, kwargs) if result is NotImplemented else result

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from shardwise.graph.sizes import concrete
+
 INTERNAL = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of every module that are no state of its forward, beside the dicts of hooks."""
 
@@ -86,7 +88,7 @@ def _another(value: Any) -> Any:
         return [_another(v) for v in value]
     if not isinstance(value, Tensor):
         return value
-    like = torch.zeros([int(s) for s in value.shape], dtype=value.dtype)
+    like = torch.zeros([concrete(size) for size in value.shape], dtype=value.dtype)  # int() would fix a symbolic size
     return like.logical_not() if value.dtype is torch.bool else like + 7
 
 
@@ -101,6 +103,27 @@ def assigned_buffers(
         if new is not old:
             write(name, old, new)
             setattr(owner, attribute, old)
+
+
+def kept_tensors(module: nn.Module) -> dict[int, Any]:
+    """Return copies of the tensors with a history that a module keeps (features, ``weight_norm``'s weights), by id.
+
+    ``copy.deepcopy`` takes them as its memo; by itself it refuses such tensors."""
+    found: dict[int, Any] = {}
+
+    def look(value: Any, depth: int = 4) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                found[id(value)] = value.detach().clone()
+        elif depth and isinstance(value, (list, tuple)):
+            for one in value:
+                look(one, depth - 1)
+        elif depth and isinstance(value, dict):
+            look(list(value.values()), depth - 1)
+
+    for _, _, value in _attributes(module):
+        look(value)
+    return found
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, str, Any]]:

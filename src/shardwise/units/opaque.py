@@ -20,7 +20,7 @@ from shardwise.capture.capture import LossFunction, WithLoss, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
-from shardwise.capture.state import assigned_buffers
+from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import version
 from shardwise.ops import collectives, norms
@@ -114,7 +114,7 @@ def first_loss(
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = kept_tensors(module)
     for p in module.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in module.buffers():
@@ -160,7 +160,7 @@ class _OpaqueCall:
     ) -> Tensor:
         wrapped = getattr(self.own, "module", None)
         if wrapped is None:
-            wrapped = self.own.module = copy.deepcopy(self.wrapped)
+            wrapped = self.own.module = copy.deepcopy(self.wrapped, kept_tensors(self.wrapped))
         random.begin(env.step, env.offset + env.range()[0])
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env)
         with Intercept(random, norms_layer, *self.layers):

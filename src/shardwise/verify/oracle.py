@@ -23,6 +23,7 @@ from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
+from shardwise.capture.state import kept_tensors
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
@@ -250,7 +251,7 @@ class Oracle:
         for rows in (2, 3):
             index = torch.arange(rows) % _rows(fields)
             some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
-            module = copy.deepcopy(self.module)
+            module = copy.deepcopy(self.module, kept_tensors(self.module))
             with self._modes():
                 self._forward(module, some, 0)
             draws.append(self._random.draws)
@@ -348,7 +349,7 @@ def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
     """Return a copy of ``module`` on ``device`` in ``precision``; shared parameters and buffers stay shared."""
     dtype = COMPUTE_DTYPE[precision]
     keep = batch_norm_parameters(module) if precision in LOW_PRECISIONS else set()
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = kept_tensors(module)
     for p in module.parameters():
         to = torch.float32 if id(p) in keep else dtype
         value = p.detach().to(device, to if p.is_floating_point() else p.dtype, copy=True)
