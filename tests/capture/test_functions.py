@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from communicating import communicated
 from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -178,6 +180,18 @@ def test_under_other_plans(name: str, plan: str) -> None:
     given = {"x": torch.randn(6, 5), "y": torch.tensor([0, 1, -100, 4, 2, 1])}
     report = verify(Deep(BODIES[name]), [given] * 2, PLANS[plan])
     assert report.passed, report.worst[:3]
+
+
+def test_an_activation_stays_in_pieces() -> None:
+    """Its elements are independent along all dims: tensor parallelism communicates as without it."""
+
+    def body(x: Tensor, layer: nn.Linear) -> Tensor:
+        return F.linear(Rounded.apply(layer(x) * 2)[0], layer.weight.T)
+
+    compiled = Compiled(Deep(body), PLANS["tp"], {"x": torch.randn(6, 5), "y": torch.tensor([0, 1, 2, 4, 2, 1])})
+    kinds = {kind for kind, _, _ in communicated(compiled.general)}
+    assert kinds <= {"all_reduce", "all_reduce in backward", "slice"}, kinds
+    assert not compiled.general.replicated
 
 
 def test_rows_that_depend_on_each_other_meet() -> None:

@@ -370,11 +370,6 @@ def strided(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h.as_strided((h.shape[0], 4), (12, 1)) @ m.w
 
 
-@refused("draws random numbers")
-def permutation(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    return h[:, torch.randperm(3)]
-
-
 @refused("functional form")
 def expanded(m: Any, h: Tensor, x: Tensor) -> Tensor:
     y = h.clone()

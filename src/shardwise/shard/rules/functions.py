@@ -1,4 +1,4 @@
-"""The rule for Functions with a backward of their own: a trial shows whether their rows are independent."""
+"""The rule for Functions with a backward of their own: trials show along which dims their elements are independent."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from shardwise.ops.custom_function import CustomFunction
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.rules.table import tensors
 
-CUTS = (0, 1, 4)
-"""The rows of a trial are divided into a first one and three more."""
+ROWS = 4  # of a trial
 
 
 def custom_function(context: ShardingContext, node: fx.Node) -> Any:
     """Return the form of a Function whose rows, those of dim 0, are independent in forward and in backward; None where
-    a trial on random numbers shows anything else, or nothing: it is then computed whole."""
+    a trial on random numbers shows anything else, or nothing: it is then computed whole.
+
+    Other dims are independent too where all operands and results have one shape and a trial shows it (an activation).
+    """
     operands, results = tensors(node), values_of(node)
     sizes = [context.expressions(o) for o in operands]
     rows = next((own[0] for own in sizes if own and _follows(context, own[0])), None)
     if rows is None or not all(v.dim() and expression(v.shape[0]) == rows for v in results):
         return None
     cut = [bool(own) and own[0] == rows for own in sizes]
-    each = 1 if rows == context.rows else int(rows / context.rows)
-    if not Trial(context, node, cut, each).passes():
+    trial = Trial(context, node, cut, 1 if rows == context.rows else int(rows / context.rows))
+    if not trial.passes(0):
         return None
-    pairs = [(o, ["b" if c and d == 0 else None for d in range(len(own))])
+    alike = all(own == sizes[0] for own in sizes) and all([expression(s) for s in v.shape] == sizes[0] for v in results)
+    dims = [0, *(d for d in range(1, len(sizes[0])) if alike and trial.passes(d))]
+    pairs = [(o, [d if c and d in dims else None for d in range(len(own))])
              for o, own, c in zip(operands, sizes, cut, strict=True)]  # fmt: skip
-    labels = [["b", *([None] * (v.dim() - 1))] for v in results]
+    labels = [[d if d in dims else None for d in range(v.dim())] for v in results]
     return context.labelled(node, pairs, labels, several=True)
 
 
@@ -45,29 +49,35 @@ def _follows(context: ShardingContext, size: Any) -> bool:
 
 
 class Trial:
-    """A Function on the random numbers of a few rows: on all together, and on two parts of them."""
+    """A Function on the random numbers of a few rows: on all together, and on two parts of them.
+
+    ``cut`` says which operands have the rows in dim 0, and ``each`` how many elements of that dim a row has."""
 
     def __init__(self, context: ShardingContext, node: fx.Node, cut: Sequence[bool], each: int) -> None:
         self.function: CustomFunction = node.target
         self.cut, self.each, self.device = cut, each, context.device
         self.draw = torch.Generator().manual_seed(0)
-        self.given = [
-            self.random(o.meta["val"].dtype, context.shape(o), c) for o, c in zip(tensors(node), cut, strict=True)
-        ]
+        both = zip(tensors(node), cut, strict=True)
+        self.given = [self.random(o.meta["val"].dtype, context.shape(o), c) for o, c in both]
 
     def random(self, dtype: torch.dtype, shape: Sequence[int], cut: bool) -> Tensor:
         """Return random numbers; the first dim is that of the trial's rows if it is ``cut``."""
-        shape = (CUTS[-1] * self.each, *shape[1:]) if cut else shape
+        shape = (ROWS * self.each, *shape[1:]) if cut else shape
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(*shape, generator=self.draw, dtype=dtype).to(self.device)
         return torch.randint(0, 2, tuple(shape), generator=self.draw).to(self.device, dtype)
 
-    def passes(self) -> bool:
-        """Whether both give the same, forward and backward; raise :class:`Uncapturable` if each time gives another."""
+    def passes(self, dim: int) -> bool:
+        """Whether a first part along ``dim`` and the rest give the same as all, forward and backward.
+
+        Raises :class:`Uncapturable` if the same numbers give another result each time."""
+        size = next(g.shape[dim] for g, c in zip(self.given, self.cut, strict=True) if c)
+        first = self.each if dim == 0 else size // 3
+        if not 0 < first < size:
+            return False
         try:
-            whole, again = (self.run(self.given, slice(None)) for _ in range(2))
-            pieces = [slice(a * self.each, b * self.each) for a, b in zip(CUTS, CUTS[1:], strict=False)]
-            parts = [self.run(self.part(p), p) for p in pieces]
+            whole, again = (self.run(self.given, dim, 0, size) for _ in range(2))
+            parts = [self.run(self.part(dim, a, b), dim, a, b) for a, b in ((0, first), (first, size))]
         except Exception:  # a Function may take none of these numbers, and then nothing is known of it
             return False
         if not all(map(_close, whole, again)):
@@ -75,25 +85,28 @@ class Trial:
         results = len(whole) - len(self.given)
         joined = []
         for i, pair in enumerate(zip(*parts, strict=True)):
-            rows = i < results or self.cut[i - results]
-            joined.append(None if pair[0] is None else torch.cat(pair) if rows else sum(pair))
+            along = i < results or self.cut[i - results]
+            joined.append(None if pair[0] is None else torch.cat(pair, dim) if along else sum(pair))
         return all(map(_close, whole, joined))
 
-    def part(self, rows: slice) -> list[Tensor]:
-        """Return the operands of some rows."""
-        return [one[rows] if cut else one for one, cut in zip(self.given, self.cut, strict=True)]
+    def part(self, dim: int, start: int, stop: int) -> list[Tensor]:
+        """Return the operands of a part along ``dim``."""
+        both = zip(self.given, self.cut, strict=True)
+        return [one.narrow(dim, start, stop - start) if cut else one for one, cut in both]
 
-    def run(self, given: Sequence[Tensor], rows: slice) -> list[Tensor | None]:
-        """Return the results, and the gradients of the operands for random ones of the results."""
+    def run(self, given: Sequence[Tensor], dim: int, start: int, stop: int) -> list[Tensor | None]:
+        """Return the results, and the gradients of the operands for random ones of the results, of a part of these."""
         leaves = [g.detach().clone().requires_grad_(g.is_floating_point() or g.is_complex()) for g in given]
         with torch.enable_grad():
             results = self.function(*leaves)
         seeds = torch.Generator().manual_seed(1)
-        back = []
+        ends = []
         for one in results:
-            full, dtype = (CUTS[-1] * self.each, *one.shape[1:]), one.dtype if one.requires_grad else None
-            back.append(torch.randn(full, generator=seeds, dtype=dtype)[rows].to(self.device))
-        ends = [(r, b) for r, b in zip(results, back, strict=True) if r.requires_grad]
+            if one.requires_grad:
+                shape = list(one.shape)
+                shape[0], shape[dim] = ROWS * self.each, ROWS * self.each if dim == 0 else self.given[0].shape[dim]
+                full = torch.randn(shape, generator=seeds, dtype=one.dtype)
+                ends.append((one, full.narrow(dim, start, stop - start).to(self.device)))
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if ends:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
