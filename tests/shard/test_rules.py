@@ -29,8 +29,9 @@ ONE_ROW_DIFFERS = {"squeeze all", "some rows"}  # plain PyTorch does something e
 REPLICATED = {
     "index_add",
     "index_put",
+    "by two masks",
     "chosen by a mask",
-    "some targets",
+    "targets by another mask",
     "positions of true",
     "where it is true",
     "two views",

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.scale import ScaleChoice
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.verify.verify import verify
+from shardwise.verify.verify import run_steps, run_threads, verify
+
+PLAIN, SCALE = OptimizerChoice("sgd", lr=0.1, momentum=0.0), ScaleChoice.fixed(1024.0)
 
 MASK = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
 
@@ -122,6 +127,18 @@ def test_a_hook_is_called_once_a_step() -> None:
     subject = Subject(model, batch())
     sharded_run(subject, 1, 3, steps=4)
     assert len(seen) == 4
+
+
+def test_under_a_loss_scale() -> None:
+    """Hooks see gradients without the scale of fp16: they are clamped as without it."""
+    truth = Model()
+    HOOKS["clamped"](truth)
+    truth(**batch()).backward()
+    plan = Plan.of(Mesh.of(dp=2), precision="fp16")
+    compiled = Compiled(hooked("clamped"), plan, batch())
+    steps = run_threads(compiled, lambda comm: run_steps(compiled, comm, [batch()], PLAIN, None, 0, SCALE))
+    for name, p in truth.named_parameters():
+        torch.testing.assert_close(steps[0][0].gradients[name], p.grad, rtol=0.02, atol=1e-4)
 
 
 def test_a_hook_that_takes_the_step_itself() -> None:

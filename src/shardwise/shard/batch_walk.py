@@ -13,7 +13,6 @@ from typing import Any
 from torch import fx
 
 from shardwise.graph.schema import is_tensor, selects_result
-from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
@@ -118,11 +117,10 @@ def misfits(context: ShardingContext, found: Assignment, whole: Collection[fx.No
             wrong |= set() if selects_result(node) else every
             continue
         masks = [one.all_input_nodes[-1] for one in every]
-        sizes = {expression(s) for n in above for s in n.meta["val"].shape if depends_on_data(s)}
         fits = all(_same(masks[0], mask) for mask in masks) and "ordinal" not in node.meta
         for (operand, _), state in zip(form.operands, strategy.operands, strict=True):
-            cut = any(expression(s) in sizes for s in operand.meta["val"].shape)
-            fits &= (state == found.states[operand][0]) if operand in above else not (cut and isinstance(state, Shard))
+            own = found.states[operand][0]
+            fits &= state == own if operand in above else not isinstance(state, Shard)
         if not fits:
             wrong |= every
         elif any(isinstance(one, Shard) for one in strategy.results):
