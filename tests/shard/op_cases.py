@@ -409,7 +409,6 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
         h[b["label"] > 1].sum(0),
         h.masked_select(b["keep"][..., None]).mean(),
     ],
-    "by two masks": lambda m, h, b: h[b["keep"]].sin() * h[b["keep"].flip(0)],
     "targets by another mask": lambda m, h, b: F.cross_entropy(
         h[b["keep"]] @ m.w, b["ids"][:, :3][b["keep"].flip(0)] % 4
     ),

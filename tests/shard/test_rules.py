@@ -29,7 +29,6 @@ ONE_ROW_DIFFERS = {"squeeze all", "some rows"}  # plain PyTorch does something e
 REPLICATED = {
     "index_add",
     "index_put",
-    "by two masks",
     "chosen by a mask",
     "targets by another mask",
     "positions of true",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.capture.state import PythonState
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
@@ -99,7 +100,7 @@ class Watch:
     def check(self) -> None:
         """Raise :class:`ShardwiseError` where the module or its surroundings are not as they were captured."""
         self.check_optimizer()
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if any(map(torch.is_autocast_enabled, {"cpu", Backend.here().type})):
             legal = 'Plan.of(precision="bf16") or "fp16"'
             raise ShardwiseError(f"model(...) under torch.autocast, which the engine does not see; legal: {legal}")
         if self.state is None:
