@@ -100,6 +100,20 @@ def test_what_no_trial_can_tell_is_refused(name: str) -> None:
     assert max(errors(sharded_run(subject, 1), plain_run(subject)).values()) <= TOLERANCE
 
 
+class Training(Branching):
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError("no loss in evaluation mode")
+        return super().forward(x, y, lengths)
+
+
+def test_a_forward_without_a_loss_in_evaluation_mode() -> None:
+    """No trial can tell of it, which is no reason to refuse it where nothing is divided."""
+    subject = Subject(Training(LOSSES["a sum"][0]), batch())
+    assert subject.trace.opaque is not None and not subject.trace.divisible
+    assert max(errors(sharded_run(subject, 1), plain_run(subject)).values()) <= TOLERANCE
+
+
 def test_what_the_user_says() -> None:
     model, plan = Branching(UNKNOWN["a root"]), Plan.of(Mesh.of(dp=2))
     assert Compiled(model, plan, batch(), loss_weight="rows").general.divisible

@@ -84,9 +84,7 @@ def found_weight(loss: Callable[[Fields], float], batch: Fields) -> LossWeight |
         fits = _fitting(loss, batch, first)
         for changed in _with_ignored(loss, batch, first) if fits else ():
             fits &= _fitting(loss, changed, first)
-    except ConfigError:
-        raise
-    except Exception:  # the user's code may take no other number of rows
+    except Exception:  # the user's code may take no other number of rows, or fail in evaluation mode
         return None
     return min(fits, key=lambda weight: ("rows", "sum", "targets").index(weight.kind), default=None)
 

@@ -192,16 +192,15 @@ def _opaque(
 ) -> Trace:  # fmt: skip
     real = not any(p.is_meta for p in module.parameters())
     weight = LossWeight.parsed(loss_weight, batch) if loss_weight else ROWS_WEIGH
-    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
-    if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
-        raise ConfigError(NOTHING_LEARNS)
     known = True
     if real and not loss_weight:
         exact = "fp32" if precision in LOW_PRECISIONS else precision
         trial = opaque_unit(module, tuple(batch), loss, exact, False, trial=True)
         found = found_weight(lambda some: float(first_loss(trial, module, some, exact, device).detach()), batch)
         known, weight = found is not None, found or weight
-        unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
+    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
+    if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
+        raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
     notes = [
