@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,9 @@ class WithLoss(nn.Module):
                 output = self.loss(self.module(**_accepted(self.module, seen)), seen)
                 return loss_of(output, f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
             return loss_of(self.module(**seen))
+
+
+Wrapped = TypeVar("Wrapped", bound=WithLoss)
 
 
 @dataclass
@@ -149,9 +152,7 @@ def capture(
     stops.
     """
     refuse_module_hooks(module)
-
     wrapped = set_mode(Watched(shadow(module, precision), loss, ones, precision), training)
-    assert isinstance(wrapped, Watched)
     captured = _captured(wrapped, batch, rows)
     if wrapped.noted.changes or wrapped.noted.drawn:
         _check_state(captured, wrapped, batch)
@@ -224,7 +225,7 @@ def _guard(reason: str) -> str:
     return (told or lines or [""])[0][:200]
 
 
-def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
+def set_mode(wrapped: Wrapped, training: bool) -> Wrapped:
     """Put a module into evaluation or training mode, and return it.
 
     In training mode, submodules in evaluation mode inside a module that trains stay so (a frozen BatchNorm), but a

@@ -65,6 +65,10 @@ class Env:
         first, last = self.window or (0, self.rows)
         return (last - first) / max(self.rows, 1)
 
+    def share_of(self, axes: Sequence[str]) -> float:
+        """Return the microbatch's share of a value that is the same for all rows, if ``axes`` shard these, else 1."""
+        return self.share if ROWS in axes else 1.0
+
     def range(self, index: int | None = None) -> tuple[int, int]:
         """Return (start, stop) of a rank's part of the microbatch among the rows; the default is this rank."""
         return self.span(self.rows, (ROWS,), index)
@@ -80,7 +84,7 @@ class Env:
 
     def shares(self, axes: Sequence[str]) -> bool:
         """Whether ``axes`` cut anything: they have several ranks, or the microbatch is a part of the rows."""
-        return self.group(axes)[0] > 1 or (ROWS in axes and self.share != 1)
+        return self.group(axes)[0] > 1 or self.share_of(axes) != 1
 
     def group(self, axes: Sequence[str]) -> tuple[int, int]:
         """Return the number of ranks over ``axes``, which may include ``ROWS``, and this rank's place among them."""
@@ -136,9 +140,12 @@ class ShardedFactor(NamedTuple):
         ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
         return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
 
-    def before(self, env: Env) -> int:
-        """Return how many elements of the factor are before those of the microbatch."""
-        return env.window[0] if env.window is not None and ROWS in self.axes else 0
+    def place(self, env: Env) -> tuple[int, int, int]:
+        """Return (start, stop) of this rank's piece in the whole factor, and how many elements that has."""
+        spans, index = self.pieces(env)
+        before = env.window[0] if env.window is not None and ROWS in self.axes else 0
+        start, stop = spans[index]
+        return before + start, before + stop, env.rows if ROWS in self.axes else spans[-1][1]
 
     def folded(self, env: Env, shape: Sequence[int]) -> tuple[list[int], int, int, int]:
         """Return the size of each rank's piece, this rank's index, and how many elements of a tensor of ``shape`` are
@@ -229,10 +236,7 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """Return this rank's piece."""
     if not env.shares(cut.axes):
         return x
-    spans, index = cut.pieces(env)
-    (start, stop), before = spans[index], cut.before(env)
-    whole = env.rows if ROWS in cut.axes else spans[-1][1]
-    start, stop = start + before, stop + before
+    start, stop, whole = cut.place(env)
     if isinstance(cut.pre, int) and cut.pre == 1 and not cut.parts:
         return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
@@ -292,12 +296,11 @@ def _first_only(env: Env, x: Tensor, axes: Groups) -> Tensor:
 
 def _first_part(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """Return what the first rank adds to a sum that is ``x``; each microbatch adds its share."""
-    share = env.share if ROWS in axes else 1
-    return _first_only(env, x if share == 1 else x * share, axes)
+    return _first_only(env, _part(env, x, axes), axes)
 
 
 def _part(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    share = env.share if ROWS in axes else 1
+    share = env.share_of(axes)
     return x if share == 1 else x * share
 
 
@@ -389,8 +392,7 @@ def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
 @own_op(shares=True, blind=True)
 def plus_number(env: Env, x: Tensor, number: float, factor: float, axes: Groups) -> Tensor:
     """P → P: add ``factor`` times ``number`` to the sum of ``x`` over ranks and microbatches."""
-    share = 0.0 if env.group(axes)[1] else env.share if ROWS in axes else 1.0
-    return x + share * factor * number
+    return x + env.share_of(axes) * factor * number if is_first(env, axes) else x
 
 
 @own_op(shares=True, blind=True)
@@ -409,9 +411,7 @@ def number(env: Env, x: Tensor) -> int:
 def placed(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """V → P: return zeros of the whole factor ``cut`` with this rank's piece in its place."""
     where = ShardedFactor(*cut)
-    spans, index = where.pieces(env)
-    (start, stop), whole = spans[index], env.rows if ROWS in where.axes else spans[-1][1]
-    start, stop = start + where.before(env), stop + where.before(env)
+    start, stop, whole = where.place(env)
     outer, inner = math.prod(x.shape[: where.dim]) * where.pre, math.prod(x.shape[where.dim + 1 :]) * where.post
     out = x.new_zeros((outer, whole, inner))
     out[:, start:stop] = x.reshape(outer, stop - start, inner)

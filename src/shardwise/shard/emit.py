@@ -135,7 +135,11 @@ class Emitter(LocalGraph):
         new = self.graph.call_function(call.count.function, (self.env, *given), dict(call.count.kwargs))
         weights = [a.meta["val"] for a in given if isinstance(a, fx.Node) and a.meta["val"].is_floating_point()]
         dtype = Backend.of(self.context.device).widest_float if weights else torch.int64
-        states: dict[str, Placement] = {g: "P" if g in call.spread else "I" for g in self.groups}
+        return self.total(node, new, dtype, call.spread)
+
+    def total(self, node: fx.Node, new: fx.Node, dtype: torch.dtype, spread: tuple[str, ...]) -> fx.Node:
+        """Return the sum over the ranks of ``spread`` of ``new``, a scalar that follows from what ``node`` is given."""
+        states: dict[str, Placement] = {g: "P" if g in spread else "I" for g in self.groups}
         self.annotate(new, Layout.replicated(()), states, False, node)
         new.meta["val"] = node.meta["val"].new_empty((), dtype=dtype)
         return self.convert(new, dict.fromkeys(self.groups, "I"))
@@ -187,11 +191,7 @@ class Emitter(LocalGraph):
         if symbol in self.sizes.data:
             return
         self.sizes.own[symbol] = self.graph.call_function(aten.sym_size.int, (new, 0))
-        total = self.graph.call_function(aten.sum.default, (mask,))
-        states: dict[str, Placement] = {g: "P" if g in spread else "I" for g in self.groups}
-        self.annotate(total, Layout.replicated(()), states, False, node)
-        total.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64)
-        whole = self.convert(total, dict.fromkeys(self.groups, "I"))
+        whole = self.total(node, self.graph.call_function(aten.sum.default, (mask,)), torch.int64, spread)
         self.sizes.data[symbol] = self.graph.call_function(collectives.number, (self.env, whole))
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:

@@ -201,16 +201,16 @@ def _free(sharded: Sharded, written: frozenset[str]) -> set[fx.Node]:
     buffers ``written``, and on parameters only by light ops."""
     captured = sharded.normal.captured
     free: set[fx.Node] = set()
-    light: dict[fx.Node, bool] = {}  # whether a node depends on parameters
+    learned: dict[fx.Node, bool] = {}  # whether a node depends on parameters
     for node in sharded.graph.nodes:
         if node.op == "placeholder":
-            light[node] = node.name in captured.parameters
+            learned[node] = node.name in captured.parameters
             if captured.buffers.get(node.name) not in written:
                 free.add(node)
         elif node.op == "call_function":
-            light[node] = any(light[n] for n in node.all_input_nodes)
-            heavy = light[node] and has(node, HEAVY)
-            of_gradient = light[node] and bool(node.meta.get("grad"))
+            learned[node] = any(learned[n] for n in node.all_input_nodes)
+            heavy = learned[node] and has(node, HEAVY)
+            of_gradient = learned[node] and bool(node.meta.get("grad"))
             if not heavy and not of_gradient and all(n in free for n in node.all_input_nodes):
                 free.add(node)
     return free
@@ -221,7 +221,7 @@ def _free(sharded: Sharded, written: frozenset[str]) -> set[fx.Node]:
 
 def mean_cross_entropy(normal: Normal) -> fx.Node | None:
     """Return the cross-entropy whose mean over integer targets is the loss that the model returns, if there is one."""
-    node: Any = next(n for n in normal.graph.nodes if n.op == "output").args[0][0]
+    node: Any = outputs_of(normal.graph)[0]
     while isinstance(node, fx.Node) and _passes(node):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -238,7 +238,7 @@ def _passes(node: fx.Node) -> bool:
 
 def summands(normal: Normal) -> set[fx.Node]:
     """Return the nodes whose plain sum is the loss, partial sums included: each has the same gradient as the loss."""
-    stack: list[Any] = [next(n for n in normal.graph.nodes if n.op == "output").args[0][0]]
+    stack: list[Any] = [outputs_of(normal.graph)[0]]
     found: set[fx.Node] = set()
     while stack:
         node = stack.pop()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
+from shardwise.capture.hooks import ParameterHooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.state import kept_tensors
@@ -29,7 +30,6 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
-from shardwise.graph.torch_private import hooks_of
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
@@ -117,7 +117,7 @@ class Oracle:
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
         self.masters = self._masters(module)
-        self._hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
+        self._hooks = ParameterHooks.of(module)
         # Hooks see the gradient of the whole batch: in one backward of the very parameters, or at the end of several.
         self._hooks_last = microbatches > 1 or loss_scale != 1 or precision in LOW_PRECISIONS
         if not self._hooks_last:
@@ -260,20 +260,20 @@ class Oracle:
         self._probed = True
 
     def _register_hooks(self) -> None:
-        for name, p in self.module.named_parameters():
-            for hook in self._hooks[name][0]:
+        for name, hooks in self._hooks.items():
+            p = self.module.get_parameter(name)
+            for hook in hooks.gradient:
                 p.register_hook(hook)  # type: ignore[no-untyped-call]
-            for hook in self._hooks[name][1]:
+            for hook in hooks.after:
                 p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _call_hooks(self) -> None:
-        for name, p in self.masters.items():
+        for name, hooks in self._hooks.items():
+            p = self.masters[name]
             if p.grad is None:
                 continue
-            for hook in self._hooks[name][0]:
-                found = hook(p.grad)
-                p.grad = p.grad if found is None else found
-            for hook in self._hooks[name][1]:
+            p.grad = hooks.changed(p.grad)
+            for hook in hooks.after:
                 hook(p)
 
     # ---- parameters ------------------------------------------------------------------------------

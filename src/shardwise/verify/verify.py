@@ -131,11 +131,11 @@ def verify(
         parts=pieces.parts,
     )
     oracle = oracle_of()
-    in_training(oracle)
-    truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+    truth = _trained(oracle, batches, optimizer)
     comparison = compare(ours[0], truth)
     if not comparison.passes(tolerance) and oracle.repeatable:
-        comparison = comparison.limited(compare(_permuted(oracle_of, optimizer, batches, pieces), truth))
+        turned = [_turned(batch, pieces) for batch in batches]
+        comparison = comparison.limited(compare(_trained(oracle_of(), turned, optimizer), truth))
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
     if plan.numeric.precision in LOW_PRECISIONS:
@@ -283,19 +283,17 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
     return lambda name, microbatch: found[name, microbatch]
 
 
-def _permuted(
-    oracle_of: Callable[[], Oracle], optimizer: OptimizerChoice, batches: Batches, pieces: Pieces
-) -> list[OracleStep]:
-    """Return what one device computes of the same batches with the rows of each piece in another order."""
-    oracle = oracle_of()
+def _trained(oracle: Oracle, batches: Batches, optimizer: OptimizerChoice) -> list[OracleStep]:
+    """Return the steps of one device on the batches."""
     in_training(oracle)
-    steps = []
-    for i, batch in enumerate(batches):
-        sizes = shard_sizes(rows_in(batch), pieces.microbatches * pieces.parts)
-        order = torch.cat([piece.flip(0) for piece in torch.split(torch.arange(sum(sizes)), sizes)])
-        turned = {name: value[order.to(value.device)] for name, value in batch.items()}
-        steps.append(oracle.step(turned, optimizer.learning_rate(i)))
-    return steps
+    return [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+
+
+def _turned(batch: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
+    """Return a batch with the rows of each piece in the opposite order."""
+    sizes = shard_sizes(rows_in(batch), pieces.microbatches * pieces.parts)
+    order = torch.cat([piece.flip(0) for piece in torch.split(torch.arange(sum(sizes)), sizes)])
+    return {name: value[order.to(value.device)] for name, value in batch.items()}
 
 
 def compare(ours: Sequence[VerifiedStep | OracleStep], truth: Sequence[OracleStep]) -> Comparison:
