@@ -40,13 +40,20 @@ def lower(
     cannot compute the model.
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
+    parts = plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh))
     if cut.ranks > 1 and trace.sums is not None and trace.sums.leaves:
         wrong = f"the loss counts its targets with {trace.sums.leaves[0]}, which one stage has"
         raise ConfigError.on("pp", wrong, "pp = 1")
-    if not trace.divisible and (plan.microbatches > 1 or plan.mesh.axis_size(batch_axes(plan.mesh)) > 1):
+    if not trace.divisible and parts > 1:
         wrong = "the model was not captured, and how the losses of a batch's parts make that of the whole is not known"
         legal = '"rows", "sum", "targets:FIELD" for a field with -100 where it ignores; or dp = 1 and microbatches = 1'
         raise ConfigError.on("model.loss_weight", wrong, legal)
+    if trace.unknown_buffers and parts > 1 and training:
+        wrong = (
+            f"not captured, and what forward writes to the buffer {trace.unknown_buffers[0]} is neither the same for "
+        )
+        wrong += "all rows nor a sum or a mean over them, as a trial showed"
+        raise ConfigError.on("model", wrong, "dp = 1 and microbatches = 1")
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

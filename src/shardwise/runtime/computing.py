@@ -74,6 +74,8 @@ class Computing(UnitBackward):
         batch = self.batches.number(microbatch)
         if name not in self.traces[microbatch].sequential and self.starts.get(name, (-1,))[0] != batch:
             self.starts[name] = batch, self.updates.get(name, self.owner.memory.buffers[name])
+        elif name in self.traces[microbatch].added:
+            value = self.updates[name] + (value - self.starts[name][1])
         self.updates[name] = value
 
     def arguments(self, unit: Unit, microbatch: int, env: Env) -> list[Any]:

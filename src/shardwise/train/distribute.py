@@ -156,6 +156,7 @@ class DistributedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full single-device state; all ranks call it together."""
+        self._steps.watch.check_kept()
         return self._steps.trainer.state_dict()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -178,6 +179,7 @@ class Optimizer:
         """Run forward, backward and update on the batch of the last ``loss.backward()``."""
         if self._steps.due is None:
             raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
+        self._steps.watch.check_kept()
         (loss, batch), self._steps.due = self._steps.due, None
         engine = self._steps.trainer.engine
         if self._theirs is not None:

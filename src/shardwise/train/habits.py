@@ -99,10 +99,14 @@ class Watch:
 
     def check(self) -> None:
         """Raise :class:`ShardwiseError` where the module or its surroundings are not as they were captured."""
-        self.check_optimizer()
         if any(map(torch.is_autocast_enabled, {"cpu", Backend.here().type})):
             legal = 'Plan.of(precision="bf16") or "fp16"'
             raise ShardwiseError(f"model(...) under torch.autocast, which the engine does not see; legal: {legal}")
+        self.check_kept()
+
+    def check_kept(self) -> None:
+        """Raise :class:`ShardwiseError` where the module or the optimizer is not as it was captured."""
+        self.check_optimizer()
         if self.state is None:
             return
         for (name, one), mode in zip(self.module.named_modules(), self.modes, strict=False):

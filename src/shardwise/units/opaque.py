@@ -26,23 +26,25 @@ from shardwise.graph.torch_private import version
 from shardwise.ops import collectives, norms
 from shardwise.units.loss_weight import LossWeight
 from shardwise.units.trace import Unit
+from shardwise.units.written_buffers import Written, over_ranks
 
 ROWS_WEIGH = LossWeight("rows")
 
 
 def opaque_unit(
     module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool,
-    weight: LossWeight = ROWS_WEIGH, trial: bool = False,
+    weight: LossWeight = ROWS_WEIGH, trial: bool = False, written: Mapping[str, Written | None] = MappingProxyType({}),
 ) -> Unit:  # fmt: skip
     """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
 
-    The loss of a rank's rows counts as ``weight`` says; in a ``trial`` BatchNorm lets no rows meet. The unit runs a
-    copy of the module, one for each thread, whose tensors are on the meta device and are replaced at each call.
+    The loss of a rank's rows counts as ``weight`` says, and what they write to buffers as ``written`` says; in a
+    ``trial`` BatchNorm lets no rows meet. The unit runs a copy of the module, one for each thread, whose tensors are on
+    the meta device and are replaced at each call.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
     wrapped = set_mode(Assigning(_skeleton(module), loss), training)
-    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial)
+    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
     return Unit(
         index=0,
         name="model",
@@ -80,7 +82,15 @@ class Assigning(WithLoss):
 def first_loss(
     unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device
 ) -> Tensor:
-    """Return the loss of an example batch on ``device``, a scalar.
+    """Return the loss of an example batch on ``device``, a scalar; errors are those of :func:`first_run`."""
+    return first_run(unit, module, batch, precision, device)[0]
+
+
+def first_run(
+    unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device, first: int = 0
+) -> tuple[Tensor, ...]:
+    """Return the loss of an example batch on ``device``, and what forward leaves in the buffers; its first row is row
+    ``first`` of the batch for what draws random numbers.
 
     Raises :class:`ConfigError` if the forward fails, or writes to a parameter."""
     parameters = dict(module.named_parameters())
@@ -93,8 +103,8 @@ def first_loss(
     before = [version(leaf) for leaf in leaves]
     try:
         with RefuseRandom():  # type: ignore[no-untyped-call]
-            loss, *_ = unit.function(
-                collectives.Env(rows=rows, counts=[torch.ones((), device=device)]),
+            results = unit.function(
+                collectives.Env(rows=rows, offset=first, counts=[torch.ones((), device=device)]),
                 *leaves,
                 *buffers,
                 *(cast_field(v.to(device), precision) for v in batch.values()),
@@ -110,7 +120,7 @@ def first_loss(
     changed = [name for name, leaf, count in zip(parameters, leaves, before, strict=True) if version(leaf) != count]
     if changed:
         raise ConfigError(f"model: forward writes to the parameter {changed[0]}; legal: to write to buffers")
-    return loss
+    return results
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -132,8 +142,9 @@ class _OpaqueCall:
         layers: list[Any],
         weight: LossWeight,
         trial: bool,
+        written: Mapping[str, Written | None],
     ) -> None:
-        self.layers, self.weight, self.trial = layers, weight, trial
+        self.layers, self.weight, self.trial, self.written = layers, weight, trial, written
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         self.own = threading.local()
         self.batches: Any = None
@@ -153,7 +164,9 @@ class _OpaqueCall:
         share = self.weight.share(env, fields)
         if isinstance(share, Tensor):  # a mean over no targets may be 0/0
             loss = torch.where(share > 0, loss, 0.0)
-        return ((loss * share).to(loss.dtype), *(values[f"module.{n}"] for n in self.buffers))
+        before = dict(zip(self.buffers, tensors[split:], strict=False))
+        new = (over_ranks(env, self.written.get(n), before[n], values[f"module.{n}"], n) for n in self.buffers)
+        return ((loss * share).to(loss.dtype), *new)
 
     def run(
         self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom
@@ -165,6 +178,8 @@ class _OpaqueCall:
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env)
         with Intercept(random, norms_layer, *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
+        if isinstance(norms_layer, _SyncBatchNorms):
+            norms_layer.end()
         for name, value in wrapped.assigned.items():
             values[f"module.{name}"] = value
         return result
@@ -205,10 +220,29 @@ class _RowNorms:
 
 
 class _SyncBatchNorms:
-    """Replaces BatchNorm in training by one whose statistics are over the rows of all ranks."""
+    """Replaces BatchNorm in training by one whose statistics are over the rows of all ranks.
+
+    Each rank runs the model's own code, which may branch by values: before each BatchNorm, and at the end, all ranks
+    tell each other where they are, so that none waits for a rank that does not come."""
 
     def __init__(self, env: collectives.Env) -> None:
-        self.env = env
+        self.env, self.calls, self.met = env, 0, False
+
+    def end(self) -> None:
+        """Say that this rank runs no further BatchNorm; without any, nothing could hang."""
+        if self.met:
+            self.meet(0)
+
+    def meet(self, channels: int) -> None:
+        """Raise :class:`ShardwiseError` on all ranks unless all are at the same BatchNorm."""
+        self.met, self.calls = True, self.calls + 1
+        here = torch.tensor([self.calls, channels], device=self.env.comm.device)
+        every = collectives.gathered(self.env, here, (collectives.ROWS,), "place in the model").tolist()
+        if any(one != every[0] for one in every):
+            raise ShardwiseError(
+                "a BatchNorm that trains runs on some ranks and not on others, for a branch depends on each rank's own "
+                "rows; legal: a branch that is the same for all rows, or dp = 1"
+            )
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func is not F.batch_norm or self.env.parts == 1:
@@ -226,6 +260,7 @@ class _SyncBatchNorms:
             )
             return result
         stand_in = not collectives.local_rows(self.env)
+        self.meet(input.shape[1])
         y, *new = norms.sync_batch_norm(
             self.env, input, weight, bias, running_mean, running_var, momentum, eps, stand_in=stand_in
         )

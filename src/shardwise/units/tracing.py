@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +23,10 @@ from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
 from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums, written_in_turn
 from shardwise.units.loss_weight import LossWeight, found_weight
-from shardwise.units.opaque import ROWS_WEIGH, first_loss, opaque_unit
+from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
+from shardwise.units.written_buffers import Written, found_written
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
 """What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
@@ -185,6 +187,14 @@ def _buckets(
     return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
 
 
+def _buffers_after(
+    trial: Unit, module: nn.Module, precision: str, device: torch.device, batch: Mapping[str, Tensor], first: int
+) -> dict[str, Tensor]:
+    """Return the buffers after a trial's forward of some rows, the first of which is row ``first`` of the batch."""
+    _, *values = first_run(trial, module, batch, precision, device, first)
+    return {name: value.detach() for name, value in zip(trial.updates, values, strict=True)}
+
+
 def _opaque(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool,
     reason: str,
@@ -193,12 +203,16 @@ def _opaque(
     real = not any(p.is_meta for p in module.parameters())
     weight = LossWeight.parsed(loss_weight, batch) if loss_weight else ROWS_WEIGH
     known = True
+    exact = "fp32" if precision in LOW_PRECISIONS else precision
     if real and not loss_weight:
-        exact = "fp32" if precision in LOW_PRECISIONS else precision
         trial = opaque_unit(module, tuple(batch), loss, exact, False, trial=True)
         found = found_weight(lambda some: float(first_loss(trial, module, some, exact, device).detach()), batch)
         known, weight = found is not None, found or weight
-    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight)
+    written: dict[str, Written | None] = {}
+    if real and training and any(True for _ in module.buffers()):
+        trial = opaque_unit(module, tuple(batch), loss, exact, True, trial=True)
+        written = found_written(module, partial(_buffers_after, trial, module, exact, device), batch)
+    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written)
     if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
         raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
@@ -222,7 +236,12 @@ def _opaque(
         precision=precision,
         opaque=reason,
         divisible=known,
-        sequential=frozenset(name for name, _ in module.named_buffers()),
+        unknown_buffers=tuple(name for name, kind in written.items() if kind is None),
+        sequential=frozenset(name for name, kind in written.items() if kind == "norm"),
+        added=frozenset(name for name, kind in written.items() if kind in ("sum", "mean")),
+        meets=tuple(f"{name.rpartition('.')[0]} (batch_norm)" for name in written if name.endswith("running_mean"))
+        if "norm" in written.values()
+        else (),
         notes=notes,
         beside=_beside(module, batch, buckets, precision),
     )

@@ -127,7 +127,7 @@ class Oracle:
         self._history = [] if version is None else [self.parameters()]  # after each update
         self._random = KeyedRandom(seed)
         self._losses = MeanCrossEntropy()
-        self._norms = BatchNormInParts(parts)
+        self._norms, self.parts = BatchNormInParts(), parts
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
@@ -187,7 +187,7 @@ class Oracle:
                 self._show({name: self._history[self.version(name, at)][name] for name in self.masters})
             with self._modes():
                 value, targets = self._forward(
-                    self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start
+                    self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start, self.parts
                 )
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
@@ -211,12 +211,14 @@ class Oracle:
                     p.grad.div_(divisor)
         return loss / total
 
-    def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, float | None]:
+    def _forward(
+        self, module: nn.Module, fields: Fields, row_start: int, parts: int = 1
+    ) -> tuple[Tensor, float | None]:
         """Return the loss, and the number of its targets (or the sum of their weights) if it is a mean cross-entropy;
-        call it under the modes."""
+        call it under the modes. BatchNorm sees the rows in ``parts`` parts."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
-        self._norms.rows = _rows(fields)
+        self._norms.begin(_rows(fields), parts)
         return self._losses.of(WithLoss(module, self.loss_fn)(fields))
 
     @contextmanager

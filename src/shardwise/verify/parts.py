@@ -14,13 +14,17 @@ from shardwise.core.layout import shard_sizes
 
 
 class BatchNormInParts:
-    """This layer lets each BatchNorm that trains see ``parts`` parts of the ``rows`` rows, one after the other.
+    """This layer lets each BatchNorm that trains see the rows of a batch in parts, one after the other.
 
     Everything else sees the whole batch.  A BatchNorm whose dim 0 is no multiple of the rows sees the whole, too."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts, self.rows = parts, 0
+    def __init__(self) -> None:
+        self.parts, self.rows = 1, 0
         self._signature = inspect.signature(F.batch_norm)
+
+    def begin(self, rows: int, parts: int) -> None:
+        """Begin a forward of a batch of ``rows`` rows in ``parts`` parts."""
+        self.rows, self.parts = rows, parts
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func is not F.batch_norm or self.parts == 1:
