@@ -164,6 +164,7 @@ def build_plan(config: Config) -> Plan:
         prefetch=1 if parallel.prefetch is None else parallel.prefetch,
         reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
+        rows=parallel.rows,
         norm=parallel.norm,
         window=parallel.window,
     )

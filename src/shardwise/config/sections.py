@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shardwise.core import optim, plan
-from shardwise.core.data_options import Gathered, Reduced, ReduceDtype
+from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Dropout, Precision
 from shardwise.core.optim import OptimizerName, Schedule
@@ -135,9 +135,9 @@ class ParallelConfig:
     what is computed with them; on its axes ``tensor_plan`` may leave that to a solver ("auto") or to ``pins``, a table
     of patterns of names and how to shard what they match. ``dp`` is the number of data-parallel ranks; they form
     ``dp_replicate`` groups, each of which holds all that stage ``zero`` of ZeRO shards. ``core/data_options.py``
-    explains ``gathered``, ``prefetch``, ``reduced`` and ``reduce``. By default ``gathered`` and ``reduced`` communicate
-    as little as memory allows; ``prefetch`` is 1, and on GPUs as much as hides gathers under computing, if memory
-    allows it.
+    explains ``gathered``, ``prefetch``, ``reduced``, ``reduce`` and ``rows``. By default ``gathered`` and ``reduced``
+    communicate as little as memory allows; ``prefetch`` is 1, and on GPUs as much as hides gathers under computing, if
+    memory allows it.
     """
 
     pp: int = key(integer(1), 1)
@@ -161,6 +161,7 @@ class ParallelConfig:
     reduce: ReduceDtype = key(choice(*plan.CHOICES["reduce"]), "auto")
     offload: Offload = key(choice(*plan.CHOICES["offload"]), "none")
     microbatches: int = key(integer(1), 1)
+    rows: Rows = key(choice(*plan.CHOICES["rows"]), "microbatch")
     recompute: Recompute = key(choice(*plan.CHOICES["recompute"]), "none")
     precision: Precision = key(choice(*plan.CHOICES["precision"]), "fp32")
 

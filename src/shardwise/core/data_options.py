@@ -15,6 +15,7 @@ Reduced = Literal["microbatch", "step"]
 Rest = Literal["R", "S"]
 Gradient = Literal["P", "S"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+Rows = Literal["microbatch", "batch"]
 
 DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, Rest], str] = {
     ("R", "P", "R"): "DDP",
@@ -64,7 +65,9 @@ class DataOptions:
     parameters that rest sharded stay whole: for one use, from a microbatch's forward to its backward, or for the whole
     step; they are gathered ``prefetch`` units ahead.  ``reduced`` says when gradients that are sharded between
     microbatches are reduced: after a unit's backward of every microbatch, or only of the last one.  ``reduce`` is the
-    dtype in which gradients are summed over ranks; "auto" is the dtype in which they are kept, fp32 or fp64.
+    dtype in which gradients are summed over ranks; "auto" is the dtype in which they are kept, fp32 or fp64.  ``rows``
+    says which rows meet where a model lets rows meet (BatchNorm, in-batch negatives): those of a microbatch, or those
+    of the whole batch, for which all microbatches run up to there before any of them goes on.
     """
 
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
@@ -72,6 +75,7 @@ class DataOptions:
     prefetch: int = count(1, least=0)
     reduced: Reduced = word("microbatch", get_args(Reduced))
     reduce: ReduceDtype = word("auto", get_args(ReduceDtype))
+    rows: Rows = word("microbatch", get_args(Rows))
 
     def __post_init__(self) -> None:
         check_options(self)

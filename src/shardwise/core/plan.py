@@ -97,6 +97,11 @@ class Plan:
         return self._pipelined and self.pipeline.norm == "post-validate"
 
     @property
+    def exchanges_microbatches(self) -> bool:
+        """Return whether microbatches exchange, as ranks do, where rows meet."""
+        return self.data.rows == "batch" and self.microbatches > 1
+
+    @property
     def overlaps(self) -> bool:
         """Return whether a program runs a window of batches, in which one begins before the last is over everywhere."""
         return self.asynchronous or self.post_validates

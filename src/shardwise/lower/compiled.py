@@ -230,6 +230,7 @@ class Compiled:
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
                     tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
+                    over_batch=self.plan.exchanges_microbatches,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -359,7 +360,8 @@ def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
         across = axes_across(mesh, per_host or mesh.size)
         solved = (plan.microbatches, mesh.axis_size((SHARDS, REPLICAS)), across)
     sizes = tuple((axis, mesh.axis_size(axis)) for axis in tensor_axes(mesh))
-    return plan.numeric, plan.tensor, solved, sizes, rules if len(rules) > 1 else ()
+    exchanges = plan.exchanges_microbatches
+    return plan.numeric, plan.tensor, solved, sizes, exchanges, rules if len(rules) > 1 else ()
 
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:

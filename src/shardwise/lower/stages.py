@@ -11,7 +11,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, BufferKind
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates, rates
-from shardwise.core.timetable import Timetable, first
+from shardwise.core.timetable import Task, Timetable, first
 from shardwise.graph.sizes import depends_on_data
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE, balance, carried
@@ -76,7 +76,12 @@ class StageSplit:
         if there are too few units, if the plan's stages have another number of units, and for a model not captured."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.pipeline.stages_per_rank
-        if like is not None:
+        if any(u.exchanges for u in trace.units):
+            if ranks > 1:
+                wrong = f'{ranks} are not legal with rows = "batch", for a stage would wait for all microbatches'
+                raise ConfigError.on("pp", wrong, "pp = 1")
+            stage = tuple(u.phase for u in trace.units)
+        elif like is not None:
             stage = _like([u.name for u in trace.units], like)
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
@@ -96,9 +101,18 @@ class StageSplit:
 
     def tasks(self, microbatches: int) -> Timetable:
         """Return the tasks of each rank, in the order in which it computes them."""
+        if any(u.exchanges for u in self.units):
+            return (self._in_phases(microbatches),)
         if self.order:
             return first(self.order, microbatches)
         return timetable(self.schedule, self.ranks, microbatches, self.stages // self.ranks)
+
+    def _in_phases(self, microbatches: int) -> tuple[Task, ...]:
+        """Return the tasks of one rank whose stages are phases: all microbatches finish one before the next begins."""
+        once = {self.stage[u.index] for u in self.units if u.exchanges}
+        each = [(s, m) for s in range(self.stages) for m in range(1 if s in once else microbatches)]
+        forward, backward = (tuple(Task(kind, s, m) for s, m in each) for kind in "FB")
+        return forward + backward[::-1]
 
     def of_stage(self, stage: int) -> list[int]:
         """Return the units of a stage."""

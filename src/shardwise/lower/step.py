@@ -169,6 +169,8 @@ class _Lowering:
     def tasks(self) -> Sequence[Task]:
         if self.training:
             return self.versions.tasks(self.rank)
+        if self.trace.shared:
+            return [task for task in self.versions.tasks(self.rank) if task.kind == "F"]
         stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
         return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
 
@@ -185,7 +187,7 @@ class _Lowering:
             if task.kind == "W":
                 out += self.first(self.backward_weight(u, m))
                 continue
-            if self.plan.memory.recompute != "none":
+            if self.plan.memory.recompute != "none" and not self.trace.units[u].exchanges:
                 if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
                     out[-1] = self.forward(u, m, saves=True)  # backward is next: recomputation would save nothing
                 else:
@@ -214,10 +216,11 @@ class _Lowering:
 
     def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
         """Return the FORWARD of a unit; ``saves`` says that autograd saves what backward needs, without RECOMPUTE."""
-        saves = self.plan.memory.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
+        if saves is None:
+            saves = self.plan.memory.recompute == "none" or unit.exchanges
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
-        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.cut.producers[u]]
+        reads += [BufferKind.ACTIVATION.of(p, k) for p in self.cut.producers[u] for k in self.of_microbatches(p, u, m)]
         if unit.reads_sums or ("loss" in unit.outputs and self.trace.weighs_targets):
             reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
         writes = [BufferKind.ACTIVATION.of(u, m)]
@@ -229,6 +232,14 @@ class _Lowering:
         return Instruction(
             Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
         )
+
+    def of_microbatches(self, producer: int, u: int, m: int) -> Sequence[int]:
+        """Return the microbatches of ``producer`` that unit ``u`` reads in microbatch ``m``: an exchange reads those of
+        all microbatches, and what an exchange makes belongs to the first."""
+        first = m - m % self.plan.microbatches
+        if self.trace.units[u].exchanges:
+            return range(first, first + self.plan.microbatches)
+        return (first,) if self.trace.units[producer].exchanges else (m,)
 
     def version(self, u: int, m: int) -> int:
         """Return the version of the weights that a unit uses for a microbatch; a unit without a stage uses no weights,
@@ -255,16 +266,13 @@ class _Lowering:
         unit = self.trace.units[u]
         whole = whole or not unit.products
         reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
-        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.cut.producers[u]]  # autograd saves inputs
+        each = [(p, k) for p in self.cut.producers[u] for k in self.of_microbatches(p, u, m)]
+        reads += [BufferKind.ACTIVATION.of(*one) for one in each]  # autograd saves inputs
         reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
         reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
         passed = {name for name, grad in zip(unit.inputs, unit.input_grads, strict=True) if grad}
-        writes += [
-            BufferKind.GRADIENT.of(p, m)
-            for p in self.cut.producers[u]
-            if passed.intersection(self.trace.units[p].outputs)
-        ]
+        writes += [BufferKind.GRADIENT.of(p, k) for p, k in each if passed.intersection(self.trace.units[p].outputs)]
         writes += [] if whole else [BufferKind.DEFERRED.of(u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
         version = self.version(u, m)

@@ -42,6 +42,8 @@ class Env:
     rows: int = 0  # the rows of the batch, or of the microbatch, on all ranks together
     offset: int = 0  # the first of these rows in the batch of the step
     window: tuple[int, int] | None = None  # the microbatch's rows among them, on all ranks together; None: all
+    # The windows of the microbatches whose pieces a value has, one after the other; only an exchange has several.
+    windows: tuple[tuple[int, int], ...] = ()
     seed: int = 0
     step: int = 0
     ordinal: int = 0  # the ordinal of the first random op of the unit that runs
@@ -124,12 +126,15 @@ class ShardedFactor(NamedTuple):
     post: int
     parts: tuple[int, ...] = ()
 
+    def sizes(self, env: Env) -> tuple[int, ...]:
+        """Return the sizes of the parts that the ranks' pieces are cut from: of rows, those of each microbatch."""
+        if ROWS in (*self.outer, *self.axes) and (windows := env.windows or (env.window and (env.window,))):
+            return tuple(stop - start for start, stop in windows)
+        return self.parts or (self.size,)
+
     def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
         """Yield for each rank its (start, stop) in each part, counted from the start of the first rank in that part."""
-        (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
-        sizes = self.parts or (self.size,)
-        if env.window is not None and ROWS in (*self.outer, *self.axes):
-            sizes = (env.window[1] - env.window[0],)
+        (above, at), (ranks, _), sizes = env.group(self.outer), env.group(self.axes), self.sizes(env)
         firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
         for i in range(at * ranks, (at + 1) * ranks):
             spans = (shard_range(size, above * ranks, i) for size in sizes)
@@ -226,10 +231,21 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
         own[:, : sizes[index]] = x.reshape(outer, sizes[index], inner)
     out = gathered(env, own, cut.axes, "all_gather")
     together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
-    if cut.parts:
+    if len(cut.sizes(env)) > 1:
         together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
     shape = (*x.shape[: cut.dim], cut.pre * whole * cut.post, *x.shape[cut.dim + 1 :])
     return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
+
+
+def _filled(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
+    """Return the pieces of all ranks in order, and zeros where other microbatches have theirs."""
+    x = _gather(env, x, cut)
+    if env.window is None or ROWS not in cut.axes:
+        return x
+    (start, stop), outer, inner = env.window, math.prod(x.shape[: cut.dim]) * cut.pre, math.prod(x.shape[cut.dim + 1 :])
+    out = x.new_zeros((outer, env.rows, inner * cut.post))
+    out[:, start:stop] = x.reshape(outer, stop - start, inner * cut.post)
+    return out.reshape(*x.shape[: cut.dim], cut.pre * env.rows * cut.post, *x.shape[cut.dim + 1 :])
 
 
 def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
@@ -237,12 +253,13 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     if not env.shares(cut.axes):
         return x
     start, stop, whole = cut.place(env)
-    if isinstance(cut.pre, int) and cut.pre == 1 and not cut.parts:
+    several = len(cut.sizes(env)) > 1
+    if isinstance(cut.pre, int) and cut.pre == 1 and not several:
         return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
     split = x.reshape(*shape[: cut.dim], cut.pre, whole, cut.post, *shape[cut.dim + 1 :])
     shape[cut.dim] = cut.pre * (stop - start) * cut.post
-    if cut.parts:
+    if several:
         return split.index_select(cut.dim + 1, cut.order(env, x.device)[start:stop]).reshape(shape)
     return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
 
@@ -253,7 +270,7 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     if len(sizes) == 1:
         return x
     most, whole, shape = max(sizes), sum(sizes), list(x.shape)
-    if cut.parts:
+    if len(cut.sizes(env)) > 1:
         x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
     if min(sizes) == most:
         pieces = in_memory(x.reshape(outer, len(sizes), most, inner).transpose(0, 1))
@@ -310,7 +327,7 @@ def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
 
-_KINDS = {_reduce: "all_reduce", _gather: "all_gather", _scatter: "reduce_scatter"}
+_KINDS = {_reduce: "all_reduce", _gather: "all_gather", _filled: "all_gather", _scatter: "reduce_scatter"}
 
 
 def _move_of(**ways: tuple[Way, Way]) -> Callable[[Function], Function]:
@@ -371,7 +388,7 @@ def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
     return _move(gather, env, x, ShardedFactor(*cut), dual)
 
 
-@_move_of(I=(_own, _gather))
+@_move_of(I=(_own, _filled))
 def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """I → V: take this rank's piece of the factor ``cut``."""
     return _move(shard, env, x, ShardedFactor(*cut), cuts=True)

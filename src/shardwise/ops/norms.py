@@ -109,6 +109,87 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None
 
 
+# ---- BatchNorm in three ops, so that microbatches can exchange their statistics --------------------------------------
+
+
+@own_op()
+def batch_statistics(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return mean, variance and number of elements of each channel (dim 1) of ``x``, in ``dtype``: (1, 3, channels)."""
+    wide, dims = x.to(dtype), [0, *range(2, x.dim())]
+    elements = x.shape[0] * math.prod(x.shape[2:])
+    if not elements:
+        return wide.sum(dims).expand(1, 3, -1)  # zeros, to which a gradient leads
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    return torch.stack([mean, var, torch.full_like(mean, elements)])[None]
+
+
+@own_op(communicates=True)
+def combined_statistics(env: Env, each: Tensor, axes: Groups) -> Tensor:
+    """Return the statistics of all rows, (3, channels), given those of pieces on each rank, (pieces, 3, channels).
+
+    The result is R over ``axes``; statistics are combined as in Chan et al. (1979)."""
+    if env.group(axes)[0] > 1:
+        each = _Together.apply(env, each, axes)  # type: ignore[no-untyped-call]
+    means, variances, counts = each.unbind(1)
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
+    return torch.stack([mean, var, total])
+
+
+class _Together(torch.autograd.Function):
+    """V → R along dim 0, of which every rank has as many elements."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, axes: Groups) -> Tensor:
+        ctx.env, ctx.axes = env, axes
+        return gathered(env, x, axes, "BatchNorm statistics").flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        ranks, own = ctx.env.group(ctx.axes)
+        total = all_sum(ctx.env, grads[0], ctx.axes, "BatchNorm gradient")
+        return None, total.chunk(ranks)[own], None
+
+
+@own_op()
+def batch_norm_by(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
+    eps: float, statistics: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what :func:`batch_norm` returns, given the ``statistics`` of all rows, (3, channels)."""
+    y: Tensor = _NormBy.apply(x, weight, bias, statistics, eps)  # type: ignore[no-untyped-call]
+    if mean is None or var is None:
+        return (y,)
+    own, spread, total = statistics.detach().to(mean.dtype)
+    unbiased = spread * (total / (total - 1).clamp(min=1))
+    return y, torch.lerp(mean, own, momentum), torch.lerp(var, unbiased, momentum)
+
+
+class _NormBy(torch.autograd.Function):
+    """Normalises each channel by given statistics, which have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, statistics: Tensor, eps: float) -> Tensor:
+        ctx.eps, ctx.has_bias = eps, bias is not None
+        ctx.save_for_backward(x, weight, statistics)
+        return F.batch_norm(x, statistics[0], statistics[1], weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, statistics = ctx.saved_tensors
+        mean, inverse = statistics[0], torch.rsqrt(statistics[1] + ctx.eps)
+        shape, dims = [1, -1] + [1] * (x.dim() - 2), [0, *range(2, x.dim())]
+        dy = grads[0].to(mean.dtype)
+        total = dy.sum(dims)
+        along = (dy * (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)).sum(dims)
+        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+        of_statistics = torch.stack([-scale * total, -0.5 * scale * inverse * along, torch.zeros_like(total)])
+        dw = None if weight is None else along.to(weight.dtype)
+        db = total.to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return (dy * scale.view(shape)).to(x.dtype), dw, db, of_statistics, None
+
+
 @own_op(communicates=True)
 def norm_of_width(
     env: Env,

@@ -141,13 +141,14 @@ class BatchState:
     def wide(self) -> torch.dtype:
         return torch.float64 if self.traces[0].precision == "fp64" else torch.float32
 
-    def env(self, m: int) -> Env:
-        first, last = shard_range(self.given.rows, self.microbatches, m)
-        owner = self.owner
+    def env(self, m: int, every: bool = False) -> Env:
+        """Return where and when a unit runs for microbatch ``m``, or for ``every`` microbatch together."""
+        windows = [shard_range(self.given.rows, self.microbatches, k) for k in range(self.microbatches)]
+        (first, last), owner, several = windows[m], self.owner, tuple(windows) if every else ()
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, owner.seed, self.given.step,
-            counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, None if every else window, several,
+            owner.seed, self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:
@@ -337,6 +338,10 @@ class BatchStates:
     def number(self, microbatch: int) -> int:
         """Return the batch of a microbatch; microbatches are numbered on from batch to batch."""
         return microbatch // len(self.traces)
+
+    def first(self, microbatch: int) -> int:
+        """Return the first microbatch of a microbatch's batch."""
+        return microbatch - microbatch % len(self.traces)
 
     def place(self, microbatch: int) -> tuple[BatchState, int]:
         """Return a microbatch's batch, and its number within that batch."""

@@ -21,7 +21,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
 from shardwise.units.selective_recompute import Tape
 from shardwise.units.trace import Trace, Unit
-from shardwise.units.unit_backward import Saved, UnitBackward
+from shardwise.units.unit_backward import Place, Saved, UnitBackward
 from shardwise.units.weight_products import Operand
 
 
@@ -85,14 +85,22 @@ class Computing(UnitBackward):
             *(self.buffer(n, microbatch) for n in unit.buffers),
             *map(memory.resident, unit.constants),
             *(batch.rows_of(n, m, env) for n in unit.fields),
-            *(self.live[n, microbatch] for n in unit.inputs),
+            *(self.live[place] for n in unit.inputs for place in self.places(unit, n, microbatch)),
         ]
+
+    def places(self, unit: Unit, name: str, microbatch: int) -> list[Place]:
+        """Return where an input of a unit is: one that all microbatches share is with the first of the batch, and an
+        exchange takes those of all microbatches."""
+        first = self.batches.first(microbatch)
+        if unit.exchanges:
+            return [(name, first + m) for m in range(len(self.batches.traces))]
+        return [(name, first if name in self.traces[microbatch].shared else microbatch)]
 
     def forward(self, one: Instruction) -> None:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         batch, number = self.batches.place(m)
         batch.version = self.gathered.version = one.version
-        env = batch.env(number)
+        env = batch.env(number, unit.exchanges)
         env.ordinal, env.meanwhile = unit.ordinal, self.flush if env.tensor else None
         env.again = again = one.op is Op.RECOMPUTE
         left = {buffer.kind for buffer in one.writes} if unit.differentiable else set()
@@ -103,7 +111,7 @@ class Computing(UnitBackward):
         arguments = self.arguments(unit, m, env)
         function = unit.training_function if (keep or record) and unit.training_function is not None else unit.function
         with env.tape.record() if record else self.autograd(keep):
-            outputs = function(env, *arguments)
+            outputs = function(env, *unit.merged(arguments))
         own = len(unit.outputs) + len(unit.updates)
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
@@ -136,11 +144,12 @@ class Computing(UnitBackward):
         for buffer in one.reads:
             if buffer.kind == BufferKind.RECEIVED:
                 for name, grad in self.received[buffer].items():
-                    self.pass_on(name, grad)
+                    self.pass_on((name, m), grad)
         defer = None
         if one.op is not Op.BACKWARD:
             defer = self.defer(self.deferred.setdefault((unit.index, m), deque()))
-        live = {n: self.live[n, m] for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g}
+        wanted = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
+        live = {place: self.live[place] for n in wanted for place in self.places(unit, n, m)}
         self.run_backward(unit, partial(self.take, unit.index, m), live, self.seed, defer)
 
     def solve(

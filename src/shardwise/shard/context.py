@@ -34,7 +34,8 @@ Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 class ShardingContext:
     """This describes the captured graph ``normal``, sharded over the axes of the batch and over those of ``tensor``.
 
-    ``rules`` finds the rule of an op.  ``summands`` are what ``units/batch_sums.py`` finds.  ``notes`` are what a
+    ``rules`` finds the rule of an op.  ``summands`` are what ``units/batch_sums.py`` finds.
+    ``over_batch`` says that where rows meet those of all microbatches do.  ``notes`` are what a
     user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
     layout.
     """
@@ -42,9 +43,11 @@ class ShardingContext:
     def __init__(
         self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
+        over_batch: bool = False,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
         self.summands, self.dropout, self.device = summands, dropout, device or torch.device("cpu")
+        self.over_batch = over_batch
         self.carrying = with_gradient(normal)
         self.symbol: Any = None  # the number of rows; None where the batch dim is static
         self.example = 0  # the number of rows in the shapes of the captured graph
@@ -59,7 +62,7 @@ class ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
         return ShardingContext(
             self.normal, self.rules, replace(self.tensor, axes=axes), summands=self.summands, dropout=self.dropout,
-            device=self.device,
+            device=self.device, over_batch=self.over_batch,
         )  # fmt: skip
 
     @cached_property

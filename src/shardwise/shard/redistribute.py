@@ -19,7 +19,7 @@ moves are due; the emitter makes them, and the solver prices them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from torch import fx
 
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
+from shardwise.ops.collectives import ROWS
 from shardwise.shard.local_graph import LocalGraph
 from shardwise.shard.op_spec import Placement, Shard
 
@@ -74,6 +75,11 @@ class Movable(Protocol):
         """Return whether it has a gradient; where it has none, I and R are the same."""
         ...
 
+    @property
+    def together(self) -> Collection[int]:
+        """Return the groups on which a partial sum is summed whole before it is cut, so that microbatches can, too."""
+        ...
+
     def fits(self, states: Placements) -> bool:
         """Return whether it can be in these states together."""
         ...
@@ -96,7 +102,9 @@ def _convert(value: Movable, states: Placements, goals: Placements, found: list[
             if _renames(value, states, i, goal):
                 found.append(Step(states, "same", (i,), goal))
                 states = found[-1].result
-        steps = [_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
+        steps = [
+            _towards(s, g, value.grad, i in value.together) for i, (s, g) in enumerate(zip(states, goals, strict=True))
+        ]
         due = sorted((ORDER.index(step[0]), i, step) for i, step in enumerate(steps) if step is not None)
         if not due:
             return states
@@ -143,17 +151,17 @@ def _with(states: Placements, groups: Sequence[int], after: Placement) -> Placem
     return tuple(after if i in groups else s for i, s in enumerate(states))
 
 
-def _towards(state: Placement, goal: Placement, grad: bool) -> tuple[str, Placement] | None:
+def _towards(state: Placement, goal: Placement, grad: bool, together: bool) -> tuple[str, Placement] | None:
     """Return the first move from a state towards another, if any is due: its name, and the state after it."""
     if state == goal or (not grad and {state, goal} == {"I", "R"}):
         return None
     if isinstance(state, Shard):
         return "gather", "R" if goal == "R" else "I"
-    if isinstance(goal, Shard):
+    if isinstance(goal, Shard) and not (together and state == "P"):
         return {"P": "scatter", "I": "shard", "R": "shard_leaf"}[state], goal
     match state, goal:
         case "P", _:
-            return "all_reduce", goal
+            return "all_reduce", "R" if isinstance(goal, Shard) else goal
         case "R", _:
             return "own", "I"
         case _, "P":
@@ -177,6 +185,10 @@ class _Node:
     @property
     def grad(self) -> bool:
         return bool(self.node.meta["grad"])
+
+    @property
+    def together(self) -> Collection[int]:
+        return {i for i, group in enumerate(self.groups) if self.local.context.over_batch and group == ROWS}
 
     def named(self, states: Placements) -> dict[str, Placement]:
         return dict(zip(self.groups, states, strict=True))

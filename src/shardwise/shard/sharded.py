@@ -45,7 +45,8 @@ class Sharded:
     tensor parallelism shards, by name, and ``summed`` are the axes over which their gradients are partial sums;
     ``decided`` says, by name and axis, which pin or op made them so, and ``notes`` what was not done as asked or may
     not be the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` returns the seconds of a
-    microbatch, by which a solver chooses, and ``decisions`` are what one has chosen.
+    microbatch, by which a solver chooses, and ``decisions`` are what one has chosen.  ``over_batch`` says that
+    microbatches are to exchange, like ranks, where rows meet.
     """
 
     graph: fx.Graph
@@ -59,19 +60,21 @@ class Sharded:
     predicted: Callable[[], MicrobatchCost]
     repeats: Repeats
     decisions: Decisions | None
+    over_batch: bool = False
 
 
 def shard(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], *, summands: Collection[fx.Node] = (),
     dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
+    over_batch: bool = False,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as it says.
 
-    ``summands``, ``dropout`` and ``device`` are as in :class:`ShardingContext`.
+    ``summands``, ``dropout``, ``device`` and ``over_batch`` are as in :class:`ShardingContext`.
     """
     context = ShardingContext(
-        normal, rules, tensor or TensorParallelSpec(), summands=summands, dropout=dropout,
-        device=device
+        normal, rules, tensor or TensorParallelSpec(), summands=summands, dropout=dropout, device=device,
+        over_batch=over_batch,
     )  # fmt: skip
     context, assignments, decisions = choose(context)
     emitter = Emitter(context, assignments)
@@ -79,7 +82,7 @@ def shard(
     return Sharded(
         emitter.graph, normal, emitter.replicated, emitter.layouts, emitter.summed, context.decided, context.notes,
         context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
-        lambda rows: repeats(context, emitter.replicated, rows), decisions,
+        lambda rows: repeats(context, emitter.replicated, rows), decisions, over_batch,
     )  # fmt: skip
 
 

@@ -124,6 +124,8 @@ def meetings(sharded: Sharded) -> Meetings:
     """Return the nodes of the local graph at which rows meet in forward.
 
     A buffer that forward writes is as good as a field where all microbatches write the same to it."""
+    if sharded.over_batch:
+        return _meetings(sharded, frozenset())
     every = frozenset(sharded.normal.updates)
     found = _meetings(sharded, frozenset())
     if not found.others:
@@ -145,14 +147,14 @@ def _meetings(sharded: Sharded, sequential: frozenset[str]) -> Meetings:
             continue
         if node.target is norms.sync_batch_norm:
             found.norms.append(node)
-        elif node in free and node.target in (collectives.all_reduce, collectives.gather) and _bounded(node):
+        elif node in free and node.target in (collectives.all_reduce, collectives.gather) and bounded(node):
             found.known.append(node)
         else:
             found.others.append(node)
     return found
 
 
-def _bounded(node: fx.Node) -> bool:
+def bounded(node: fx.Node) -> bool:
     """Whether the number of rows alone tells the shape of a node's value, a sum of real numbers."""
     value = node.meta["val"]
     return not value.is_complex() and not any(depends_on_data(size) for size in value.shape)
@@ -182,11 +184,8 @@ def _cause(node: fx.Node) -> str:
 
 
 def _over_rows(node: fx.Node) -> bool:
-    """Whether a node exchanges values over the rows in forward, or cuts a value that learns, whose gradient it would
-    have to put together."""
+    """Whether a node exchanges values over the rows in forward."""
     facts = facts_of(node.target)
-    if node.target is collectives.shard:
-        return ROWS in collectives.ShardedFactor(*node.args[2]).axes and bool(node.meta["grad"])
     if facts.ways:
         if not collectives.communicates_forward(facts):
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +21,26 @@ from shardwise.graph.schema import outputs_of
 from shardwise.ops import collectives, norms
 from shardwise.ops.own_op import argument_at, facts_of
 from shardwise.shard.sharded import Sharded
+from shardwise.units.exchanges import Merge, merge_of, phases
 from shardwise.units.selective_recompute import note_unread, recallable
 from shardwise.units.trace import Unit
 from shardwise.units.weight_products import expose, find, held, inside
 
 
-def split(sharded: Sharded) -> list[Unit]:
-    """Cut a local graph into units; return them in the order in which they run."""
+def split(sharded: Sharded, exchanges: Sequence[fx.Node] = ()) -> list[Unit]:
+    """Cut a local graph into units; return them in the order in which they run. Each of the ``exchanges``, together
+    with those that do not depend on it, is a unit, and no other unit has nodes before and after it."""
     graph = sharded.graph
     loss, *updates = outputs_of(graph)
     useful = gradient_paths([loss])
-    assigned, names = _assign(graph, sharded)
+    assigned, keys = _assign(graph, sharded, exchanges)
     first = _read_first(graph, sharded, assigned)
     assigned |= dict.fromkeys(first, -1)
     order = sorted(set(assigned.values()))
-    builder = _Builder(sharded, assigned, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
+    own = frozenset(exchanges)
+    builder = _Builder(sharded, assigned, own, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
     shared: dict[str, Callable[..., Any]] = {}
-    return [builder.unit(i, key, names[key], shared) for i, key in enumerate(order)]
+    return [builder.unit(i, key, keys, shared) for i, key in enumerate(order)]
 
 
 def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -100,7 +104,11 @@ def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
             continue
         found.add(node)
         source = node.args[0] if node.target is operator.getitem else None
-        of_batch_norm = isinstance(source, fx.Node) and source.target in (norms.batch_norm, norms.sync_batch_norm)
+        of_batch_norm = isinstance(source, fx.Node) and source.target in (
+            norms.batch_norm,
+            norms.sync_batch_norm,
+            norms.batch_norm_by,
+        )
         if of_batch_norm and node.args[1] == 0:  # y does not depend on the running statistics
             found.add(source)
             running = [argument_at(source.target, name) for name in ("mean", "var")]
@@ -121,11 +129,41 @@ def block_of(path: str) -> str:
     return ""
 
 
-def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict[int, str]]:
-    """Return the unit of every call as a sortable key, and the name of each key: -1 is "inputs", 0 is before the first
-    block, i is the i-th block, counted from 1, and the last key is after the last block.
-    """
-    free = _free(graph, sharded)
+@dataclass(frozen=True)
+class _Keys:
+    """The units' sortable keys. -1 is "inputs". Each phase has the same ``names``: place 0 is before the first block, i
+    is the i-th block, counted from 1, then comes what is after the last block, and then the exchange that ends the
+    phase."""
+
+    names: Sequence[str]
+
+    def key(self, phase: int, place: int) -> int:
+        """Return the key of a place in a phase."""
+        return phase * (len(self.names) + 1) + place
+
+    def exchange(self, phase: int) -> int:
+        """Return the key of the exchange before a phase."""
+        return phase * (len(self.names) + 1) - 1
+
+    def phase(self, key: int) -> int:
+        """Return in which order units of this key run: twice the phase, and one more for the exchange that ends it."""
+        phase, place = divmod(max(key, 0), len(self.names) + 1)
+        return 2 * phase + (place == len(self.names))
+
+    def of(self, key: int) -> str:
+        """Return the name of a unit."""
+        if key < 0:
+            return "inputs"
+        phase, place = divmod(key, len(self.names) + 1)
+        if place == len(self.names):
+            return f"exchange {phase + 1}"
+        return self.names[place] + (f", part {phase + 1}" if phase else "")
+
+
+def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], _Keys]:
+    """Return the key of the unit of every call, and what the keys mean."""
+    phase, own = phases(graph, exchanges), frozenset(exchanges)
+    free = {n for n in _free(graph, sharded) if not phase[n]}
     calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
     owned = _blocks_with_parameters(graph)
     blocks: dict[str, int] = {}
@@ -135,7 +173,7 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
             blocks[key] = len(blocks) + 1
     last = len(blocks)
     unit: dict[fx.Node, int] = {}
-    early = _early(calls, free, blocks, sharded.normal.captured)
+    early = _early((n for n in calls if not phase[n]), free, blocks, sharded.normal.captured)
     for node in calls:
         if node in free or node in early:
             continue
@@ -148,6 +186,10 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
             unit[node] = max(below, blocks[key])
         else:
             unit[node] = below + 1 if last and below == last else below
+    names = ["head" if last else "model", *blocks, *(["tail"] if last else [])]
+    keys = _Keys(names)
+    for node, place in unit.items():
+        unit[node] = keys.exchange(phase[node]) if _source(node) in own else keys.key(phase[node], place)
     for node in reversed(calls):
         if (node in free or node in early) and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
@@ -157,9 +199,15 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
                 place = 0 if place == 1 and early[node] else place
             else:
                 place = users.pop() if len(users) == 1 else -1
+            if keys.phase(place) % 2:  # nothing but the exchange itself is in its unit
+                place -= 1
             unit.update(dict.fromkeys((node, *items), place))
-    names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
-    return unit, names
+    return unit, keys
+
+
+def _source(node: fx.Node) -> Any:
+    """Return the op that a node is a result of."""
+    return node.args[0] if node.target is operator.getitem else node
 
 
 def _early(
@@ -217,14 +265,16 @@ class _Builder:
         self,
         sharded: Sharded,
         assigned: dict[fx.Node, int],
+        exchanges: Container[fx.Node],
         useful: set[fx.Node],
         loss: fx.Node,
         updates: list[tuple[fx.Node, str]],
     ) -> None:
         self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
+        self.exchanges = exchanges
         self.captured = sharded.normal.captured
 
-    def unit(self, index: int, key: int, name: str, shared: dict[str, Callable[..., Any]]) -> Unit:
+    def unit(self, index: int, key: int, keys: _Keys, shared: dict[str, Callable[..., Any]]) -> Unit:
         own = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
         mine = [n for n in own if n.op != "placeholder"]
         kinds: dict[str, list[fx.Node]] = {"parameters": [], "buffers": [], "constants": [], "fields": [], "inputs": []}
@@ -249,7 +299,7 @@ class _Builder:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
         return Unit(
             index=index,
-            name=name,
+            name=keys.of(key),
             function=shared[code],
             code=code,
             graph=graph,
@@ -270,7 +320,14 @@ class _Builder:
             products=tuple(parameters[one.parameter] for one in products.values()),
             inside=tuple(parameters[i] for i in inside(graph, trainable, products)),
             held=self._names(held(graph, products), kinds["inputs"], outputs),
+            merges=self._merges(mine, kinds["inputs"]),
+            phase=keys.phase(key),
         )
+
+    def _merges(self, mine: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[Merge, ...]:
+        """Return how an exchange takes each of its ``inputs``; nothing for any other unit."""
+        each = {node.args[1]: merge_of(node) for node in mine if node in self.exchanges}
+        return tuple(each[node] for node in inputs) if each else ()
 
     @staticmethod
     def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from shardwise.shard.sizes import local_shape
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.batch_sums import BatchSums
+from shardwise.units.exchanges import Merge
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
@@ -157,6 +158,10 @@ class Unit:
     ``inputs`` and ``outputs`` are the names of live tensors, which units hand to each other; the values that the
     function returns are the ``outputs``, then the new values of the buffers ``updates``. ``input_grads`` and
     ``output_grads`` say which inputs and outputs have gradients.
+
+    A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
+    together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
+    any begins the next.
     """
 
     index: int
@@ -184,6 +189,21 @@ class Unit:
     inside: tuple[str, ...] = ()  # the trainable parameters whose gradient autograd computes, wholly or in part
     # the unit's inputs and outputs that may share memory with an input of a product
     held: tuple[str, ...] = ()
+    merges: tuple[Merge, ...] = ()
+    phase: int = 0
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the unit runs once a batch, on what all microbatches have."""
+        return bool(self.merges)
+
+    def merged(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of the unit's function, given those with inputs of all microbatches, each input's one
+        after the other."""
+        if not self.merges:
+            return arguments
+        each = len(arguments) // len(self.merges)
+        return [merge(arguments[i * each : (i + 1) * each]) for i, merge in enumerate(self.merges)]
 
     def local(self, name: str, env: Env) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a live tensor on the rank and for the microbatch of ``env``."""
@@ -201,11 +221,13 @@ class Unit:
         return any(self.output_grads)
 
 
-def part_of_batch(trace: Trace, env: Env, rows: int) -> Env:
-    """Return ``env`` for a microbatch of ``rows`` rows: the first ones where the graph is of a whole batch."""
-    if trace.rows in (None, rows) or not trace.cuts_batch:
+def part_of_batch(trace: Trace, env: Env, rows: int, batch: int | None = None) -> Env:
+    """Return ``env`` for a microbatch of ``rows`` rows: the first ones where the graph is of a whole batch, or where it
+    is part of a ``batch``, whose number of rows that is."""
+    whole = trace.rows or batch or rows
+    if whole == rows or not trace.cuts_batch:
         return replace(env, rows=rows)
-    return replace(env, rows=trace.rows or rows, window=(0, rows))
+    return replace(env, rows=whole, window=(0, rows))
 
 
 MEETS_SHOWN = 3  # the most modules that a note names in which rows meet
@@ -252,6 +274,11 @@ class Trace:
     predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The live tensors that are the same for all microbatches: exchanges make them."""
+        return frozenset(name for unit in self.units if unit.exchanges for name in unit.outputs)
 
     @property
     def weighs_targets(self) -> bool:

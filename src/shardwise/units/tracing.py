@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
@@ -21,7 +21,16 @@ from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
-from shardwise.units.batch_sums import described, mean_cross_entropy, meetings, summands, take_sums, written_in_turn
+from shardwise.units.batch_sums import (
+    Meetings,
+    described,
+    mean_cross_entropy,
+    meetings,
+    summands,
+    take_sums,
+    written_in_turn,
+)
+from shardwise.units.exchanges import check_exchanges
 from shardwise.units.loss_weight import LossWeight, found_weight
 from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, opaque_unit
 from shardwise.units.split import split, with_backward
@@ -55,6 +64,7 @@ def trace(
     tensor: TensorParallelSpec | None = None,
     captures: Captures | None = None,
     loss_weight: str | None = None,
+    over_batch: bool = False,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -68,15 +78,20 @@ def trace(
         tensor: this says what tensor parallelism shards.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
         loss_weight: what the loss of a model that is not captured is of its rows, if a trial is not to find that.
+        over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
         normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
         captured = normal.captured
         sharded = shard(
-            normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor
+            normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
+            over_batch=over_batch,
         )  # fmt: skip
-        meet = meetings(sharded)
+        meet, exchanges = meetings(sharded), list[fx.Node]()
+        if over_batch:
+            meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
+            check_exchanges(exchanges)
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
     except Uncapturable as error:
         if not opaque:
@@ -84,10 +99,13 @@ def trace(
         if tensor is not None and tensor.axes:
             wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
             raise ConfigError.on("tp", wrong, "tp = 1") from error
+        if over_batch:
+            wrong = f'"batch" is not possible: the model could not be captured, so it cannot be cut: {error}'
+            raise ConfigError.on("rows", wrong, '"microbatch", or microbatches = 1') from error
         return _opaque(
             module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
         )
-    units = split(sharded)
+    units = split(sharded, exchanges)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units)
     if training and not learning:

@@ -12,6 +12,9 @@ from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.units.trace import Unit
 from shardwise.units.weight_products import Multiplier, Operand, watch
 
+Place = tuple[str, int]
+"""A live tensor's name and its microbatch; one that all microbatches share is of the first."""
+
 
 class Saved(NamedTuple):
     """What a forward leaves for its backward: outputs with gradients, operands of products, parameters as leaves."""
@@ -35,7 +38,7 @@ class UnitBackward(Multiplier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: dict[tuple[str, int], Tensor] = {}
+        self.pending: dict[Place, Tensor] = {}
         self.microbatch = 0
 
     @abstractmethod
@@ -48,13 +51,13 @@ class UnitBackward(Multiplier):
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of a parameter, which has the parameter's local shape."""
 
-    def pass_on(self, name: str, gradient: Tensor) -> None:
+    def pass_on(self, place: Place, gradient: Tensor) -> None:
         """Add ``gradient`` to the pending gradient of a live tensor."""
-        before = self.pending.get((name, self.microbatch))
-        self.pending[name, self.microbatch] = gradient if before is None else before + gradient
+        before = self.pending.get(place)
+        self.pending[place] = gradient if before is None else before + gradient
 
     def run_backward(
-        self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor],
+        self, unit: Unit, take: Callable[[], Saved], live: Mapping[Place, Tensor],
         seed: Callable[[str, Tensor], Tensor | None],
         defer: Callable[[GradientFactors], None] | None = None,
     ) -> None:  # fmt: skip
@@ -85,6 +88,6 @@ class UnitBackward(Multiplier):
         for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
             if dy is not None and operand.counts:
                 add(operand.factors(name, dy))
-        for name, grad in zip(live, rest[: len(live)], strict=True):
+        for place, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
-                self.pass_on(name, grad)
+                self.pass_on(place, grad)

@@ -190,9 +190,10 @@ class Pieces(NamedTuple):
 def in_pieces(compiled: Compiled) -> Pieces:
     """Return in how many pieces one device computes a batch: in one, but for the statistics of BatchNorm, unless each
     microbatch is a batch of its own, by a note or by the weights that it uses."""
-    plan = compiled.plan
-    apart = not compiled.general.cuts_batch or plan.asynchronous
-    return Pieces(plan.microbatches, 1) if apart else Pieces(1, plan.microbatches)
+    plan, trace = compiled.plan, compiled.general
+    if not trace.cuts_batch or plan.asynchronous:
+        return Pieces(plan.microbatches, 1)
+    return Pieces(1, plan.microbatches if trace.meets else 1)
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> bool:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.core.layout import Factor, Layout
+from shardwise.graph.schema import as_result, values_of
 from shardwise.ops import local_ops, norms, softmax
+from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OwnCall, Shard, Strategy, sharding
@@ -236,14 +239,45 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
 
     def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
         axes = sharding(strategies, 0)
-        if not axes:
+        if not axes or apart(axes):
             return None
         rest = iter(values[1:])
         others = (next(rest) if a in operands[1:] else a for a in node.args[1:])
         return OwnCall(norms.sync_batch_norm, (values[0], *others, axes))
 
-    form.moves, form.call = moves, call
+    def apart(axes: Sequence[str]) -> bool:
+        """Whether statistics are an op of their own, which microbatches exchange."""
+        return context.over_batch and ROWS in axes
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        axes = sharding(solved.strategies, 0)
+        if not apart(axes):
+            return emitter.plain(node, solved)
+        args, _ = emitter.filled(node, solved.values)
+        return _norm_by_statistics(emitter, node, args, axes, solved.layouts)
+
+    form.moves, form.call, form.emit = moves, call, emit
     return form
+
+
+def _norm_by_statistics(
+    emitter: Emitter, node: fx.Node, args: Sequence[Any], axes: tuple[str, ...], layouts: Sequence[Layout]
+) -> fx.Node:
+    """Emit a BatchNorm as statistics of this rank's rows, their exchange over ``axes``, and what is made of them."""
+    x, *_ = values_of(node)
+    dtype = torch.promote_types(x.dtype, torch.float32) if args[3] is None else args[3].meta["val"].dtype
+    channels, each, value = x.shape[1], layouts[0].dims[1], args[0]
+    for function, more, whole in (
+        (norms.batch_statistics, (dtype,), (1, 3, channels)),
+        (norms.combined_statistics, (axes,), (3, channels)),
+    ):
+        env = (emitter.env,) if function is norms.combined_statistics else ()
+        new = emitter.graph.call_function(function, (*env, value, *more))
+        layout = Layout((*((Factor(size),) for size in whole[:-1]), each))
+        emitter.annotate(new, layout, dict.fromkeys(emitter.groups, "R"), bool(value.meta["grad"]), node)
+        new.meta["val"] = x.new_empty(whole, dtype=dtype)
+        value = new
+    return emitter.emit(node, (*args, value), {}, as_result(node, layouts), norms.batch_norm_by)
 
 
 # ---- pooling and resampling ------------------------------------------------------------------------------------------

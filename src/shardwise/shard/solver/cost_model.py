@@ -311,6 +311,10 @@ class _Priced:
     def grad(self) -> bool:
         return self.value.grad
 
+    @property
+    def together(self) -> tuple[int, ...]:
+        return ()
+
     def fits(self, states: Placements) -> bool:
         return self.prices.fits(self.value, states)
 
