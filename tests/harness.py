@@ -18,6 +18,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.parallel.data import batch_axes
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units.trace import Trace
@@ -102,17 +103,27 @@ def sharded_run(
     steps: int = 1, optimizer: OptimizerChoice | None = None, seed: int = 0,
 ) -> Run:  # fmt: skip
     """Train on ``dp`` thread ranks; checks that all of them end up with the same numbers."""
-    compiled = subject.compile(dp, microbatches, recompute)
-    count = next(iter(subject.batch.values())).shape[0] if rows is None else rows
-    choice = optimizer or OptimizerChoice("sgd", lr=0.0)
+    return planned_run(subject.compile(dp, microbatches, recompute), subject.batch, rows, steps, optimizer, seed)
+
+
+def planned_run(
+    compiled: Compiled, batch: Fields, rows: int | None = None, steps: int = 1,
+    optimizer: OptimizerChoice | None = None, seed: int = 0,
+) -> Run:  # fmt: skip
+    """Train by the plan of ``compiled`` on thread ranks; checks that all of them end up with the same numbers."""
+    count = next(iter(batch.values())).shape[0] if rows is None else rows
+    choice, plan = optimizer or OptimizerChoice("sgd", lr=0.0), compiled.plan
 
     def rank(comm: ThreadCommunicator) -> Run:
         engine = Engine(compiled, comm, choice, seed=seed, strict=True)
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
-        parts = min(microbatches, count)
-        mine = [i for a, b in rank_rows(count, parts, dp, comm.rank) for i in range(a, b)]
-        losses = [float(engine.step({k: v[mine] for k, v in subject.batch.items()}, count).loss) for _ in range(steps)]
+        axes = batch_axes(plan.mesh)
+        ranges = rank_rows(
+            count, min(plan.microbatches, count), plan.mesh.axis_size(axes), plan.mesh.index(comm.rank, axes)
+        )
+        mine = [i for a, b in ranges for i in range(a, b)]
+        losses = [float(engine.step({k: v[mine] for k, v in batch.items()}, count).loss) for _ in range(steps)]
         return Run(losses, kept[-1], engine.state_dict())
 
     runs = run_ranks(compiled.plan.mesh, rank, timeout=60)

@@ -266,10 +266,10 @@ class Engine:
 
         def place(one: Instruction) -> int:
             """Return an instruction's place among those of all ranks: forwards come first, and backwards go through the
-            units in reverse.
+            units in reverse. What one microbatch makes may reach all others in the next unit.
             """
-            at, again = (one.unit, 0) if one.op is Op.FORWARD else (units - 1 - one.unit, len(traces))
-            return (again + one.microbatch) * units + at
+            at, again = (one.unit, 0) if one.op is Op.FORWARD else (units - 1 - one.unit, units)
+            return (again + at) * len(traces) + one.microbatch
 
         def inspect(position: int, what: str, values: list[Tensor]) -> None:
             if any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in values):
@@ -289,7 +289,7 @@ class Engine:
         at = int(torch.nonzero(host_sum(self.comm, mine, "search for the first non-finite value"))[0])
         if at == never:
             return "none", "gradient norm"
-        forward, unit = at < len(traces) * units, at % units
+        forward, unit = at < len(traces) * units, at // len(traces) % units
         return traces[0].units[
             unit if forward else units - 1 - unit
         ].name, "forward's output" if forward else "backward's gradient"
