@@ -68,7 +68,7 @@ def predicted(
     ones = subject.masks if all(bool((batch[m] == 1).all()) for m in subject.masks) else ()
     rows = len(next(iter(batch.values())))
     return predict(
-        lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank, profiled=profiled,
+        lambda n: subject.trace_of(ones, n, rows), subject.plan, optimizer, rows=rows, rank=rank, profiled=profiled,
         split=lambda one, _: subject.stages_of(one),
     )  # fmt: skip
 

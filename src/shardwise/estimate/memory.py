@@ -192,7 +192,10 @@ class ProgramSizes:
         return self.profiles[0].sums * (1 if self.traces[0].cuts_batch else self.microbatches)
 
     def unit(self, one: Instruction) -> UnitMemory:
-        return self.profiles[one.microbatch].units[one.unit]
+        """Return the bytes of an instruction's unit; the last microbatch runs backward first."""
+        found = self.profiles[one.microbatch].units[one.unit]
+        first = (one.microbatch + 1) % self.microbatches == 0
+        return found if first or found.later is None else found.later
 
     def way(self, one: Instruction) -> Way:
         """Return how the unit goes from FORWARD to BACKWARD in its microbatch."""
@@ -252,9 +255,13 @@ class ProgramSizes:
     def gradients(self, one: Instruction, sizes: Sequence[int]) -> Made:
         m = one.microbatch
         made: dict[Buffer, dict[str, int]] = {}
-        for name, size in zip(self.traces[m].units[one.unit].inputs, sizes, strict=False):
+        trace, first = self.traces[m], m - m % self.microbatches
+        unit = trace.units[one.unit]
+        each = self.microbatches if unit.exchanges else 1
+        places = [(name, first if name in trace.shared else m + k) for name in unit.inputs for k in range(each)]
+        for (name, at), size in zip(places, sizes, strict=False):
             if size:
-                made.setdefault(BufferKind.GRADIENT.of(self.producers[m][name], m), {})[name] = size
+                made.setdefault(BufferKind.GRADIENT.of(self.producers[m][name], at), {})[name] = size
         return made
 
     def peak(self, one: Instruction) -> int:

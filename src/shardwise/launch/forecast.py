@@ -108,10 +108,10 @@ class Forecast:
     def predict(self, plan: Plan, rank: int | None = None) -> Prediction:
         """Predict the memory of ``rank`` under ``plan``, by default of the rank that needs most."""
         if (plan, rank) not in self._known:
-            compiled = self._traced(plan)
+            compiled, rows = self._traced(plan), self.config.data.batch_size
             self._known[plan, rank] = predict(
-                lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
-                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common,
+                lambda size: compiled.trace_of(self._ones, size, rows), plan, build_optimizer(self.config),
+                rows=rows, device=self.device.kind, rank=rank, common=self.common,
                 profiled=self._profiled, split=compiled.stages_of,
             )  # fmt: skip
         return self._known[plan, rank]
@@ -335,7 +335,8 @@ class Forecast:
 
     def _trace(self, plan: Plan) -> Trace:
         """Return the trace of a microbatch of a full batch."""
-        return self._traced(plan).trace(self._ones, self.config.data.batch_size // plan.microbatches)
+        rows = self.config.data.batch_size
+        return self._traced(plan).trace_of(self._ones, rows // plan.microbatches, rows)
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:
         key = (id(one), rows, parts, device, repr(options))

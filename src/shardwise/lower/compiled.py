@@ -234,6 +234,10 @@ class Compiled:
                 )  # fmt: skip
         return self._traces[key]
 
+    def trace_of(self, ones: tuple[str, ...], size: int, rows: int) -> Trace:
+        """Return the trace for a microbatch of ``size`` rows of a batch of ``rows`` rows."""
+        return self.trace(ones, rows if self.general.cuts_batch else size)
+
     def _tensors(self, ones: tuple[str, ...], rows: int | None) -> TensorParallelSpec:
         """Return what tensor parallelism shards; the layouts of parameters are the same in all traces."""
         known = [p for b in self.buckets for p in b.parameters]

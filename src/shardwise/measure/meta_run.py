@@ -6,8 +6,10 @@ depends on the device.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.layout import shard_range
 from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
 from shardwise.graph.sizes import depends_on_data, size_for_rows
 from shardwise.graph.torch_private import storage_key
@@ -64,14 +67,19 @@ class MetaRun:
     """This holds the arguments of units on one rank for one microbatch; tensors keep their identity between units.
 
     It is rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.  ``tensor`` is its
-    place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`.
+    place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`.  The batch has
+    ``microbatches``.
     """
 
     def __init__(
-        self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places, **env: Any
-    ) -> None:
-        place = parts - 1 if index is None else index
-        self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows)
+        self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places,
+        microbatches: int = 1,
+        **env: Any
+    ) -> None:  # fmt: skip
+        place, batch = parts - 1 if index is None else index, rows * microbatches
+        self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows, batch)
+        whole = range(microbatches) if trace.shared else ()
+        self.windows = tuple(shard_range(self.env.rows, microbatches, m) for m in whole)
         self.env.counts = stand_ins(trace.sums, self.env)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
@@ -84,6 +92,29 @@ class MetaRun:
             self.live[name] = value.detach().requires_grad_(grad)
         return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
 
+    def env_of(self, unit: Unit) -> Env:
+        """Return where a unit runs: an exchange has the rows of all microbatches."""
+        return replace(self.env, window=None, windows=self.windows) if unit.exchanges else self.env
+
+    @property
+    def own(self) -> int:
+        """The first microbatch with as many rows as this one has."""
+        first, last = self.env.window or (0, self.env.rows)
+        return next((m for m, (a, b) in enumerate(self.windows) if b - a == last - first), 0)
+
+    def inputs(self, unit: Unit) -> list[Tensor]:
+        """Return a unit's live inputs; those of an exchange are of each microbatch, one after the other."""
+        if not unit.exchanges or len(self.windows) < 2:
+            return [self.live[n] for n in unit.inputs]
+        found: list[Tensor] = []
+        for name, (m, window) in itertools.product(unit.inputs, enumerate(self.windows)):
+            value = self.live[name]
+            if m != self.own:
+                shape, dtype = unit.local(name, replace(self.env, window=window))
+                value = torch.empty(shape, dtype=dtype, device=META, requires_grad=value.requires_grad)
+            found.append(value)
+        return found
+
     def arguments(self, unit: Unit) -> tuple[list[Tensor], ...]:
         """Return a unit's parameters, buffers, constants, batch fields and live inputs."""
         parameters, buffers, batch = (
@@ -91,7 +122,7 @@ class MetaRun:
             for kind, names in (("p", unit.parameters), ("b", unit.buffers), ("f", unit.fields))
         )
         constants = [torch.empty_like(c, device=META) for c in unit.constants]
-        return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
+        return parameters, buffers, constants, batch, self.inputs(unit)
 
     def leaf(self, kind: str, name: str) -> Tensor:
         """Return this rank's shard of a parameter ("p"), a buffer ("b") or a batch field ("f")."""
@@ -110,13 +141,13 @@ class UnitRun:
     in for them.
     """
 
-    def __init__(self, run: MetaRun) -> None:
-        self.run = run
+    def __init__(self, run: MetaRun, unit: Unit | None = None) -> None:
+        self.run, self.env = run, run.env if unit is None else run.env_of(unit)
         self.unknown: set[str] = set()
 
     def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
         values: dict[fx.Node, Any] = {}
-        feed = iter([self.run.env, *arguments])
+        feed = iter([self.env, *arguments])
         last = _last_uses(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -139,8 +170,8 @@ class UnitRun:
                 result = self.placed(target)(*args, **kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
             self.unknown.add(str(target))
-            if node.target is recalled and self.run.env.tape is not None:
-                self.run.env.tape.kept[number] = None
+            if node.target is recalled and self.env.tape is not None:
+                self.env.tape.kept[number] = None
             return self.stand_in(node, args)
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
@@ -159,9 +190,9 @@ class UnitRun:
         made: list[Any] = []
         for one, placed in zip(values_of(node), layouts, strict=True):
             if not isinstance(one, Tensor):
-                made.append(size_for_rows(one, self.run.env.rows, most))
+                made.append(size_for_rows(one, self.env.rows, most))
                 continue
-            shape = local_shape(one, placed, self.run.env, most)
+            shape = local_shape(one, placed, self.env, most)
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
         return as_result(node, made)
 

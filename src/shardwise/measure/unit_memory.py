@@ -70,12 +70,15 @@ class UnitMemory:
     name: str
     outputs: int = 0  # bytes of live outputs that the unit made itself
     updates: int = 0  # bytes of new values of buffers, kept until the step ends
-    gradients: tuple[int, ...] = ()  # bytes that BACKWARD leaves pending, by input of the unit
+    # bytes that BACKWARD leaves pending, by input of the unit, and of an exchange also by microbatch
+    gradients: tuple[int, ...] = ()
     input_gradients: tuple[int, ...] = ()  # bytes that BACKWARD_INPUT leaves pending, by input of the unit
     alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
     none: Way = Way()  # the way without RECOMPUTE
     again: Way = Way()  # the way with RECOMPUTE as in the plan's ``recompute``, if it has one
     unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
+    # the same for a microbatch that adds to gradients of what all microbatches share, if that is different
+    later: UnitMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def profile(
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
     alone = (trace.cuts_batch or microbatches == 1) and trace.precision != "fp16"
-    run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone)
+    run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone, microbatches=microbatches)
     with largest_sizes():
         profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)
         whole = replace(run.env, rows=rows * microbatches, window=None) if trace.cuts_batch else run.env
@@ -200,8 +203,20 @@ class _Profiler:
         found = [self.forward(u) for u in units]
         for u in reversed(units):
             if u.differentiable:
-                found[u.index] = replace(found[u.index], **self.backward(u))
+                before = dict(self.pending)
+                found[u.index] = one = replace(found[u.index], **self.backward(u))
+                if self.trace.shared.intersection(u.inputs) and len(self.run.windows) > 1:
+                    found[u.index] = replace(one, later=replace(one, **self.backward_later(u, before)))
         return found
+
+    def backward_later(self, unit: Unit, before: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what :meth:`backward` returns, for a microbatch that finds what the one before it left pending for
+        what all microbatches share; ``before`` was pending before that one."""
+        after, self.pending = self.pending, {**before}
+        self.pending |= {n: after[n] for n in self.trace.shared.intersection(unit.inputs) if n in after}
+        fields = self.backward(unit)
+        self.pending = after
+        return fields
 
     def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
         products = tuple(n in unit.products and self.gradient_dtypes[n] for n in unit.parameters)
@@ -230,10 +245,11 @@ class _Profiler:
         """Return the fields of a unit's memory that its backward decides; leave its inputs' gradients pending."""
         arguments = self.arguments(unit)
         given = {n: self.pending.pop(n) for n in unit.outputs if n in self.pending}
-        names = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        before = [self.pending.get(n) for n in names]
-        producers = [self.producer[n] for n in names]
-        order = sorted(range(len(names)), key=producers.__getitem__)
+        learning = unit.learning(arguments)
+        own = self.run.own if unit.exchanges else 0
+        before = [self.waiting(n, value, k == own) for (n, k), value in learning.items()]
+        producers = [self.producer[n] for n, _ in learning]
+        order = sorted(range(len(learning)), key=producers.__getitem__)
         key = (
             self.key(unit, arguments), tuple(n in given for n in unit.outputs), _forms([*given.values()]),
             tuple(b is None for b in before), tuple(order),
@@ -247,8 +263,14 @@ class _Profiler:
             reached = tuple(g is not None for g in grads)
             self.backwards[key] = fields, reached, _forms([g for g in grads if g is not None], known)
         fields, reached, forms = self.backwards[key]
-        self.pending |= dict(zip(compress(names, reached), _made(forms, known), strict=True))
+        grads = zip(compress(learning, reached), _made(forms, known), strict=True)
+        self.pending |= {n: grad for (n, k), grad in grads if k == own}
         return fields
+
+    def waiting(self, name: str, value: Tensor, own: bool) -> Tensor | None:
+        """Return what is pending for an input of a unit; that of another microbatch is as large as its ``value``."""
+        known = self.pending.get(name)
+        return known if own or known is None else torch.empty_like(value, requires_grad=False)
 
     def walk_backward(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
@@ -305,5 +327,5 @@ def _owned(
         if grad is not None and (key := storage_key(grad)) not in seen:
             seen.add(key)
             sizes[i] = grad.untyped_storage().nbytes()
-    left = iter(sizes)
-    return tuple(next(left) if g else 0 for g in unit.input_grads)
+    left, each = iter(sizes), len(grads) // max(sum(unit.input_grads), 1)
+    return tuple(next(left) if g else 0 for g in unit.input_grads for _ in range(each))

@@ -41,7 +41,7 @@ class UnitWork(UnitBackward):
         super().__init__()
         trace = step.trace
         self.unit, self.arguments, self.kernels = unit, arguments, step.kernels
-        self.unit_run = UnitRun(step.run)
+        self.unit_run = UnitRun(step.run, unit)
         self.forms, self.tracker = DeviceForms(step.run.device), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
@@ -71,7 +71,7 @@ class UnitWork(UnitBackward):
 
         Returns the peak bytes and the bytes that are left, both above what was there before.
         """
-        unit, env = self.unit, self.unit_run.run.env
+        unit, env = self.unit, self.unit_run.env
         graph = unit.graph
         assert graph is not None
         own = len(unit.outputs) + len(unit.updates)
@@ -87,7 +87,7 @@ class UnitWork(UnitBackward):
             self.tracker,
             self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
         ):
-            outputs = self.unit_run.forward(graph, self.arguments)
+            outputs = self.unit_run.forward(graph, unit.merged(self.arguments))
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
                 leaves = self.arguments[: len(unit.parameters)]
@@ -121,19 +121,18 @@ class UnitWork(UnitBackward):
 
         These are added to those ``before``.  With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
-        self.unit_run.run.env.meanwhile = self.flush
+        self.unit_run.env.meanwhile = self.flush
         unit = self.unit
-        inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
-        live = {n: x for n, x, g in zip(unit.inputs, inputs, unit.input_grads, strict=True) if g}
-        for name, old in zip(live, before, strict=True):
+        live = unit.learning(self.arguments)
+        for place, old in zip(live, before, strict=True):
             if old is not None:
-                self.pass_on(name, old)
+                self.pass_on(place, old)
         start = self.tracker.mark()
         with self.forms, self.tracker:
             self.run_backward(
                 unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
             )
-        return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
+        return self.tracker.peak - start, [self.pending.pop(place, None) for place in live]
 
     def backward_weight(self, held: deque[GradientFactors]) -> int:
         """Run BACKWARD_WEIGHT; return its peak bytes."""

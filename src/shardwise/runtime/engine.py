@@ -210,8 +210,8 @@ class Engine:
         self.check(fields, rows)
         compiled = compiled or self.compiled
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
-        sizes, cuts = shard_sizes(rows, min(compiled.plan.microbatches, rows)), compiled.general.cuts_batch
-        return [compiled.trace(ones, rows if cuts else size) for size in sizes]
+        sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
+        return [compiled.trace_of(ones, size, rows) for size in sizes]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""

@@ -205,6 +205,16 @@ class Unit:
         each = len(arguments) // len(self.merges)
         return [merge(arguments[i * each : (i + 1) * each]) for i, merge in enumerate(self.merges)]
 
+    def learning(self, arguments: Sequence[Tensor]) -> dict[tuple[str, int], Tensor]:
+        """Return, of the arguments of :meth:`merged`, the inputs that have a gradient, by name and number of the
+        microbatch (0, if the unit takes only one)."""
+        fixed = sum(map(len, (self.parameters, self.buffers, self.constants, self.fields)))
+        each = (len(arguments) - fixed) // max(len(self.inputs), 1)
+        values = iter(arguments[fixed:])
+        found = {(name, k): next(values) for name in self.inputs for k in range(each)}
+        grads = dict(zip(self.inputs, self.input_grads, strict=True))
+        return {place: value for place, value in found.items() if grads[place[0]]}
+
     def local(self, name: str, env: Env) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a live tensor on the rank and for the microbatch of ``env``."""
         meta = self.values[name].meta
