@@ -74,7 +74,7 @@ def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
     """The number of operations of all instructions of all ranks, which are those that were predicted."""
     plan, rows = subject.plan, len(next(iter(batch.values())))
     sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
-    traces, number = [subject.trace(subject.masks, size) for size in sizes], 0
+    traces, number = [subject.trace_of(subject.masks, size, rows) for size in sizes], 0
     programs = lower(traces[0], plan, batches=steady_batches(plan))
     for rank, seen in enumerate(counted(subject, batch, SGD)):
         expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank, programs=programs)

@@ -100,9 +100,10 @@ class _RankTraffic:
 
     def unit(self, one: Instruction) -> UnitTraffic:
         m = one.microbatch % len(self.traces)
-        key, unit = (id(self.traces[m]), self.envs[m].rows, one.unit), self.traces[m].units[one.unit]
+        key, unit = (id(self.traces[m]), self.subject.sizes[m], one.unit), self.traces[m].units[one.unit]
         if key not in self._units:
-            self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, self.envs[m], unit.output_grads)
+            env = self.subject.env_of(unit, self.rank, m)
+            self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, env, unit.output_grads)
         return self._units[key]
 
     def counted(self, one: Instruction) -> list[Traffic]:

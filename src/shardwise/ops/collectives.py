@@ -78,8 +78,12 @@ class Env:
     def span(self, size: int, axes: Sequence[str], index: int | None = None) -> tuple[int, int]:
         """Return (start, stop) of a rank's part of ``size`` elements that ``axes`` shard; the default is this rank.
 
-        Elements that ``ROWS`` shards are the rows, of which the microbatch's are shared out."""
+        Elements that ``ROWS`` shards are the rows, of which the microbatch's are shared out. Those of an exchange are
+        counted from 0."""
         parts, own = self.group(axes)
+        if ROWS in axes and self.windows:
+            each = (shard_range(b - a, parts, own if index is None else index) for a, b in self.windows)
+            return 0, sum(stop - start for start, stop in each)
         first, last = (self.window if ROWS in axes else None) or (0, size)
         start, stop = shard_range(last - first, parts, own if index is None else index)
         return first + start, first + stop

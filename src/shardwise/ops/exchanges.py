@@ -98,6 +98,8 @@ class _Call(NamedTuple):
     parts: int
     index: int
     rows: int
+    window: tuple[int, int] | None
+    windows: tuple[tuple[int, int], ...]
     tensor: tuple[tuple[str, tuple[int, int]], ...]
 
 
@@ -109,14 +111,17 @@ def exchanges(
     The tensors among the arguments are made by :func:`stand_in` and have local shapes.
     """
     named = tuple((name, _Argument.of(value)) for name, value in kwargs.items())
-    place = env.parts, env.index, env.rows, tuple(env.tensor.items())
+    place = env.parts, env.index, env.rows, env.window, env.windows, tuple(env.tensor.items())
     return _found(_Call(function, tuple(map(_Argument.of, args)), named, *place))
 
 
 @lru_cache(maxsize=4096)  # the layers of a model make the same calls
 def _found(call: _Call) -> tuple[Exchange, ...]:
     comm = _Recorder()
-    mine = _Recording(comm, parts=call.parts, index=call.index, rows=call.rows, tensor=dict(call.tensor))
+    mine = _Recording(
+        comm, parts=call.parts, index=call.index, rows=call.rows, window=call.window, windows=call.windows,
+        tensor=dict(call.tensor),
+    )  # fmt: skip
     args = [one.made() for one in call.args]
     with torch.enable_grad():
         results = call.function(mine, *args, **{name: one.made() for name, one in call.kwargs})

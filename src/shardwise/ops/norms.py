@@ -127,29 +127,36 @@ def batch_statistics(x: Tensor, dtype: torch.dtype) -> Tensor:
 def combined_statistics(env: Env, each: Tensor, axes: Groups) -> Tensor:
     """Return the statistics of all rows, (3, channels), given those of pieces on each rank, (pieces, 3, channels).
 
-    The result is R over ``axes``; statistics are combined as in Chan et al. (1979)."""
-    if env.group(axes)[0] > 1:
-        each = _Together.apply(env, each, axes)  # type: ignore[no-untyped-call]
+    The result is R over ``axes``."""
+    own = _combined(each)
+    if env.group(axes)[0] == 1:
+        return own
+    together: Tensor = _Together.apply(env, own, axes)  # type: ignore[no-untyped-call]
+    return _combined(together)
+
+
+def _combined(each: Tensor) -> Tensor:
+    """Return the statistics of several pieces together, as Chan et al. (1979) combine them."""
     means, variances, counts = each.unbind(1)
     total = counts.sum(0)
-    mean = (means * counts).sum(0) / total
-    var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
+    divisor = total.clamp(min=1)  # a rank may have no rows
+    mean = (means * counts).sum(0) / divisor
+    var = ((variances + (means - mean) ** 2) * counts).sum(0) / divisor
     return torch.stack([mean, var, total])
 
 
 class _Together(torch.autograd.Function):
-    """V → R along dim 0, of which every rank has as many elements."""
+    """V → R: stack what each rank has along a new first dim."""
 
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, axes: Groups) -> Tensor:
         ctx.env, ctx.axes = env, axes
-        return gathered(env, x, axes, "BatchNorm statistics").flatten(0, 1)
+        return gathered(env, x, axes, "BatchNorm statistics")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        ranks, own = ctx.env.group(ctx.axes)
         total = all_sum(ctx.env, grads[0], ctx.axes, "BatchNorm gradient")
-        return None, total.chunk(ranks)[own], None
+        return None, total[ctx.env.group(ctx.axes)[1]], None
 
 
 @own_op()

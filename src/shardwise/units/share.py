@@ -35,13 +35,14 @@ class Updated(NamedTuple):
     name: str | None = None
 
 
-def place_of(trace: Trace, mesh: Mesh, rank: int, rows: int) -> Env:
-    """Return the place of ``rank`` in a microbatch of ``rows`` rows on all ranks together, without a communicator."""
+def place_of(trace: Trace, mesh: Mesh, rank: int, rows: int, batch: int | None = None) -> Env:
+    """Return the place of ``rank`` in a microbatch of ``rows`` rows on all ranks together, without a communicator. The
+    microbatch is one of a ``batch`` of so many rows, if that is given."""
     axes = batch_axes(mesh)
     real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
     tensor = mesh.places(rank, tuple(trace.tensor))
     place = Env(axes=real, parts=mesh.axis_size(axes), index=mesh.index(rank, axes), tensor=tensor)
-    return part_of_batch(trace, place, rows)
+    return part_of_batch(trace, place, rows, batch)
 
 
 @dataclass(frozen=True)
