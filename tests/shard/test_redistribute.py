@@ -21,6 +21,7 @@ class Value:
     """It has a gradient, and may be in any states."""
 
     grad = True
+    together = ()
 
     def fits(self, states: Placements) -> bool:
         return True

@@ -109,8 +109,7 @@ class StageSplit:
 
     def _in_phases(self, microbatches: int) -> tuple[Task, ...]:
         """Return the tasks of one rank whose stages are phases: all microbatches finish one before the next begins."""
-        once = {self.stage[u.index] for u in self.units if u.exchanges}
-        each = [(s, m) for s in range(self.stages) for m in range(1 if s in once else microbatches)]
+        each = [(s, m) for s in range(self.stages) for m in range(microbatches)]
         forward, backward = (tuple(Task(kind, s, m) for s, m in each) for kind in "FB")
         return forward + backward[::-1]
 

@@ -177,6 +177,8 @@ class _Lowering:
     def add(self, task: Task, out: list[Instruction]) -> None:
         """Append FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
         units, m = self.cut.of_stage(task.stage), task.microbatch
+        if m % self.plan.microbatches:  # what exchanges runs once a batch, for the first microbatch
+            units = [u for u in units if not self.trace.units[u].exchanges]
         if task.kind == "F":
             free = [u for u in self.units if self.cut.stage[u] == EVERYWHERE]
             done = (free[0], m) in self._begun if free else True

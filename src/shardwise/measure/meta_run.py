@@ -78,8 +78,9 @@ class MetaRun:
     ) -> None:  # fmt: skip
         place, batch = parts - 1 if index is None else index, rows * microbatches
         self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows, batch)
-        whole = range(microbatches) if trace.shared else ()
-        self.windows = tuple(shard_range(self.env.rows, microbatches, m) for m in whole)
+        first, last = self.env.window or (0, self.env.rows)
+        whole = range(max(microbatches, -(-self.env.rows // (last - first)))) if trace.shared else ()
+        self.windows = tuple(shard_range(self.env.rows, len(whole), m) for m in whole)
         self.env.counts = stand_ins(trace.sums, self.env)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}

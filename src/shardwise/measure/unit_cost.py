@@ -88,9 +88,9 @@ def _opaque(trace: Trace, unit: Unit) -> UnitCost:
 def _unit(run: MetaRun, unit: Unit) -> UnitCost:
     assert unit.graph is not None
     parameters, buffers, constants, batch, inputs = run.arguments(unit)
-    measured = _Measured(run, find(unit.graph, [p.requires_grad for p in parameters]))
+    measured = _Measured(run, unit, find(unit.graph, [p.requires_grad for p in parameters]))
     with measured.meter, saved_tensors_hooks(measured.pack, _unpack), torch.set_grad_enabled(unit.differentiable):
-        results = measured.forward(unit.graph, [*parameters, *buffers, *constants, *batch, *inputs])
+        results = measured.forward(unit.graph, unit.merged([*parameters, *buffers, *constants, *batch, *inputs]))
         good, out = run.publish(unit, results), storages(results[: len(unit.outputs)])
         del results
     saved = storages(k.tensor for k in measured.kept)
@@ -110,8 +110,8 @@ class _Measured(UnitRun):
     ``weight_flops`` maps the storage of each weight to the FLOPs of its ``products``.
     """
 
-    def __init__(self, run: MetaRun, products: Mapping[fx.Node, Product]) -> None:
-        super().__init__(run)
+    def __init__(self, run: MetaRun, unit: Unit, products: Mapping[fx.Node, Product]) -> None:
+        super().__init__(run, unit)
         self.products, self.meter = products, Meter(run.device)
         self.weight_flops: dict[int, int] = {}
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()

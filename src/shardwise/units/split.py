@@ -146,9 +146,12 @@ class _Keys:
         return phase * (len(self.names) + 1) - 1
 
     def phase(self, key: int) -> int:
-        """Return in which order units of this key run: twice the phase, and one more for the exchange that ends it."""
-        phase, place = divmod(max(key, 0), len(self.names) + 1)
-        return 2 * phase + (place == len(self.names))
+        """Return the phase of a key: an exchange belongs to the phase that it begins."""
+        return max(key + self.exchanges(key), 0) // (len(self.names) + 1)
+
+    def exchanges(self, key: int) -> bool:
+        """Whether a key is that of an exchange."""
+        return key >= 0 and key % (len(self.names) + 1) == len(self.names)
 
     def of(self, key: int) -> str:
         """Return the name of a unit."""
@@ -199,7 +202,7 @@ def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> 
                 place = 0 if place == 1 and early[node] else place
             else:
                 place = users.pop() if len(users) == 1 else -1
-            if keys.phase(place) % 2:  # nothing but the exchange itself is in its unit
+            if keys.exchanges(place):  # nothing but the exchange itself is in its unit
                 place -= 1
             unit.update(dict.fromkeys((node, *items), place))
     return unit, keys

@@ -161,7 +161,7 @@ class Unit:
 
     A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
     together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
-    any begins the next.
+    any begins the next, and an exchange comes first in its ``phase``.
     """
 
     index: int
