@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
+from harness import TOLERANCE, Subject, errors, plain_run, planned_run, sharded_run
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
 
 CASES = 500
 ROWS, TOKENS, CLASSES = 7, 4, 3
@@ -214,3 +216,10 @@ def test_a_random_loss(seed: int) -> None:
         found = errors(sharded_run(subject, dp, microbatches, choice.choice(["none", "full", "selective"])), truth)
         worst = max(found, key=lambda n: found[n])
         assert found[worst] <= TOLERANCE, (names, dp, microbatches, worst, found[worst])
+    if meets:  # microbatches that exchange give the whole batch, too
+        plan = Plan.of(
+            Mesh.of(dp=choice.choice([1, 2, 3])), precision="fp64", rows="batch", microbatches=choice.choice([2, 3, 5])
+        )
+        found = errors(planned_run(subject.compile(1, 1, "none").under(plan), subject.batch), truth)
+        worst = max(found, key=lambda n: found[n])
+        assert found[worst] <= TOLERANCE, (names, plan.mesh, plan.microbatches, worst, found[worst])
