@@ -219,7 +219,9 @@ class Oracle:
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
         self._norms.begin(_rows(fields), parts)
-        return self._losses.of(WithLoss(module, self.loss_fn)(fields))
+        loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))
+        self._norms.end()
+        return loss
 
     @contextmanager
     def _modes(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Trial:
 
     def __init__(self, context: ShardingContext, node: fx.Node, cut: Sequence[bool], each: int) -> None:
         self.function: CustomFunction = node.target
-        self.cut, self.each, self.device = cut, each, context.device
+        self.cut, self.each, self.device = cut, each, _computing(context.device)
         self.draw = torch.Generator().manual_seed(0)
         both = zip(tensors(node), cut, strict=True)
         self.given = [self.random(o.meta["val"].dtype, context.shape(o), c) for o, c in both]
@@ -113,6 +113,14 @@ class Trial:
             feed = iter(torch.autograd.grad([r for r, _ in ends], wanted, [b for _, b in ends], allow_unused=True))
             found = [next(feed) if leaf.requires_grad else None for leaf in leaves]
         return [*(r.detach() for r in results), *found]
+
+
+def _computing(device: torch.device) -> torch.device:
+    """Return ``device``, or the CPU where this torch has no kernels for it: its programs are then only looked at."""
+    try:
+        return torch.zeros(1).to(device).add(1).device
+    except NotImplementedError:
+        return torch.device("cpu")
 
 
 def _close(one: Any, other: Any) -> bool:
