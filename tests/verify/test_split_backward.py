@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models import CASES
 from shardwise.core.instruction import Op
 from shardwise.core.plan import Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import computing, interpreter
@@ -36,7 +37,8 @@ def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 
     compiled = Compiled(module, data_parallel(plan, ranks, zero), batches[0], loss, _traces=known)
 
     def run() -> list[VerifiedStep]:
-        found = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, OPTIMIZER, 1.0, 0))[0]
+        scale = ScaleChoice.fixed(1024.0) if plan.numeric.precision == "fp16" else None  # no step overflows
+        found = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, OPTIMIZER, 1.0, 0, scale))[0]
         (program,) = compiled.programs(compiled.general, plan.microbatches)
         ops = {one.op for one in program.instructions}
         assert (Op.BACKWARD_WEIGHT in ops) == (order is not None)

@@ -68,8 +68,11 @@ def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
 
 
 def cast_field(value: Tensor, precision: str) -> Tensor:
-    """Return a batch field as the graph takes it: under ``fp64`` and ``fp32`` as a buffer, otherwise unchanged."""
-    return value if precision in LOW_PRECISIONS else cast_buffer(value, precision)
+    """Return a batch field as the graph takes it: under ``fp64`` and ``fp32`` as a buffer, otherwise unchanged, but for
+    doubles, which become fp32 as the parameters' do."""
+    if precision in LOW_PRECISIONS:
+        return value.float() if value.dtype is torch.float64 else value
+    return cast_buffer(value, precision)
 
 
 def cast_buffer(value: Tensor, precision: str) -> Tensor:

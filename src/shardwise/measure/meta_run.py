@@ -184,7 +184,10 @@ class UnitRun:
         return partial(COMPOSED[target], self.run.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
-        """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest."""
+        """Return results of the captured shapes for an op that cannot run; data-dependent sizes are the largest, and a
+        number that is read from a tensor is 1."""
+        if "val" not in node.meta:
+            return 1
         layouts = node.meta["layout"] if isinstance(node.meta["val"], tuple | list) else [node.meta["layout"]]
         operands = tensors_in(args)
         most = max((o.numel() for o in operands), default=1)

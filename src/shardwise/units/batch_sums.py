@@ -180,7 +180,8 @@ def _cause(node: fx.Node) -> str:
         cause = str(node.meta["cause"])
         return cause.removeprefix("aten.").partition(".")[0] if cause.startswith("aten.") else cause
     origin = node.meta.get("origin")
-    return op_name(origin) or str(origin.target) if isinstance(origin, fx.Node) else str(node.target)
+    of = origin if isinstance(origin, fx.Node) else node
+    return op_name(of) or str(getattr(of.target, "__name__", of.target))
 
 
 def _over_rows(node: fx.Node) -> bool:

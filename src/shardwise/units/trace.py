@@ -311,7 +311,8 @@ class Trace:
             weighed = ", and its loss weighs as much as it has targets"
         return [
             f"{microbatches} microbatches are not the step of the whole batch: rows meet in {where}, where each "
-            f"microbatch sees its own rows only{weighed}; microbatches = 1 sees all"
+            f"microbatch sees its own rows only{weighed}; all are seen with microbatches = 1"
+            + ("" if self.opaque else ' or rows = "batch"')
         ]
 
     def notes_without_rule(self, rows: int) -> list[str]:

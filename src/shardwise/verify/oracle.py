@@ -249,19 +249,27 @@ class Oracle:
 
     @torch.enable_grad()
     def _probe(self, fields: Fields) -> None:
-        """Find the batch dims of random calls: run a copy of the module with two rows and with three."""
-        draws = []
+        """Find the batch dims of random calls: run a copy of the module with two rows and with three, or, where it
+        takes no so few, with those of the batch and with one more."""
         promotions = self.promotions
-        for rows in (2, 3):
+        try:
+            self._random.batches = self._draws(fields, 2)
+        except Exception:  # the user's code may need more rows
+            self._random.batches = self._draws(fields, _rows(fields))
+        self.promotions = promotions
+        self._probed = True
+
+    def _draws(self, fields: Fields, few: int) -> list[tuple[str, Any]]:
+        """Return the batch dims of random calls, by a run with ``few`` rows and one with one more."""
+        draws = []
+        for rows in (few, few + 1):
             index = torch.arange(rows) % _rows(fields)
             some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
             module = copy.deepcopy(self.module, kept_tensors(self.module))
             with self._modes():
                 self._forward(module, some, 0)
             draws.append(self._random.draws)
-        self._random.batches = batch_of(draws[0], draws[1], 2)
-        self.promotions = promotions
-        self._probed = True
+        return batch_of(draws[0], draws[1], few)
 
     def _register_hooks(self) -> None:
         for name, hooks in self._hooks.items():
@@ -301,9 +309,11 @@ class Oracle:
 
     @torch.no_grad()
     def _collect(self) -> None:
-        """Add the gradients of parameters in low precision to their masters'."""
+        """Add the gradients of parameters in low precision to their masters', and make sparse ones dense."""
         for name, p in self.module.named_parameters():
             master = self.masters[name]
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
             if p is not master and p.grad is not None:
                 master.grad = p.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
                 p.grad = None
@@ -360,7 +370,13 @@ def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
         memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
     for b in module.buffers():
         memo[id(b)] = cast_buffer(b.detach().to(device, copy=True), precision)
-    return copy.deepcopy(module, memo)
+    found, own = copy.deepcopy(module, memo), dict(module.named_parameters())
+    for name, p in found.named_parameters():
+        if not p.is_leaf:  # of a ScriptModule, whose copy knows no memo
+            p.detach_()
+            p.data = own[name].detach().to(device, dtype, copy=True)
+            p.requires_grad_(own[name].requires_grad)
+    return found
 
 
 def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:

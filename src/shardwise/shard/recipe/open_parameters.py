@@ -70,6 +70,8 @@ class OpenParameters(BatchWalk):
         """Yield where a parameter might be sharded for a view of it to be sharded as wanted."""
         shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
         for dim, whole in enumerate(shape):
+            if not size or not whole:
+                continue  # nothing to cut
             for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
                 if whole % (pre * wanted.post) == 0:
                     yield wanted._replace(dim=dim, pre=pre)
