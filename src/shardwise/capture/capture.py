@@ -11,7 +11,6 @@ import copy
 import inspect
 import io
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.state import Change, PythonState, assigned_buffers, impose, kept_tensors
+from shardwise.capture.warned import passed_on
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import import_export
@@ -269,8 +269,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
         shapes = ({name: {0: dim} for name in example},)
-    with warnings.catch_warnings(), _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
-        warnings.simplefilter("ignore")
+    with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         import_export()
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
@@ -300,6 +299,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
             for k, v in signature.inputs_to_buffers.items()
         },
         functions=list(functions),
+        notes=list(warned),
         names={k.removeprefix("module."): canonical[k] for k, _ in wrapped.named_parameters(remove_duplicate=False)},
     )
 

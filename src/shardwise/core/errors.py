@@ -87,6 +87,11 @@ def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
             raise ConfigError.on(where, f'unknown key "{key}"', f"{', '.join(known)}.", did_you_mean(key, known))
 
 
+def of_user(filename: str) -> bool:
+    """Whether a file of code is the user's: it is neither ours nor of Python's library or installed packages."""
+    return not filename.startswith(_LIBRARIES) and _PACKAGES not in filename
+
+
 def describe(error: BaseException) -> str:
     """Return ``KeyError: 'x' (model.py:12, in build)``: the exception and the line of user code that raised it."""
     message = " ".join(str(error).split())
@@ -96,5 +101,5 @@ def describe(error: BaseException) -> str:
             words if error.lineno is None else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
         )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    theirs = [f for f in frames if not f.filename.startswith(_LIBRARIES) and _PACKAGES not in f.filename] or frames
+    theirs = [f for f in frames if of_user(f.filename)] or frames
     return words + (f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else "")
