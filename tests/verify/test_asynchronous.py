@@ -5,11 +5,13 @@ it ends.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from training import trained
 
 from models import deep, tokens
@@ -74,6 +76,42 @@ def test_a_replay_with_the_same_versions_is_matched(
     assert report.largest <= TOLERANCE
 
 
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a sum": lambda z, y, w: F.cross_entropy(z, y, reduction="sum"),
+    "twice a mean": lambda z, y, w: 2 * F.cross_entropy(z, y),
+    "a masked mean": lambda z, y, w: (F.cross_entropy(z, y, reduction="none") * w).sum() / w.sum(),
+    "rows that meet": lambda z, y, w: F.cross_entropy(z, y) + z.softmax(-1).mean(0).square().sum(),
+}
+
+
+class Lossy(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.layers, self.out = loss, nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.loss(self.out(x), y, w)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_loss_of_the_batch(loss: str) -> None:
+    """Microbatches are parts of a batch here too; the first one has no target that counts, unless it is a batch of its
+    own."""
+    torch.manual_seed(1)
+    given = []
+    for _ in range(4):
+        y = torch.randint(0, 3, (8,))
+        y[: 1 if loss == "rows that meet" else 3] = -100
+        given.append({"x": torch.randn(8, 6), "y": y, "w": torch.rand(8)})
+    for schedule, microbatches, clip in (("pipedream-2bw", 4, 1.0), ("pipedream", 1, None)):
+        plan = pipeline(Plan.of(microbatches=microbatches, window=4), 2, schedule)
+        report = verify(Lossy(LOSSES[loss]), given, plan, clip_norm=clip)
+        assert report.passed, (schedule, report.worst[:3])
+
+
 def test_vertical_sync() -> None:
     one = alone("llama")
     plan = plan_of("pipedream", 3).replace(vertical_sync=True)
@@ -86,7 +124,7 @@ def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pyte
     module, _ = deep("llama", 2)
     plan = plan_of("pipedream-2bw", 2, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("shardwise.verify.verify.versions", lambda compiled, number: None)
+        patch.setattr("shardwise.verify.verify.versions", lambda compiled, number, pieces: None)
         assert not verify(module, batches(4), plan).passed
     monkeypatch.setattr(lowering, "stash", lambda draft, buckets, ends: ([[] for _ in ends], ()))
     assert not verify(module, batches(4), plan).passed

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 import zoo
 from covering import covering
 from harness import TOLERANCE, Run, Subject, errors, oracle_run, plain_run, planned_run
-from meeting import MODELS, batch, in_fp64, planned
+from meeting import MODELS, ROWS, batch, in_fp64, planned
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Op
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.verify.verify import verify
 
 
@@ -92,6 +95,28 @@ def test_in_low_precision(precision: Any) -> None:
     one = subject("covariance")
     plan = Plan.of(Mesh.of(dp=2), microbatches=3, precision=precision, rows="batch")
     assert verify(copy.deepcopy(one.module).float(), [batch("covariance")], plan).passed
+
+
+@pytest.mark.parametrize("name", ["norms", "towers"])
+def test_an_evaluation(name: str) -> None:
+    """In-batch negatives are those of the whole batch there too; BatchNorm uses its running statistics."""
+    one = subject(name)
+    module = copy.deepcopy(one.module).eval()
+    with torch.no_grad():
+        expected = float(module(**one.batch))
+    compiled = captured(name).under(planned(2, 3, 3, "none"))
+
+    def rank(comm: ThreadCommunicator) -> float:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0))
+        mine = [i for a, b in rank_rows(ROWS, 3, 2, comm.rank) for i in range(a, b)]
+        return float(engine.evaluate({k: v[mine] for k, v in one.batch.items()}, ROWS).loss)
+
+    for found in run_ranks(compiled.plan.mesh, rank, timeout=60):
+        assert abs(found - expected) <= TOLERANCE * abs(expected)
+
+
+def test_with_an_optimizer_on_the_host() -> None:
+    check("norms", planned(2, 3, 3, "full", offload="optimizer"))
 
 
 def test_buffers_are_written_once_a_batch() -> None:

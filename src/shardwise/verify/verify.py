@@ -125,7 +125,7 @@ def verify(
         seed=seed,
         clip_norm=clip_norm,
         decays=optimizer.decays,
-        version=versions(compiled, len(batches)) if exact.asynchronous else None,
+        version=versions(compiled, len(batches), pieces.microbatches) if exact.asynchronous else None,
         device=device,
         microbatches=pieces.microbatches,
         parts=pieces.parts,
@@ -191,7 +191,7 @@ def in_pieces(compiled: Compiled) -> Pieces:
     """Return in how many pieces one device computes a batch: in one, but for the statistics of BatchNorm, unless each
     microbatch is a batch of its own, by a note or by the weights that it uses."""
     plan, trace = compiled.plan, compiled.general
-    if not trace.cuts_batch or plan.asynchronous:
+    if not trace.cuts_batch:
         return Pieces(plan.microbatches, 1)
     return Pieces(1, plan.microbatches if trace.meets else 1)
 
@@ -266,9 +266,10 @@ def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, batches)) for start in range(0, batches, size)]
 
 
-def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
-    """Return the version of the weights that the programs use: for a parameter and a microbatch, counted over all
-    batches, the number of updates before it.  Raises ShardwiseError where stages disagree."""
+def versions(compiled: Compiled, batches: int, pieces: int) -> Callable[[str, int], int]:
+    """Return the version of the weights that the programs use: for a parameter and one of the ``pieces`` in which one
+    device computes each batch, counted over all batches, the number of updates before it.  Raises ShardwiseError where
+    stages disagree, or the microbatches of a piece."""
     found: dict[tuple[str, int], int] = {}
     trace, microbatches = compiled.general, compiled.plan.microbatches
     for start, stop in windows(compiled.plan, batches):
@@ -276,12 +277,13 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
             for one in program.instructions:
                 if OP_INFO[one.op].runs_unit:
                     for name in trace.units[one.unit].parameters:
-                        key, version = (name, start * microbatches + one.microbatch), start + one.version
+                        number, version = start * microbatches + one.microbatch, start + one.version
+                        key = name, number * pieces // microbatches
                         if found.setdefault(key, version) != version:
                             raise ShardwiseError(
-                                f"microbatch {key[1]} uses {name} of {found[key]} updates and of {version}"
+                                f"microbatch {number} uses {name} of {found[key]} updates and of {version}"
                             )
-    return lambda name, microbatch: found[name, microbatch]
+    return lambda name, piece: found[name, piece]
 
 
 def _trained(oracle: Oracle, batches: Batches, optimizer: OptimizerChoice) -> list[OracleStep]:
