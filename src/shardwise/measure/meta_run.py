@@ -81,7 +81,7 @@ class MetaRun:
         first, last = self.env.window or (0, self.env.rows)
         whole = range(max(microbatches, -(-self.env.rows // (last - first)))) if trace.shared else ()
         self.windows = tuple(shard_range(self.env.rows, len(whole), m) for m in whole)
-        self.env.counts = stand_ins(trace.sums, self.env)
+        self.env.counts = stand_ins(trace.sums, self.env, trace.cuts_batch)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
         self.live: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.units.batch_sums import BatchSums, SumPart, flattened
+from shardwise.units.batch_sums import BatchSums, SumPart, at_least_one, flattened
 
 
 class StepSums:
@@ -63,7 +63,7 @@ class StepSums:
         *_, shape = self._place(number)
         found = self.elements(number)[0 if self.cuts_batch else m]
         if not self.cuts_batch and number == self.each[0].weight:
-            found = found + (found == 0)  # a microbatch without targets weighs nothing: its loss is 0, not 0/0
+            found = at_least_one(found)
         return found.view(shape).to(self.part(number).dtype)
 
     def part(self, number: int) -> SumPart:

@@ -347,10 +347,29 @@ def _ancestors(nodes: Iterable[Any], ends: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def stand_ins(sums: BatchSums | None, env: Env) -> list[Tensor]:
-    """Return tensors on the meta device in place of the sums that a step makes."""
+class StandIns(list[Tensor]):
+    """Tensors on the meta device in place of the sums that a step makes; that of number ``apart`` is of a microbatch
+    that is a batch of its own."""
+
+    apart: int | None = None
+
+    def __getitem__(self, number: Any) -> Any:
+        found = super().__getitem__(number)
+        return at_least_one(found) if number == self.apart else found
+
+
+def stand_ins(sums: BatchSums | None, env: Env, cuts_batch: bool = True) -> StandIns:
+    """Return what stands for the sums that a step makes, for microbatches that cut the batch or are batches of their
+    own."""
     parts = [part for stage in ([] if sums is None else sums.stages) for part in stage.parts]
-    return [torch.empty(part.shape(env), dtype=part.dtype, device="meta") for part in parts]
+    found = StandIns(torch.empty(part.shape(env), dtype=part.dtype, device="meta") for part in parts)
+    found.apart = None if cuts_batch or sums is None else sums.weight
+    return found
+
+
+def at_least_one(targets: Tensor) -> Tensor:
+    """Return a number of targets by which a mean can divide: without targets the loss is then 0, not 0/0."""
+    return targets + (targets == 0)
 
 
 def flattened(parts: Sequence[Tensor], floats: bool) -> Tensor:
