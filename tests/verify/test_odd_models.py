@@ -65,6 +65,22 @@ class Prefixed(nn.Module):
         return F.cross_entropy(self.out(both[:, -1]), y)
 
 
+class Attention(nn.Module):
+    """Attention over the edges of a graph (Velickovic et al., arXiv 1710.10903), whose nodes are the rows: dropout draws
+    as many numbers as there are edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop, self.out = nn.Linear(6, 8, bias=False), nn.Dropout(0.3), nn.Linear(8, 3)
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor, adjacent: Tensor, y: Tensor) -> Tensor:
+        h = self.body(x)
+        source, goal = adjacent.nonzero(as_tuple=True)
+        edges = self.drop(F.leaky_relu((torch.cat([h[source], h[goal]], -1) * self.weight).sum(-1), 0.2).exp())
+        return F.cross_entropy(self.out(torch.zeros_like(h).index_add(0, goal, h[source] * edges[:, None])), y)
+
+
 def batch(field: str = "x") -> dict[str, Tensor]:
     torch.manual_seed(1)
     values = torch.randn(7, 6) if field == "x" else torch.randint(0, 10, (7, 4))
@@ -112,6 +128,12 @@ def test_scripted_modules() -> None:
 @pytest.mark.parametrize("plan", ["dp", "tp", "tp-sp"])
 def test_a_dim_without_elements(plan: str) -> None:
     check(seeded(Prefixed), batch(), PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "tp-sp"])
+def test_random_numbers_for_edges_of_a_graph(plan: str) -> None:
+    given = batch()
+    check(seeded(Attention), {**given, "adjacent": torch.rand(7, 7) > 0.6}, PLANS[plan])
 
 
 def test_numbers_that_are_read_from_tensors_in_a_pipeline() -> None:

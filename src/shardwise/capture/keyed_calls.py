@@ -33,10 +33,13 @@ class Draw:
     shape: tuple[int, ...]
 
 
-def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple[str, keyed.Batch | None]]:
+def batch_of(
+    few: Sequence[Draw], more: Sequence[Draw], rows: int, whole: bool = False
+) -> list[tuple[str, keyed.Batch | None]]:
     """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with one more: the dim that grew.
 
-    Raises :class:`ShardwiseError` where the number of draws, or more than one dim, depends on the batch.
+    Raises :class:`ShardwiseError` where the number of draws, or more than one dim, depends on the batch. If draws are
+    always for the ``whole`` batch, one whose size depends on data in another way has no batch dim.
     """
     if [d.name for d in few] != [d.name for d in more]:
         raise ShardwiseError("the random calls of this model's forward depend on the size of the batch")
@@ -48,6 +51,9 @@ def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple
             continue
         minor = b.shape[grown[0]] - a.shape[grown[0]]
         if len(grown) > 1 or a.shape[grown[0]] != rows * minor:
+            if whole:
+                found.append((a.name, None))
+                continue
             raise ShardwiseError(
                 f"random call {ordinal}, {a.name}, draws {a.shape} for {rows} rows and {b.shape} for "
                 f"{rows + 1}: it has no one batch dim"

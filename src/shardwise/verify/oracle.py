@@ -269,7 +269,7 @@ class Oracle:
             with self._modes():
                 self._forward(module, some, 0)
             draws.append(self._random.draws)
-        return batch_of(draws[0], draws[1], few)
+        return batch_of(draws[0], draws[1], few, whole=self.microbatches == 1)
 
     def _register_hooks(self) -> None:
         for name, hooks in self._hooks.items():
