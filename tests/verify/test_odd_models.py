@@ -66,8 +66,8 @@ class Prefixed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention over the edges of a graph (Velickovic et al., arXiv 1710.10903), whose nodes are the rows: dropout draws
-    as many numbers as there are edges."""
+    """Attention over the edges of a graph (Velickovic et al., arXiv 1710.10903), whose nodes are the rows: dropout
+    draws as many numbers as there are edges."""
 
     def __init__(self) -> None:
         super().__init__()
