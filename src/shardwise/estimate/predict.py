@@ -129,7 +129,7 @@ class _Memory(Subject):
         envs = self.envs(rank)
         parts, split = envs[0].parts, any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {
-            "microbatches": len(self.sizes), "index": envs[0].index, "split": split,
+            "microbatches": len(self.sizes), "batch": self.rows, "index": envs[0].index, "split": split,
             "gradient_dtypes": gradient_dtypes(trace, plan),
             "tensor": envs[0].tensor, "recompute": plan.memory.recompute,
         }  # fmt: skip

@@ -68,19 +68,18 @@ class MetaRun:
 
     It is rank ``index`` of ``parts``, by default the last, which has the most of the ``rows`` rows.  ``tensor`` is its
     place on the axes of tensor parallelism; ``env`` has further fields of :class:`Env`.  The batch has
-    ``microbatches``.
+    ``microbatches``, and ``batch`` rows, by default as many in each.
     """
 
     def __init__(
         self, trace: Trace, rows: int, parts: int, device: str, index: int | None = None, *, tensor: Places,
-        microbatches: int = 1,
-        **env: Any
+        microbatches: int = 1, batch: int | None = None, **env: Any,
     ) -> None:  # fmt: skip
-        place, batch = parts - 1 if index is None else index, rows * microbatches
+        place, batch = parts - 1 if index is None else index, batch or rows * microbatches
         self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows, batch)
-        first, last = self.env.window or (0, self.env.rows)
-        whole = range(max(microbatches, -(-self.env.rows // (last - first)))) if trace.shared else ()
-        self.windows = tuple(shard_range(self.env.rows, len(whole), m) for m in whole)
+        number = microbatches if microbatches > 1 else -(-self.env.rows // rows)
+        whole = range(number) if trace.shared else ()
+        self.windows = tuple(shard_range(self.env.rows, number, m) for m in whole)
         self.env.counts = stand_ins(trace.sums, self.env, trace.cuts_batch)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}

@@ -93,15 +93,15 @@ class Profile:
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
     gradient_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False,
-    tensor: Places | None = None, recompute: str = "none",
+    tensor: Places | None = None, recompute: str = "none", batch: int | None = None,
 ) -> Profile:  # fmt: skip
     """Return the bytes of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
     Without ``index`` it is the last rank, which has the most rows; ``tensor`` is its place on the axes of tensor
     parallelism, by default the last.  ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the
-    number in a step.  ``gradient_dtypes`` maps parameters to the dtypes of the buffers to which backward writes their
-    gradients, where these are not the bucket's ``wide``; with ``split``, backwards in two parts are run too;
-    ``recompute`` is a plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
+    number in a step, whose batch has ``batch`` rows (by default as many in each).  ``gradient_dtypes`` maps parameters
+    to the dtypes of the buffers to which backward writes their gradients, where these are not the bucket's ``wide``;
+    with ``split``, backwards in two parts are run too; ``recompute`` is a plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
     """
     places = check_numbers("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
@@ -109,10 +109,13 @@ def profile(
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=(NOT_CAPTURED,)) for u in trace.units))
     alone = (trace.cuts_batch or microbatches == 1) and trace.precision != "fp16"
-    run = MetaRun(trace, rows, parts, device, index, tensor=places, kind=device, alone=alone, microbatches=microbatches)
+    run = MetaRun(
+        trace, rows, parts, device, index, tensor=places, kind=device, alone=alone, microbatches=microbatches,
+        batch=batch,
+    )  # fmt: skip
     with largest_sizes():
         profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)
-        whole = replace(run.env, rows=rows * microbatches, window=None) if trace.cuts_batch else run.env
+        whole = replace(run.env, rows=batch or rows * microbatches, window=None) if trace.cuts_batch else run.env
         sums = SUM_BYTES * sum(stage.numel(whole) for stage in (trace.sums.stages if trace.sums is not None else ()))
         return Profile(tuple(profiler.measured()), _count(trace, run), sums)
 
