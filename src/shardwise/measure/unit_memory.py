@@ -101,7 +101,8 @@ def profile(
     parallelism, by default the last.  ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the
     number in a step, whose batch has ``batch`` rows (by default as many in each).  ``gradient_dtypes`` maps parameters
     to the dtypes of the buffers to which backward writes their gradients, where these are not the bucket's ``wide``;
-    with ``split``, backwards in two parts are run too; ``recompute`` is a plan's.  Raises :class:`ConfigError` for numbers that the trace cannot take.
+    with ``split``, backwards in two parts are run too; ``recompute`` is a plan's.  Raises :class:`ConfigError` for
+    numbers that the trace cannot take.
     """
     places = check_numbers("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
