@@ -301,7 +301,7 @@ def whole_model(name: str, layers: int) -> Normal:
 
 def counted(normal: Normal, emitter: Emitter) -> None:
     """Take out of the graph what a step adds up before its first forward."""
-    local: Any = SimpleNamespace(graph=emitter.graph, normal=normal)
+    local: Any = SimpleNamespace(graph=emitter.graph, normal=normal, over_batch=False)
     take_sums(local, meetings(local).known, None)
 
 

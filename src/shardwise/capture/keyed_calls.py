@@ -39,7 +39,7 @@ def batch_of(
     """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with one more: the dim that grew.
 
     Raises :class:`ShardwiseError` where the number of draws, or more than one dim, depends on the batch. If draws are
-    always for the ``whole`` batch, one whose size depends on data in another way has no batch dim.
+    always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim.
     """
     if [d.name for d in few] != [d.name for d in more]:
         raise ShardwiseError("the random calls of this model's forward depend on the size of the batch")
@@ -51,7 +51,7 @@ def batch_of(
             continue
         minor = b.shape[grown[0]] - a.shape[grown[0]]
         if len(grown) > 1 or a.shape[grown[0]] != rows * minor:
-            if whole:
+            if whole and len(grown) == 1:
                 found.append((a.name, None))
                 continue
             raise ShardwiseError(
