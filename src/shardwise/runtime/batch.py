@@ -143,8 +143,9 @@ class BatchState:
 
     def env(self, m: int, every: bool = False) -> Env:
         """Return where and when a unit runs for microbatch ``m``, or for ``every`` microbatch together."""
-        windows = [shard_range(self.given.rows, self.microbatches, k) for k in range(self.microbatches)]
-        (first, last), owner, several = windows[m], self.owner, tuple(windows) if every else ()
+        own, owner = self.given.rows, self.owner
+        first, last = shard_range(own, self.microbatches, m)
+        several = tuple(shard_range(own, self.microbatches, k) for k in range(self.microbatches if every else 0))
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
             owner.comm, owner.axes, self.parts, self.index, rows, offset, None if every else window, several,
