@@ -6,7 +6,7 @@ from collections import Counter
 
 from shardwise.measure.unit_traffic import exchanged
 from shardwise.ops import collectives
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import facts_of
 from shardwise.units.trace import Trace
 

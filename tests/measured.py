@@ -15,7 +15,7 @@ from shardwise.capture.casts import cast_field, shadow_dtype
 from shardwise.core.layout import shard_range
 from shardwise.graph.torch_private import storage_key
 from shardwise.measure.unit_cost import UnitCost
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.runtime.threads import ThreadCommunicator
 from shardwise.units.batch_sums import stand_ins
 from shardwise.units.trace import Trace

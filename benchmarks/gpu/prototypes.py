@@ -117,7 +117,7 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
 def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
     """Time forward and backward of the mean over bf16 scores; beside the scores, 2 bytes a score are their gradient."""
     from shardwise.ops import cross_entropy
-    from shardwise.ops.collectives import Env
+    from shardwise.ops.env import Env
 
     place = _place(device)
     rows, classes = (64, 128) if tiny else (8192, 32000)

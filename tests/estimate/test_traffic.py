@@ -27,7 +27,7 @@ from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import facts_of
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline

@@ -18,7 +18,8 @@ from shardwise.lower.compiled import Compiled
 from shardwise.measure import fp16_check
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.models.gpt import GPT
-from shardwise.ops import collectives, random_ops
+from shardwise.ops import random_ops
+from shardwise.ops.env import Env
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.units.tracing import trace
 from verify.models import CASES
@@ -116,7 +117,7 @@ def test_products_that_are_not_tried_have_kernels() -> None:
     def x(*shape: int) -> Tensor:
         return torch.randn(shape).half().requires_grad_()
 
-    aten, env = torch.ops.aten, collectives.Env(rows=2)
+    aten, env = torch.ops.aten, Env(rows=2)
     heads, grouped = (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8)), (x(2, 4, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8))
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from shardwise.core.mesh import Mesh
 from shardwise.ops import collectives
+from shardwise.ops.env import Env
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 
 def on_two_ranks(check: object) -> None:
     def rank(comm: ThreadCommunicator) -> None:
-        check(collectives.Env(comm, tensor={"tp": (2, comm.rank)}), comm.rank)  # type: ignore[operator]
+        check(Env(comm, tensor={"tp": (2, comm.rank)}), comm.rank)  # type: ignore[operator]
 
     run_ranks(Mesh.of(tp=2), rank, timeout=30)
 
@@ -24,7 +25,7 @@ LAZY = {"conjugate": lambda x: x.conj(), "negative": lambda x: x[..., :1, :1].co
 
 @pytest.mark.parametrize("name", LAZY)
 def test_what_is_not_computed_yet_travels_as_it_reads(name: str) -> None:
-    def check(env: collectives.Env, rank: int) -> None:
+    def check(env: Env, rank: int) -> None:
         x: Tensor = LAZY[name](torch.randn(2, 4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)))
         assert x.is_conj() or x.is_neg()
         cut = (("tp",), (), 0, 1, 2 * len(x), 1)

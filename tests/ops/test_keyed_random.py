@@ -12,7 +12,7 @@ from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom
 from shardwise.core.errors import ShardwiseError
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.keyed_random import (
     between,
     keyed_bernoulli,

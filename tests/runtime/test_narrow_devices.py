@@ -23,8 +23,8 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.launch.evaluation import evaluate
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
-from shardwise.ops.collectives import Env
 from shardwise.ops.cross_entropy import cross_entropy
+from shardwise.ops.env import Env
 from shardwise.ops.keyed_random import keyed_bernoulli, keyed_normal
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.scale import LossScale

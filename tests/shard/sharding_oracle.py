@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from shardwise.core.mesh import Mesh
 from shardwise.graph.schema import differentiable, is_tensor, op_name
-from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.env import ROWS, Env
 from shardwise.ops.own_op import facts_of
 from shardwise.runtime.threads import run_ranks
 from shardwise.shard.assignment import TensorParallelSpec

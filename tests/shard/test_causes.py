@@ -15,7 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_traffic import Cause, UnitTraffic, by_cause, traffic
 from shardwise.models.gpt import GPT
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel
 

@@ -13,6 +13,7 @@ from torch import fx
 from communicating import communicated
 from harness import Subject, parity, sharded_run
 from shardwise.ops import collectives
+from shardwise.ops.env import Env, Groups
 from shardwise.shard import rules
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.rules.table import pointwise
@@ -138,7 +139,7 @@ def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     parity(Subject(Probe(LOCAL["softmax"]), batch()), dp=2)
 
 
-def replicate_without_reduction(env: collectives.Env, x: torch.Tensor, axes: collectives.Groups) -> torch.Tensor:
+def replicate_without_reduction(env: Env, x: torch.Tensor, axes: Groups) -> torch.Tensor:
     return x
 
 

@@ -30,7 +30,7 @@ from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.measure.unit_traffic import traffic
 from shardwise.models import GPT, Llama
-from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.env import ROWS, Env
 from shardwise.shard import sharded
 from shardwise.shard.assignment import Assignment, TensorParallelSpec
 from shardwise.shard.batch_walk import BatchWalk

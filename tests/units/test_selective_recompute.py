@@ -23,7 +23,7 @@ from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units import selective_recompute

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness import Subject, parity
 from shardwise.graph.torch_private import TorchDispatchMode
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate, convolved
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace

@@ -18,7 +18,7 @@ import classes
 from shardwise.core.tensor_options import Tensor as Kind
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.shard.sizes import local_shape
 from shardwise.units.trace import Trace

@@ -17,6 +17,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.ops import collectives
+from shardwise.ops.env import Env
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -89,7 +90,7 @@ def test_moves_of_concatenations(parts: tuple[int, ...], outer: tuple[str, ...])
         return torch.cat([x[a:b] for a, b in one.intervals(mesh, rank)[0]] or [x[:0]])
 
     def moved(comm: ThreadCommunicator) -> None:
-        env = collectives.Env(comm, tensor=mesh.places(comm.rank, ("o", "i")))
+        env = Env(comm, tensor=mesh.places(comm.rank, ("o", "i")))
         cut = (("i",), outer, 0, 2, size, 2, parts)
         together, piece = owned(above, comm.rank).requires_grad_(), owned(layout, comm.rank)
         mine = collectives.shard(env, together, cut)

@@ -17,7 +17,7 @@ from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
 from shardwise.measure.unit_memory import Profile, UnitMemory, Way
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.data import batch_axes, placement
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
@@ -255,10 +255,8 @@ class ProgramSizes:
     def gradients(self, one: Instruction, sizes: Sequence[int]) -> Made:
         m = one.microbatch
         made: dict[Buffer, dict[str, int]] = {}
-        trace, first = self.traces[m], m - m % self.microbatches
-        unit = trace.units[one.unit]
-        each = self.microbatches if unit.exchanges else 1
-        places = [(name, first if name in trace.shared else m + k) for name in unit.inputs for k in range(each)]
+        trace, unit = self.traces[m], self.traces[m].units[one.unit]
+        places = [(n, k) for n in unit.inputs for k in unit.sources(n in trace.shared, m, self.microbatches)]
         for (name, at), size in zip(places, sizes, strict=False):
             if size:
                 made.setdefault(BufferKind.GRADIENT.of(self.producers[m][name], at), {})[name] = size

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.core.layout import shard_range, shard_sizes
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.units.share import Share, place_of
-from shardwise.units.trace import Trace, Unit
+from shardwise.units.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,6 @@ class Subject:
     def envs(self, rank: int) -> list[Env]:
         """Return the place of ``rank`` in each microbatch."""
         return [place_of(self.traces[0], self.plan.mesh, rank, n, self.rows) for n in self.sizes]
-
-    def env_of(self, unit: Unit, rank: int, microbatch: int) -> Env:
-        """Return the place of ``rank`` where a unit runs: an exchange has the rows of all microbatches."""
-        env = self.envs(rank)[microbatch]
-        if not unit.exchanges:
-            return env
-        windows = tuple(shard_range(self.rows, len(self.sizes), m) for m in range(len(self.sizes)))
-        return replace(env, window=None, windows=windows)
 
     def whole(self, rank: int) -> Env:
         """Return the place of ``rank`` in the whole batch."""

@@ -102,7 +102,7 @@ class _RankTraffic:
         m = one.microbatch % len(self.traces)
         key, unit = (id(self.traces[m]), self.subject.sizes[m], one.unit), self.traces[m].units[one.unit]
         if key not in self._units:
-            env = self.subject.env_of(unit, self.rank, m)
+            env = unit.place(self.envs[m], len(self.traces))
             self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, env, unit.output_grads)
         return self._units[key]
 

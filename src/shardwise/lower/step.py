@@ -222,7 +222,7 @@ class _Lowering:
         if saves is None:
             saves = self.plan.memory.recompute == "none" or unit.exchanges
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
-        reads += [BufferKind.ACTIVATION.of(p, k) for p in self.cut.producers[u] for k in self.of_microbatches(p, u, m)]
+        reads += [BufferKind.ACTIVATION.of(p, k) for p in self.cut.producers[u] for k in self.sources(p, u, m)]
         if unit.reads_sums or ("loss" in unit.outputs and self.trace.weighs_targets):
             reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
         writes = [BufferKind.ACTIVATION.of(u, m)]
@@ -235,13 +235,10 @@ class _Lowering:
             Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
         )
 
-    def of_microbatches(self, producer: int, u: int, m: int) -> Sequence[int]:
-        """Return the microbatches of ``producer`` that unit ``u`` reads in microbatch ``m``: an exchange reads those of
-        all microbatches, and what an exchange makes belongs to the first."""
-        first = m - m % self.plan.microbatches
-        if self.trace.units[u].exchanges:
-            return range(first, first + self.plan.microbatches)
-        return (first,) if self.trace.units[producer].exchanges else (m,)
+    def sources(self, producer: int, u: int, m: int) -> range:
+        """Return the microbatches of ``producer`` that unit ``u`` reads in microbatch ``m``."""
+        units = self.trace.units
+        return units[u].sources(units[producer].exchanges, m, self.plan.microbatches)
 
     def version(self, u: int, m: int) -> int:
         """Return the version of the weights that a unit uses for a microbatch; a unit without a stage uses no weights,
@@ -268,7 +265,7 @@ class _Lowering:
         unit = self.trace.units[u]
         whole = whole or not unit.products
         reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
-        each = [(p, k) for p in self.cut.producers[u] for k in self.of_microbatches(p, u, m)]
+        each = [(p, k) for p in self.cut.producers[u] for k in self.sources(p, u, m)]
         reads += [BufferKind.ACTIVATION.of(*one) for one in each]  # autograd saves inputs
         reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
         reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []

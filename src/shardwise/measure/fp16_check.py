@@ -13,7 +13,7 @@ from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lack
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.graph.aten_ops import Fact, has
-from shardwise.ops import collectives
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import facts_of
 from shardwise.units.batch_sums import stand_ins
 from shardwise.units.opaque import first_loss
@@ -53,7 +53,7 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
         ]
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
-            env = collectives.Env(_Alike(), rows=rows, tensor=mesh.places(last, tuple(trace.tensor)))
+            env = Env(_Alike(), rows=rows, tensor=mesh.places(last, tuple(trace.tensor)))
             env.counts = [torch.ones_like(one, device="cpu") for one in stand_ins(trace.sums, env)]
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}

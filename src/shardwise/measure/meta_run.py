@@ -18,12 +18,11 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import shard_range
 from shardwise.graph.schema import as_result, outputs_of, tensors_in, values_of
 from shardwise.graph.sizes import depends_on_data, size_for_rows
 from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.silent import Silent
 from shardwise.shard.sizes import local_shape
 from shardwise.units.batch_sums import stand_ins
@@ -77,9 +76,8 @@ class MetaRun:
     ) -> None:  # fmt: skip
         place, batch = parts - 1 if index is None else index, batch or rows * microbatches
         self.env = part_of_batch(trace, Env(Silent(), ("dp",), parts, place, tensor=tensor, **env), rows, batch)
-        number = microbatches if microbatches > 1 else -(-self.env.rows // rows)
-        whole = range(number) if trace.shared else ()
-        self.windows = tuple(shard_range(self.env.rows, number, m) for m in whole)
+        self.number = microbatches if microbatches > 1 else -(-self.env.rows // rows)
+        self.windows = self.env.of_exchange(self.number).windows if trace.shared else ()
         self.env.counts = stand_ins(trace.sums, self.env, trace.cuts_batch)
         self.device, self.frozen, self.captured = device, set(trace.frozen), _captured(trace)
         self.leaves: dict[tuple[str, str], Tensor] = {}
@@ -93,8 +91,8 @@ class MetaRun:
         return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
 
     def env_of(self, unit: Unit) -> Env:
-        """Return where a unit runs: an exchange has the rows of all microbatches."""
-        return replace(self.env, window=None, windows=self.windows) if unit.exchanges else self.env
+        """Return where a unit runs."""
+        return unit.place(self.env, self.number)
 
     @property
     def own(self) -> int:

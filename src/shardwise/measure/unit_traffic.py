@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.sizes import depends_on_data
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.exchanges import Exchange, exchanges, stand_in
 from shardwise.ops.own_op import facts_of
 from shardwise.shard.sizes import local_shape

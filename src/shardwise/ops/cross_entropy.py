@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import own_op
 from shardwise.ops.softmax import joined, largest
 

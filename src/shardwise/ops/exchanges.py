@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 
 META = torch.device("meta")
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.ops.collectives import DimFactors, Env
+from shardwise.ops.collectives import DimFactors
+from shardwise.ops.env import Env
 
 # ---- rows of a table that is sharded ---------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.ops.collectives import ROWS, Env, Groups, all_sum, gathered
+from shardwise.ops.collectives import all_sum, gathered
+from shardwise.ops.env import ROWS, Env, Groups
 from shardwise.ops.own_op import own_op
 
 

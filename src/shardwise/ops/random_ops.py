@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import DimFactors, Env, Groups, row_start
+from shardwise.ops.collectives import DimFactors, row_start
+from shardwise.ops.env import Env, Groups
 from shardwise.ops.local_ops import own_rows
 from shardwise.ops.own_op import own_op
 

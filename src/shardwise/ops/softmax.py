@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.ops import collectives
-from shardwise.ops.collectives import Env, Groups
+from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
 
 

@@ -13,7 +13,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime import collect
 from shardwise.runtime.buffers import BucketMemory
@@ -141,15 +141,14 @@ class BatchState:
     def wide(self) -> torch.dtype:
         return torch.float64 if self.traces[0].precision == "fp64" else torch.float32
 
-    def env(self, m: int, every: bool = False) -> Env:
-        """Return where and when a unit runs for microbatch ``m``, or for ``every`` microbatch together."""
-        own, owner = self.given.rows, self.owner
-        first, last = shard_range(own, self.microbatches, m)
-        several = tuple(shard_range(own, self.microbatches, k) for k in range(self.microbatches if every else 0))
+    def env(self, m: int) -> Env:
+        """Return where and when a unit runs for microbatch ``m``."""
+        owner = self.owner
+        first, last = shard_range(self.given.rows, self.microbatches, m)
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, rows, offset, None if every else window, several,
-            owner.seed, self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, seed=owner.seed,
+            step=self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:

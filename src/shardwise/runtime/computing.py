@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.gathered import Gathered
@@ -21,7 +21,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
 from shardwise.units.selective_recompute import Tape
 from shardwise.units.trace import Trace, Unit
-from shardwise.units.unit_backward import Place, Saved, UnitBackward
+from shardwise.units.unit_backward import Saved, UnitBackward
 from shardwise.units.weight_products import Operand
 
 
@@ -85,22 +85,18 @@ class Computing(UnitBackward):
             *(self.buffer(n, microbatch) for n in unit.buffers),
             *map(memory.resident, unit.constants),
             *(batch.rows_of(n, m, env) for n in unit.fields),
-            *(self.live[place] for n in unit.inputs for place in self.places(unit, n, microbatch)),
+            *(self.live[n, k] for n in unit.inputs for k in self.sources(unit, n, microbatch)),
         ]
 
-    def places(self, unit: Unit, name: str, microbatch: int) -> list[Place]:
-        """Return where an input of a unit is: one that all microbatches share is with the first of the batch, and an
-        exchange takes those of all microbatches."""
-        first = self.batches.first(microbatch)
-        if unit.exchanges:
-            return [(name, first + m) for m in range(len(self.batches.traces))]
-        return [(name, first if name in self.traces[microbatch].shared else microbatch)]
+    def sources(self, unit: Unit, name: str, microbatch: int) -> range:
+        """Return the microbatches whose values a unit takes as an input."""
+        return unit.sources(name in self.traces[microbatch].shared, microbatch, len(self.batches.traces))
 
     def forward(self, one: Instruction) -> None:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         batch, number = self.batches.place(m)
         batch.version = self.gathered.version = one.version
-        env = batch.env(number, unit.exchanges)
+        env = unit.place(batch.env(number), len(self.batches.traces))
         env.ordinal, env.meanwhile = unit.ordinal, self.flush if env.tensor else None
         env.again = again = one.op is Op.RECOMPUTE
         left = {buffer.kind for buffer in one.writes} if unit.differentiable else set()
@@ -149,7 +145,7 @@ class Computing(UnitBackward):
         if one.op is not Op.BACKWARD:
             defer = self.defer(self.deferred.setdefault((unit.index, m), deque()))
         wanted = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        live = {place: self.live[place] for n in wanted for place in self.places(unit, n, m)}
+        live = {(n, k): self.live[n, k] for n in wanted for k in self.sources(unit, n, m)}
         self.run_backward(unit, partial(self.take, unit.index, m), live, self.seed, defer)
 
     def solve(

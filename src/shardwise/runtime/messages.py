@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
-from shardwise.ops.collectives import Env, in_memory
+from shardwise.ops.collectives import in_memory
+from shardwise.ops.env import Env
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gradients import Gradients
 from shardwise.units.trace import Trace

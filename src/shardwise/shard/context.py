@@ -22,7 +22,7 @@ from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import differentiable, is_tensor, selects_result, values_of
 from shardwise.graph.sizes import concrete, expression
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.sizes import factored

@@ -24,7 +24,7 @@ from shardwise.graph.schema import as_result, differentiable, is_tensor, selects
 from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.graph.torch_private import schema
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.local_graph import LocalGraph

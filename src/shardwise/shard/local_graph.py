@@ -14,7 +14,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.graph.naming import module_path
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import Placement, Shard
 from shardwise.shard.sizes import LocalSizes, of_rows

@@ -27,7 +27,7 @@ from torch import fx
 
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.local_graph import LocalGraph
 from shardwise.shard.op_spec import Placement, Shard
 

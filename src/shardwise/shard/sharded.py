@@ -21,7 +21,7 @@ from torch import fx
 from shardwise.core.layout import Layout
 from shardwise.core.pins import PLANS
 from shardwise.graph.functional import Normal
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment, Decisions, TensorParallelSpec
 from shardwise.shard.batch_walk import BatchWalk, postpone
 from shardwise.shard.context import Rule, ShardingContext

@@ -16,6 +16,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.sizes import expression, size_for_rows
 from shardwise.ops import collectives
+from shardwise.ops.env import ROWS, Env
 from shardwise.shard.op_spec import Shard
 
 
@@ -30,7 +31,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def local_shape(value: torch.Tensor, layout: Layout, env: collectives.Env, most: int | None = None) -> tuple[int, ...]:
+def local_shape(value: torch.Tensor, layout: Layout, env: Env, most: int | None = None) -> tuple[int, ...]:
     """Return the shape on one rank of a value of the captured graph; ``most`` is as in :func:`size_for_rows`."""
 
     def local(size: Any, factors: Sequence[Factor]) -> int:
@@ -45,7 +46,7 @@ def local_shape(value: torch.Tensor, layout: Layout, env: collectives.Env, most:
 
 def of_rows(factors: Sequence[Factor]) -> Factor | None:
     """Return which factor of a dim with a symbolic size, some of which are sharded, is the number of rows."""
-    return next((f for f in factors if collectives.ROWS in f.axes), next((f for f in factors if f.axes), None))
+    return next((f for f in factors if ROWS in f.axes), next((f for f in factors if f.axes), None))
 
 
 class LocalSizes:
@@ -111,7 +112,7 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
     for pre in sorted({place.pre for _, place in places}):
         own = {g: place.post for g, place in places if place.pre == pre}
         concatenated = {place.parts for _, place in places if place.pre == pre}
-        axes = tuple(g for g in (collectives.ROWS, *parts) if g in own)
+        axes = tuple(g for g in (ROWS, *parts) if g in own)
         extent, rest = divmod(size, pre * own[axes[0]])
         if rest:
             raise Unfit(f"a dim of {size} is no {pre} times so many times {own[axes[0]]}")
@@ -124,13 +125,9 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
                 f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of parts, of which one by "
                 "itself stands for equal pieces"
             )
-        if len(set(own.values())) > 1 or (len(axes) > 1 and collectives.ROWS not in axes and extent == parts[axes[0]]):
-            extent = math.prod(parts[g] for g in axes if g != collectives.ROWS)
-            if (
-                collectives.ROWS in axes
-                or any(size // (pre * own[g]) != parts[g] for g in axes)
-                or size % (pre * extent)
-            ):
+        if len(set(own.values())) > 1 or (len(axes) > 1 and ROWS not in axes and extent == parts[axes[0]]):
+            extent = math.prod(parts[g] for g in axes if g != ROWS)
+            if ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
                 raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
         if pre % done:
             raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")

@@ -26,7 +26,7 @@ from shardwise.graph.normalise import eliminate_dead
 from shardwise.graph.schema import given, op_name, outputs_of
 from shardwise.graph.sizes import depends_on_data, expression
 from shardwise.ops import collectives, cross_entropy, norms
-from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.env import ROWS, Env
 from shardwise.ops.own_op import facts_of
 from shardwise.shard.sharded import Sharded
 from shardwise.shard.sizes import local_shape

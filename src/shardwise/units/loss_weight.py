@@ -18,6 +18,7 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.ops import collectives
+from shardwise.ops.env import Env
 from shardwise.units.batch_sums import BatchSums, SumPart, SumStage
 
 IGNORED = -100  # torch's own number for a target that does not count
@@ -60,7 +61,7 @@ class LossWeight(NamedTuple):
         function = fx.GraphModule(torch.nn.Module(), graph).forward
         return BatchSums((SumStage((part,), function, graph, (), (), (), (self.field,), False),), 0)
 
-    def share(self, env: collectives.Env, fields: Fields) -> Tensor | float:
+    def share(self, env: Env, fields: Fields) -> Tensor | float:
         """Return what the loss of this rank's rows of a microbatch is multiplied by; a batch's parts are then added."""
         own = collectives.local_rows(env)
         if self.kind == "targets":

@@ -24,6 +24,7 @@ from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import version
 from shardwise.ops import collectives, norms
+from shardwise.ops.env import ROWS, Env
 from shardwise.units.loss_weight import LossWeight
 from shardwise.units.trace import Unit
 from shardwise.units.written_buffers import Written, over_ranks
@@ -104,7 +105,7 @@ def first_run(
     try:
         with RefuseRandom():  # type: ignore[no-untyped-call]
             results = unit.function(
-                collectives.Env(rows=rows, offset=first, counts=[torch.ones((), device=device)]),
+                Env(rows=rows, offset=first, counts=[torch.ones((), device=device)]),
                 *leaves,
                 *buffers,
                 *(cast_field(v.to(device), precision) for v in batch.values()),
@@ -150,7 +151,7 @@ class _OpaqueCall:
         self.batches: Any = None
         self.lock = threading.Lock()
 
-    def __call__(self, env: collectives.Env, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, env: Env, *tensors: Tensor) -> tuple[Tensor, ...]:
         split = len(self.parameters)
         values = dict(zip((f"module.{n}" for n in (*self.parameters, *self.buffers)), tensors, strict=False))
         for name in self.buffers:  # forward may write to them
@@ -168,9 +169,7 @@ class _OpaqueCall:
         new = (over_ranks(env, self.written.get(n), before[n], values[f"module.{n}"], n) for n in self.buffers)
         return ((loss * share).to(loss.dtype), *new)
 
-    def run(
-        self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom
-    ) -> Tensor:
+    def run(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom) -> Tensor:
         wrapped = getattr(self.own, "module", None)
         if wrapped is None:
             wrapped = self.own.module = copy.deepcopy(self.wrapped, kept_tensors(self.wrapped))
@@ -199,7 +198,7 @@ class _OpaqueCall:
                         k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()
                     }
                     with torch.enable_grad():  # forward may itself ask for gradients
-                        self.run(collectives.Env(rows=count), copies, more, random)
+                        self.run(Env(rows=count), copies, more, random)
                     draws.append(random.draws)
                 self.batches = batch_of(draws[0], draws[1], rows)
             return self.batches
@@ -225,7 +224,7 @@ class _SyncBatchNorms:
     Each rank runs the model's own code, which may branch by values: before each BatchNorm, and at the end, all ranks
     tell each other where they are, so that none waits for a rank that does not come."""
 
-    def __init__(self, env: collectives.Env) -> None:
+    def __init__(self, env: Env) -> None:
         self.env, self.calls, self.met = env, 0, False
 
     def end(self) -> None:
@@ -237,7 +236,7 @@ class _SyncBatchNorms:
         """Raise :class:`ShardwiseError` on all ranks unless all are at the same BatchNorm."""
         self.met, self.calls = True, self.calls + 1
         here = torch.tensor([self.calls, channels], device=self.env.comm.device)
-        every = collectives.gathered(self.env, here, (collectives.ROWS,), "place in the model").tolist()
+        every = collectives.gathered(self.env, here, (ROWS,), "place in the model").tolist()
         if any(one != every[0] for one in every):
             raise ShardwiseError(
                 "a BatchNorm that trains runs on some ranks and not on others, for a branch depends on each rank's own "

@@ -31,7 +31,7 @@ from shardwise.graph.aten_ops import Fact, is_blind, named
 from shardwise.graph.schema import op_name, tensors_in
 from shardwise.graph.torch_private import storage_key
 from shardwise.ops import collectives, own_op, random_ops, weight_gradients
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.ops.silent import Silent
 from shardwise.units import weight_products
 

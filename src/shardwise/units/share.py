@@ -11,7 +11,7 @@ from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS, batch_axes, held_range, placement
 from shardwise.units.trace import DECAY, Bucket, Trace, part_of_batch
 

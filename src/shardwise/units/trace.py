@@ -20,7 +20,7 @@ from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
-from shardwise.ops.collectives import Env
+from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.sizes import local_shape
@@ -196,6 +196,18 @@ class Unit:
     def exchanges(self) -> bool:
         """Whether the unit runs once a batch, on what all microbatches have."""
         return bool(self.merges)
+
+    def place(self, env: Env, microbatches: int) -> Env:
+        """Return where the unit runs, given the place of one of ``microbatches``."""
+        return env.of_exchange(microbatches) if self.exchanges else env
+
+    def sources(self, shared: bool, microbatch: int, microbatches: int) -> range:
+        """Return the microbatches whose values it takes, as an input of one of them: an exchange takes those of all
+        ``microbatches`` of a batch, and there is only the first's of an input that all of them share."""
+        first = microbatch - microbatch % microbatches
+        if self.exchanges:
+            return range(first, first + microbatches)
+        return range(first, first + 1) if shared else range(microbatch, microbatch + 1)
 
     def merged(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the unit's function, given those with inputs of all microbatches, each input's one

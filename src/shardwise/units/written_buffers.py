@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS, Env
 
 FITS = 1e-4  # relative to the largest change; the trial is in fp32 at least
 Written = Literal["same", "sum", "mean", "norm"]
@@ -73,7 +73,7 @@ def _fitting(old: Tensor, whole: Tensor, parts: list[Tensor], shares: tuple[floa
     return None
 
 
-def over_ranks(env: collectives.Env, kind: Written | None, old: Tensor, new: Tensor, name: str) -> Tensor:
+def over_ranks(env: Env, kind: Written | None, old: Tensor, new: Tensor, name: str) -> Tensor:
     """Return the value of a buffer after a microbatch, given what this rank's rows have made of it: ranks' changes are
     added. Those of microbatches are added where the step keeps buffers."""
     if kind not in ("sum", "mean"):

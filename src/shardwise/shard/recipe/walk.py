@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from shardwise.core.mesh import axis_of, sub_axes
-from shardwise.ops import collectives
+from shardwise.ops.env import ROWS
 from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
@@ -116,12 +116,12 @@ class TensorWalk(OpenParameters):
 
     def fits(self, node: fx.Node, place: Shard) -> bool:
         """Return whether a value can be sharded at ``place`` beside what other axes make of it."""
-        others = {group: one.states[node][0] for group, one in ((collectives.ROWS, self.rows), *self.before.items())}
+        others = {group: one.states[node][0] for group, one in ((ROWS, self.rows), *self.before.items())}
         return self.context.fits(self.context.shape(node), {**others, self.axis: place})
 
     def together(self, form: OpSharding, strategy: Strategy) -> bool:
         """Return whether a strategy's shards go together with those of other axes."""
-        walked = {collectives.ROWS: self.rows, **self.before}
+        walked = {ROWS: self.rows, **self.before}
         known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
         return self.context.together(form, {**known, self.axis: strategy})
 

@@ -11,7 +11,7 @@ from torch import fx
 from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.captured import Uncapturable
 from shardwise.ops import random_ops
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OpSharding, Placement, Shard, Strategy

@@ -13,7 +13,7 @@ from torch import fx
 from shardwise.core.layout import Factor, Layout
 from shardwise.graph.schema import as_result, values_of
 from shardwise.ops import local_ops, norms, softmax
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OwnCall, Shard, Strategy, sharding

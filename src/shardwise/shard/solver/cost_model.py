@@ -22,7 +22,7 @@ from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import values_of
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.env import ROWS, Env
 from shardwise.ops.exchanges import exchanges, stand_in
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext

@@ -18,7 +18,7 @@ from torch import fx
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.rates import Link, SolverObjective, rates
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.env import ROWS
 from shardwise.parallel.tensor import role
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
