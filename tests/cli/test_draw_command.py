@@ -146,6 +146,7 @@ def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
         (["draw", "--memory", "3"], "--memory 3: legal: a number of at least 1, with --schedule auto"),
         (["draw", "--schedule", "auto", "--memory", "0.5"], "--memory 0.5: legal: a number of at least 1"),
         (["draw", "--schedule", "auto", "--ranks", "-1"], "ranks: -1 is not legal; legal: an integer of at least 1"),
+        (["draw", "parallel.rows=batch", "parallel.microbatches=2"], 'parallel.rows: "batch": only the captured model'),
         (["draw", "--step", "3"], "--step 3: legal: with the folder of a run"),
         (["draw", "/nowhere"], "/nowhere: neither a config file nor section.key=value"),
         (["draw", ".", "--ranks", "3"], "legal: none, for it is the folder of a run"),

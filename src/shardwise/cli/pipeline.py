@@ -165,6 +165,9 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
         texts, norm = given.timetable, given.norm
+        if given.rows == "batch" and microbatches > 1 and any(one.schedule is None for one in pipelines):
+            wrong = '"batch": only the captured model shows where all microbatches meet'
+            raise ConfigError.on("parallel.rows", wrong, "`shardwise show CONFIG --picture FILE`, which draws that")
         if traits(schedule).asynchronous:  # several batches, since a single step does not show the steady state
             microbatches *= asynchronous_batches(given.window, ranks, microbatches)
     found = []
