@@ -58,7 +58,7 @@ HOOKS: dict[str, Callable[[Model], object]] = {
     "in place": lambda m: m.second.weight.register_hook(in_place),
     "after": lambda m: m.first.bias.register_post_accumulate_grad_hook(halved),
 }
-ELEMENTWISE = ("clamped", "two", "in place")
+ELEMENTWISE = ("clamped", "two", "in place", "after")
 
 
 def hooked(name: str) -> Model:

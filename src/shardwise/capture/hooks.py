@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from shardwise.capture.own_copy import OwnCopy
+from shardwise.capture.tensor_facts import FACTS
+from shardwise.capture.warned import _users_line
+from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
-from shardwise.graph.torch_private import has_backward_hooks, hooks_of
+from shardwise.graph.torch_private import TorchDispatchMode, has_backward_hooks, hooks_of
+
+Watch = Callable[[Tensor], AbstractContextManager[Any]]
+"""This returns what a hook is called in, for what the hook is given."""
 
 
 class ParameterHooks(NamedTuple):
@@ -19,19 +30,119 @@ class ParameterHooks(NamedTuple):
     gradient: tuple[Callable[[Tensor], Tensor | None], ...]
     after: tuple[Callable[[Tensor], None], ...]
 
-    @staticmethod
-    def of(module: nn.Module) -> dict[str, ParameterHooks]:
-        """Return the hooks of a module's parameters, by name, where there are any."""
-        every = {name: ParameterHooks(*hooks_of(p)) for name, p in module.named_parameters()}
-        return {name: hooks for name, hooks in every.items() if hooks.gradient or hooks.after}
-
-    def changed(self, gradient: Tensor) -> Tensor:
+    def changed(self, gradient: Tensor, watch: Watch = nullcontext) -> Tensor:
         """Return what the hooks of the first kind make of a gradient."""
         for hook in self.gradient:
             own = gradient.clone()
-            found = hook(own)
+            with watch(own):
+                found = hook(own)
             gradient = own if found is None else found
         return gradient
+
+    def changed_after(self, name: str, gradient: Tensor, data: Tensor, watch: Watch = nullcontext) -> Tensor:
+        """Return what the hooks of the second kind make of the gradient of the parameter ``name`` with these values."""
+        if not self.after:
+            return gradient
+        own, gradient = nn.Parameter(data.detach().clone()), gradient.clone()  # a hook may keep them
+        for hook in self.after:
+            own.grad = gradient
+            with watch(own):
+                hook(own)
+            if own.grad is None or not torch.equal(own.detach(), data):  # the host waits for this
+                what = "removes the gradient" if own.grad is None else "changes the parameter"
+                legal = "a hook that changes its grad alone, for the optimizer of the plan updates the parameter"
+                raise ConfigError.on(f"parameter {name}", f"its post-accumulate hook {what}", legal)
+            gradient = own.grad
+        return gradient
+
+
+@dataclass(frozen=True)
+class UserHooks:
+    """The hooks of a module's parameters, by name, where there are any, and the module's own ``tensors`` by id: their
+    values are in the engine, so that no hook may read them here."""
+
+    parameters: Mapping[str, ParameterHooks] = field(default_factory=dict)
+    tensors: Mapping[int, tuple[str, weakref.ref[Tensor]]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: nn.Module) -> UserHooks:
+        """Return the hooks of a module's parameters."""
+        every = {name: ParameterHooks(*hooks_of(p)) for name, p in module.named_parameters()}
+        found = {name: hooks for name, hooks in every.items() if hooks.gradient or hooks.after}
+        named = (*module.named_parameters(), *module.named_buffers()) if found else ()
+        return UserHooks(found, {id(tensor): (name, weakref.ref(tensor)) for name, tensor in named})
+
+    def own(self) -> dict[int, Tensor]:
+        """Return the module's tensors by id, those that still exist."""
+        found = {key: one() for key, (_, one) in self.tensors.items()}
+        return {key: one for key, one in found.items() if one is not None}
+
+    def copied(self) -> UserHooks:
+        """Return the same hooks with copies of what they keep; raises :class:`ConfigError` where there are none."""
+        copier, found = OwnCopy(self.own()), {}
+        for name, hooks in self.parameters.items():
+            try:
+                found[name] = ParameterHooks(*(tuple(map(copier.of, kind)) for kind in hooks))
+            except Exception as error:  # the objects of users may raise anything
+                wrong = f"its hook keeps an object that cannot be copied ({error}), and threads would share it"
+                legal = "a hook that keeps tensors, numbers, lists and the like; training in processes, without verify"
+                raise ConfigError.on(f"parameter {name}", wrong, legal) from error
+        return UserHooks(found, self.tensors)
+
+    def apply(self, name: str, gradient: Tensor, data: Tensor, watch: Watch = nullcontext) -> Tensor:
+        """Return what the hooks make of the gradient of a parameter with the values ``data``.
+
+        Raises :class:`ConfigError` where they read the module's own tensors, draw random numbers, or change the
+        parameter."""
+        hooks = self.parameters[name]
+        with torch.enable_grad(), _RefuseReads(name, self.tensors), _RefuseDraws(name):
+            return hooks.changed_after(name, hooks.changed(gradient, watch), data, watch)
+
+
+class _RefuseReads(TorchFunctionMode):
+    """Raise :class:`ConfigError` where the hook of a parameter reads a tensor of the module."""
+
+    def __init__(self, name: str, tensors: Mapping[int, tuple[str, weakref.ref[Tensor]]]) -> None:
+        super().__init__()
+        self.name, self.tensors = name, tensors
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FACTS:
+            for one in tree_leaves((args, kwargs)):
+                name, held = self.tensors.get(id(one), ("", None))
+                if held is not None and held() is one:
+                    wrong = f"its hook reads {name}, whose value is in the engine{_at()}"
+                    legal = "a hook that reads what it is given, and tensors that are not the module's"
+                    raise ConfigError.on(f"parameter {self.name}", wrong, legal)
+        return func(*args, **(kwargs or {}))
+
+
+class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise :class:`ConfigError` where the hook of a parameter draws from a generator that it has not itself."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not (kwargs or {}).get("generator"):
+            raise draws(self.name, "torch")
+        return func(*args, **(kwargs or {}))
+
+
+def draws(name: str, generator: str) -> ConfigError:
+    """Return the error that the hook of a parameter draws from a generator that all code shares."""
+    wrong = f"its hook draws from the generator of {generator}: one device and each rank would draw others{_at()}"
+    return ConfigError.on(f"parameter {name}", wrong, "a hook with a generator of its own, with a seed")
+
+
+def _at() -> str:
+    line = _users_line()
+    return f" ({line})" if line else ""
 
 
 class RefuseTensorHooks(TorchFunctionMode):
@@ -50,16 +161,3 @@ def refuse_module_hooks(module: nn.Module) -> None:
     for name, one in module.named_modules():
         if has_backward_hooks(one):
             raise Uncapturable(f"{name or 'the model'} has a backward hook, which sees gradients inside the model")
-
-
-def elementwise(hooks: ParameterHooks, shape: tuple[int, ...]) -> bool:
-    """Whether hooks act on each element by itself, by a trial on random numbers: on all, and on parts of them, flat."""
-    trial = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    cut = max(trial.numel() // 3, 1)
-    try:
-        whole = hooks.changed(trial.clone()).flatten()
-        flat = trial.flatten()
-        parts = torch.cat([hooks.changed(flat[:cut].clone()), hooks.changed(flat[cut:].clone())])
-    except Exception:  # a hook may take no other shape than the parameter's
-        return False
-    return torch.equal(whole, parts)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend, Kind
 from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.capture.hooks import ParameterHooks
+from shardwise.capture.hooks import UserHooks
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -89,7 +89,7 @@ class Compiled:
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
     buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
     loss_weight: str | None = None  # of a model that is not captured, if a trial is not to find it
-    hooks: Mapping[str, ParameterHooks] | None = None  # those of the user's parameters, by name
+    hooks: UserHooks | None = None  # those of the user's parameters
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Compiled:
                 f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
             )
         if self.hooks is None:
-            self.hooks = ParameterHooks.of(self.module)
+            self.hooks = UserHooks.of(self.module)
         if self._values is None:
             given = self.initial
             self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)

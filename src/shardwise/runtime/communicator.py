@@ -75,6 +75,7 @@ class Communicator(ABC):
 
     shares_memory = False  # whether :meth:`common` gives memory to groups of more than one rank
     first_use_blocks = False  # whether all that is used must have been prepared
+    shares_objects = False  # whether other ranks are in this process, with the same objects of the user's
 
     def __init__(
         self,

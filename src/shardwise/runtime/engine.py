@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
+from shardwise.capture.hooks import UserHooks
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
@@ -113,13 +114,14 @@ class Engine:
             comm, plan, optimizer, self.memory, first_names(module), trace.buckets, self.holders, self.updating,
             self.unused,
         )  # fmt: skip
-        hooks = GradientHooks(compiled.hooks or {}, buckets)
+        given = compiled.hooks or UserHooks()
+        hooks = GradientHooks(given.copied() if comm.shares_objects else given, buckets)
         hooks.check()
         self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
             per_parameter=per_parameter,
-            strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if hooks.hooks else None,
+            strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if given.parameters else None,
             runs=PostValidatedRun if plan.post_validates else Run,
         )  # fmt: skip
 

@@ -1,19 +1,22 @@
 """Hooks that a user has registered on parameters act on the gradient of the whole batch, as on one device.
 
 A hook is called once a step, when all microbatches and ranks have added their part and before the norm is taken. Where
-a rank has the whole gradient the hook gets that. Where it has a piece the hook gets the piece, flat, if a trial has
-shown that the hook acts on each element by itself; otherwise the plan is refused before the first step.
+a rank has the whole gradient the hook gets that. Where it has a piece the hook gets the piece, flat, with the piece of
+the parameter if it asks for that, if a trial has shown that the hook acts on each element by itself; otherwise the plan
+is refused before the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.capture.hooks import ParameterHooks, elementwise
+from shardwise.capture.hook_trial import Facts, check_hooks, dependence
+from shardwise.capture.hooks import UserHooks
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.gradients import Gradients
@@ -21,22 +24,45 @@ from shardwise.units.share import entry_ranges
 from shardwise.units.trace import Parameter
 
 
+class _Hooked(NamedTuple):
+    """A parameter with hooks, and the range of elements of its bucket, from the first held, that this rank has."""
+
+    memory: BucketMemory
+    parameter: Parameter
+    start: int
+    stop: int
+    whole: bool  # else its pieces are flat
+
+    def piece(self, held: Tensor) -> Tensor:
+        """Return what this rank has of the parameter in a tensor of the held elements of the bucket."""
+        found = held[self.start : self.stop]
+        return found.view(self.parameter.shape) if self.whole else found
+
+
 @dataclass
 class GradientHooks:
     """The hooks of the parameters of a rank's buckets; see the module."""
 
-    hooks: Mapping[str, ParameterHooks]
+    hooks: UserHooks
     buckets: Mapping[int, BucketMemory]
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` where a hook needs a gradient that no rank has whole."""
-        for _, parameter, _, whole in self._hooked():
-            hooks = self.hooks[parameter.name]
-            if not whole and (hooks.after or not elementwise(hooks, parameter.shape)):
-                kind = "register_post_accumulate_grad_hook" if hooks.after else "register_hook"
-                wrong = f"its hook ({kind}) needs the whole gradient, of which each rank has a part"
+        """Raise :class:`ConfigError` where a hook does what no rank may do, or needs a gradient that no rank has
+        whole."""
+        gradients = {
+            one.parameter.name: Facts(tuple(one.parameter.shape), one.memory.bucket.wide, one.memory.comm.device)
+            for one in self._hooked()
+        }
+        check_hooks(self.hooks, gradients)
+        for one in self._hooked():
+            name = one.parameter.name
+            why = "" if one.whole else dependence(self.hooks, name, gradients[name], one.stop - one.start)
+            if why:
+                after = self.hooks.parameters[name].after
+                kind = "register_post_accumulate_grad_hook" if after else "register_hook"
+                wrong = f"its hook ({kind}) needs the whole gradient, of which each rank has a part: {why}"
                 legal = "zero = 0 without tensor parallelism, or a hook that acts on each element by itself"
-                raise ConfigError.on(f"parameter {parameter.name}", wrong, legal)
+                raise ConfigError.on(f"parameter {name}", wrong, legal)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, scale: Tensor | None) -> None:
@@ -44,46 +70,25 @@ class GradientHooks:
         for index, memory in self.buckets.items():
             if memory.learns:
                 gradients.held(index)  # what nothing has written becomes zero
-        for memory, parameter, gradient, whole in self._hooked():
-            hooks = self.hooks[parameter.name]
+        for one in self._hooked():
+            name, gradient = one.parameter.name, one.piece(one.memory.held_gradient)
             found = gradient if scale is None else gradient / scale
-            with torch.enable_grad():
-                found = hooks.changed(found.detach().clone())
-                if whole:
-                    found = self._after(memory, parameter, hooks, found)
+            data = one.piece(one.memory.master).to(found.device, found.dtype, copy=True)
+            found = self.hooks.apply(name, found, data)
             if found.shape != gradient.shape:
                 wrong = f"its hook made a gradient of shape {tuple(found.shape)} of one of {tuple(gradient.shape)}"
-                raise ShardwiseError(f"parameter {parameter.name}: {wrong}")
+                raise ShardwiseError(f"parameter {name}: {wrong}")
             gradient.copy_(found if scale is None else found * scale)
 
-    @staticmethod
-    def _after(memory: BucketMemory, parameter: Parameter, hooks: ParameterHooks, gradient: Tensor) -> Tensor:
-        """Return what hooks make of ``grad`` when they are given the parameter."""
-        if not hooks.after:
-            return gradient
-        own = nn.Parameter(memory.views(memory.param)[parameter.name].detach().to(gradient.dtype, copy=True))
-        before = own.detach().clone()
-        for hook in hooks.after:
-            own.grad = gradient
-            hook(own)
-            if own.grad is None or not torch.equal(own.detach(), before):  # the host waits for this
-                what = "removes the gradient" if own.grad is None else "changes the parameter"
-                legal = "a hook that changes its grad alone, for the optimizer of the plan updates the parameter"
-                raise ConfigError.on(f"parameter {parameter.name}", f"its post-accumulate hook {what}", legal)
-            gradient = own.grad
-        return gradient
-
-    def _hooked(self) -> Iterator[tuple[BucketMemory, Parameter, Tensor, bool]]:
-        """Yield for each hooked parameter its bucket, the gradient, and whether that is whole: otherwise it is flat."""
+    def _hooked(self) -> Iterator[_Hooked]:
+        """Yield the hooked parameters of which this rank holds a part."""
         for memory in self.buckets.values():
-            if not memory.learns or not any(p.name in self.hooks for p in memory.bucket.parameters):
+            if not memory.learns:
                 continue
-            held, gradient = memory.held, memory.held_gradient
+            held = memory.held
             for entry, start, stop in entry_ranges(memory.layout, held.start, held.stop):
-                if entry.name not in self.hooks:
-                    continue
-                parameter = memory.bucket.by_name[entry.name]
-                piece = gradient[start - held.start : stop - held.start]
-                every = held.numel == memory.layout.numel and stop - start == parameter.numel
-                whole = every and parameter.layout is None
-                yield memory, parameter, piece.view(parameter.shape) if whole else piece, whole
+                if entry.name in self.hooks.parameters:
+                    parameter = memory.bucket.by_name[entry.name]
+                    every = held.numel == memory.layout.numel and stop - start == parameter.numel
+                    whole = every and parameter.layout is None
+                    yield _Hooked(memory, parameter, start - held.start, stop - held.start, whole)

@@ -115,6 +115,7 @@ class ThreadCommunicator(Communicator):
         # (whether the operation's tensor is intact, operation): the flag has not been read from the device yet.
         self._unseen: list[tuple[Tensor | bool, Call]] = []
         self.first_use_blocks = state.first_use_blocks
+        self.shares_objects = mesh.size > 1
         self._prepared.update(groups(mesh, mesh.names, CONTROL))
 
     def _host(self) -> ThreadCommunicator:

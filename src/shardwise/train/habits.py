@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.capture.state import PythonState
+from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
-
-_FACTS = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "is_cuda", "is_sparse",
-          "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mps", "grad_fn")  # fmt: skip
-_METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "ndimension",
-            "__hash__", "__len__")  # fmt: skip
-LEGAL = frozenset([*(getattr(Tensor, name).__get__ for name in _FACTS), *(getattr(Tensor, name) for name in _METHODS)])
-"""What may still be asked of a tensor of the user's module: facts, but not values."""
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -45,7 +39,7 @@ class _Kept:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func not in LEGAL:
+        if func not in FACTS:
             _refuse(func)
         with without_torch_functions():
             return func(*args, **(kwargs or {}))

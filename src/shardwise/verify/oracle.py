@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
-from shardwise.capture.hooks import ParameterHooks
+from shardwise.capture.hooks import UserHooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.state import kept_tensors
@@ -117,7 +117,7 @@ class Oracle:
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
         self.masters = self._masters(module)
-        self._hooks = ParameterHooks.of(module)
+        self._hooks = UserHooks.of(module).copied().parameters  # what the user's hooks keep is not touched
         # Hooks see the gradient of the whole batch: in one backward of the very parameters, or at the end of several.
         self._hooks_last = microbatches > 1 or loss_scale != 1 or precision in LOW_PRECISIONS
         if not self._hooks_last:

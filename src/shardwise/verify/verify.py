@@ -174,10 +174,13 @@ def _ready(
     captured: Compiled | None,
     device: torch.device,
 ) -> Compiled:  # fmt: skip
-    """Return the model compiled for ``changed``, with what a solver decides for ``plan``."""
+    """Return the model compiled for ``changed``, with what a solver decides for ``plan``, and with hooks of its own."""
     if captured is None:
-        return Compiled(module, changed, batch, loss, device)
-    return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
+        found = Compiled(module, changed, batch, loss, device)
+    else:
+        found = captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
+    found.hooks = None if found.hooks is None else found.hooks.copied()
+    return found
 
 
 class Pieces(NamedTuple):
