@@ -27,7 +27,7 @@ from shardwise.capture.state import Change, PythonState, assigned_buffers, impos
 from shardwise.capture.warned import passed_on
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
-from shardwise.graph.torch_private import import_export
+from shardwise.graph.torch_private import exports_modules_unhooked, import_export
 
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
@@ -50,6 +50,10 @@ class WithLoss(nn.Module):
         self.loss = loss
         self.precision = precision
         self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
+
+    def __call__(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of a batch; hooks on all modules are not called for this one, which no user knows."""
+        return self.forward(fields)
 
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch."""
@@ -271,7 +275,8 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         shapes = ({name: {0: dim} for name in example},)
     with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         import_export()
-        program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
+        with exports_modules_unhooked():
+            program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
         raise Uncapturable(
             "it computes with a tensor without memory, which its constructor made and no attribute holds"

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "function_calls",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
+    "exports_modules_unhooked", "function_calls",
     "has_backward_hooks", "hooks_of", "import_export",
     "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
     "version", "without_torch_functions",
@@ -70,9 +71,32 @@ def without_torch_functions() -> Iterator[None]:
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks on the gradients of what it takes and returns."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    """Whether a module has hooks on the gradients of what it takes and returns, its own or those of all modules."""
+    every = torch.nn.modules.module
+    here = module._backward_hooks or module._backward_pre_hooks
+    return bool(here or every._global_backward_hooks or every._global_backward_pre_hooks)
 
+
+@contextmanager
+def exports_modules_unhooked() -> Iterator[None]:
+    """Let the forward hooks on all modules pass by those that torch.export has of its own."""
+    every = torch.nn.modules.module
+    kinds: list[dict[int, Any]] = [every._global_forward_pre_hooks, every._global_forward_hooks]
+    before = [dict(kind) for kind in kinds]
+
+    def passing_by(hook: Any) -> Any:
+        return lambda module, *given: None if type(module).__module__.startswith(_EXPORTS) else hook(module, *given)
+
+    for kind, old in zip(kinds, before, strict=True):
+        kind.update((key, passing_by(hook)) for key, hook in old.items())
+    try:
+        yield
+    finally:
+        for kind, old in zip(kinds, before, strict=True):
+            kind.update((key, old[key]) for key in kind if key in old)
+
+
+_EXPORTS = ("torch.export", "torch._export", "torch.fx")
 
 _calls = threading.RLock()  # only one thread at a time changes how Functions are applied
 
