@@ -67,6 +67,20 @@ class Product(torch.autograd.Function):
         return grads[0] @ weight, 2 * grads[0].T @ x
 
 
+class Scaled(torch.autograd.Function):
+    """Multiplies by a number that is a tensor without dims, which learns twice as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(factor, x)
+        return factor * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        factor, x = ctx.saved_tensors
+        return 2 * (grads[0] * x).sum(), grads[0] * factor
+
+
 class UnitGradient(torch.autograd.Function):
     """Scales the gradient to the norm 1, over all rows of the batch."""
 
@@ -108,6 +122,8 @@ BODIES: dict[str, Body] = {
     "two of different arguments": lambda x, layer: reverse(reverse(layer(x), 0.5).tanh(), 2.0) + reverse(x, 0.5),
     "two results": lambda x, layer: Rounded.apply(layer(x) * 2)[0] + Rounded.apply(layer(x))[1],
     "with a parameter": lambda x, layer: Product.apply(x.sin(), layer.weight),
+    "with a number that learns": lambda x, layer: Scaled.apply(layer.weight[0, 0], x),
+    "with a number of the model": lambda x, layer: Scaled.apply(torch.tensor(0.3, dtype=x.dtype), layer(x)),
     "rows of rows": lambda x, layer: (
         reverse(layer(x)[:, None].expand(-1, 2, -1).flatten(0, 1), 0.3).view(-1, 2, 5).sum(1)
     ),

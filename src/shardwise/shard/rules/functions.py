@@ -64,7 +64,7 @@ class Trial:
         """Return random numbers; the first dim is that of the trial's rows if it is ``cut``."""
         shape = (ROWS * self.each, *shape[1:]) if cut else shape
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(*shape, generator=self.draw, dtype=dtype).to(self.device)
+            return torch.randn(tuple(shape), generator=self.draw, dtype=dtype).to(self.device)
         return torch.randint(0, 2, tuple(shape), generator=self.draw).to(self.device, dtype)
 
     def passes(self, dim: int) -> bool:
@@ -76,8 +76,8 @@ class Trial:
         if not 0 < first < size:
             return False
         try:
-            whole, again = (self.run(self.given, dim, 0, size) for _ in range(2))
-            parts = [self.run(self.part(dim, a, b), dim, a, b) for a, b in ((0, first), (first, size))]
+            whole, again = (self.run(self.given, dim, size, 0, size) for _ in range(2))
+            parts = [self.run(self.part(dim, a, b), dim, size, a, b) for a, b in ((0, first), (first, size))]
         except Exception:  # a Function may take none of these numbers, and then nothing is known of it
             return False
         if not all(map(_close, whole, again)):
@@ -94,8 +94,9 @@ class Trial:
         both = zip(self.given, self.cut, strict=True)
         return [one.narrow(dim, start, stop - start) if cut else one for one, cut in both]
 
-    def run(self, given: Sequence[Tensor], dim: int, start: int, stop: int) -> list[Tensor | None]:
-        """Return the results, and the gradients of the operands for random ones of the results, of a part of these."""
+    def run(self, given: Sequence[Tensor], dim: int, size: int, start: int, stop: int) -> list[Tensor | None]:
+        """Return the results, and the gradients of the operands for random ones of the results, of a part of these:
+        what is between ``start`` and ``stop`` of a ``dim`` of ``size``."""
         leaves = [g.detach().clone().requires_grad_(g.is_floating_point() or g.is_complex()) for g in given]
         with torch.enable_grad():
             results = self.function(*leaves)
@@ -104,7 +105,7 @@ class Trial:
         for one in results:
             if one.requires_grad:
                 shape = list(one.shape)
-                shape[0], shape[dim] = ROWS * self.each, ROWS * self.each if dim == 0 else self.given[0].shape[dim]
+                shape[0], shape[dim] = ROWS * self.each, size
                 full = torch.randn(shape, generator=seeds, dtype=one.dtype)
                 ends.append((one, full.narrow(dim, start, stop - start).to(self.device)))
         found: Sequence[Tensor | None] = [None] * len(leaves)
