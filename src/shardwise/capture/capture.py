@@ -7,7 +7,6 @@ that casts in the graph are those of the precision that trains, and nothing that
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -28,6 +27,7 @@ from shardwise.capture.warned import passed_on
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import exports_modules_unhooked, import_export
+from shardwise.initial.copies import copied
 
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
@@ -250,7 +250,7 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(lazy_zeros(parameter.shape, dtype), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def rows_in(batch: Mapping[str, Tensor]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
 from shardwise.core.layout import Box
+from shardwise.initial.copies import copied
 from shardwise.initial.initial import Recorded, named_tensors
 
 LISTED = 3  # the most names in one error
@@ -135,14 +135,14 @@ class Values(Mapping[str, Tensor]):
             self._tensors[n].is_meta or self._source(n) is not None for n in rest.values()
         ):
             return self.module
-        return copy.deepcopy(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
+        return copied(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
 
     def bare(self) -> nn.Module:
         """Return a copy of the module with its parameters on meta; everything else that is a tensor is shared."""
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors.values()}
         for parameter in self.module.parameters():
             memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        return copy.deepcopy(self.module, memo)
+        return copied(self.module, memo)
 
     def whole(self) -> nn.Module:
         """Return a new, ordinary module with all of these values, on the CPU."""
@@ -153,7 +153,7 @@ class Values(Mapping[str, Tensor]):
             memo: dict[int, Any] = {
                 id(tensor): _memory_for(tensor) for tensor in self._tensors.values() if tensor.is_meta
             }
-            module = copy.deepcopy(self.module, memo)
+            module = copied(self.module, memo)
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
                 if self._source(name) is not None or not constructed and self._tensors[name].is_meta:

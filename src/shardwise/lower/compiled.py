@@ -30,6 +30,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
+from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
@@ -93,6 +94,7 @@ class Compiled:
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
+        refuse_unready(self.module)
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
             raise ConfigError(

@@ -23,6 +23,7 @@ from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import version
+from shardwise.initial.copies import copied
 from shardwise.ops import collectives, norms
 from shardwise.ops.env import ROWS, Env
 from shardwise.units.loss_weight import LossWeight
@@ -130,7 +131,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in module.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 class _OpaqueCall:
