@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,19 +19,22 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.intercept import Proceed
-from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import TorchDispatchMode, schema
+from shardwise.capture.running import here
+from shardwise.core.errors import ConfigError
+from shardwise.graph.torch_private import TorchDispatchMode, inside_vmap, schema
 from shardwise.ops import keyed_random as keyed
 
+_LEGAL = "dropout, torch.rand and the like, of numbers with one batch dim"
 _ALPHA = 1.7580993408473766  # the negative of SELU's limit at minus infinity: what alpha dropout sets elements to
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """This is one random call: the function's name and the shape of what it draws."""
+    """This is one random call: the function's name, the shape of what it draws and, in a trial, where it is."""
 
     name: str
     shape: tuple[int, ...]
+    place: str = ""
 
 
 def batch_of(
@@ -38,13 +42,17 @@ def batch_of(
 ) -> list[tuple[str, keyed.Batch | None]]:
     """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with one more: the dim that grew.
 
-    Raises :class:`ShardwiseError` where the number of draws, or more than one dim, depends on the batch. If draws are
+    Raises :class:`ConfigError` where the number of draws, or more than one dim, depends on the batch. If draws are
     always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim.
     """
     if [d.name for d in few] != [d.name for d in more]:
-        raise ShardwiseError("the random calls of this model's forward depend on the size of the batch")
+        only = next((a or b for a, b in zip_longest(few, more) if not (a and b and a.name == b.name)), few[0])
+        raise ConfigError(
+            f"model: which random functions forward calls depends on the number of rows: {only.name}{only.place} is "
+            "called with one number of rows and not with another; legal: the same calls for every number of rows"
+        )
     found: list[tuple[str, keyed.Batch | None]] = []
-    for ordinal, (a, b) in enumerate(zip(few, more, strict=True)):
+    for a, b in zip(few, more, strict=True):
         grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
         if not grown:
             found.append((a.name, None))
@@ -54,9 +62,9 @@ def batch_of(
             if whole and len(grown) == 1:
                 found.append((a.name, None))
                 continue
-            raise ShardwiseError(
-                f"random call {ordinal}, {a.name}, draws {a.shape} for {rows} rows and {b.shape} for "
-                f"{rows + 1}: it has no one batch dim"
+            raise ConfigError(
+                f"model: {a.name}{a.place} draws {a.shape} for {rows} rows and {b.shape} for {rows + 1}: it has no one "
+                f"batch dim; legal: {_LEGAL}"
             )
         found.append((a.name, (grown[0], minor)))
     return found
@@ -101,23 +109,29 @@ class KeyedRandom:
         if answer is None:
             return proceed(func, args, kwargs)
         if kwargs.pop("generator", None) is not None:
-            raise ShardwiseError(
-                f"model: {func.__name__} draws from a torch.Generator of its own, whose numbers other devices would "
-                "draw again; legal: draws without generator=, which are keyed by sample"
+            raise ConfigError(
+                f"model: {func.__name__}{here()} draws from a torch.Generator of its own, whose numbers other devices "
+                "would draw again; legal: draws without generator=, which are keyed by sample"
             )
         result = answer(func.__name__, *args, **kwargs)
         return proceed(func, args, kwargs) if result is NotImplemented else result
 
     def _key(self, name: str, shape: Sequence[int]) -> tuple[int, int, int, keyed.Batch | None, int]:
         """Count a draw; return (seed, step, ordinal, batch, row_start)."""
+        if inside_vmap():
+            raise ConfigError(
+                f"model: {name}{here()} draws inside torch.vmap, where it does not see which rows it draws for: all "
+                "would get the same; legal: to draw before that, for all rows"
+            )
         ordinal = len(self.draws)
-        self.draws.append(Draw(name, tuple(shape)))
+        self.draws.append(Draw(name, tuple(shape), here() if self.batches is None else ""))
         batch = None
         if self.batches is not None:
             expected, batch = self.batches[ordinal] if ordinal < len(self.batches) else ("none", None)
             if name != expected:
-                raise ShardwiseError(
-                    f"random call {ordinal} of this forward is {name}; in the trial run it was {expected}"
+                raise ConfigError(
+                    f"model: random call {ordinal} of this forward is {name}{here()}; in the trial run it was "
+                    f"{expected}; legal: the same random calls in every forward"
                 )
         return self.seed, self.step, ordinal, batch, self.row_start
 
@@ -265,10 +279,10 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise ShardwiseError(
-                f"model: {func} draws random numbers that cannot be keyed by sample: other devices would draw others; "
-                "legal: dropout, torch.rand and the like, of numbers with a batch dim (torch.utils.checkpoint draws "
-                "again in backward: let the plan recompute instead)"
+            raise ConfigError(
+                f"model: {func}{here()} draws random numbers that cannot be keyed by sample: other devices would draw "
+                f"others; legal: {_LEGAL} (torch.utils.checkpoint draws again in backward: let the plan recompute "
+                "instead)"
             )
         return func(*args, **kwargs)
 

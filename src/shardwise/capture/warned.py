@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.core.errors import of_user
+from shardwise.capture.running import users_line
 
 LENGTH = 200  # characters of a warning that a note shows
 
@@ -25,15 +24,9 @@ def passed_on() -> Iterator[dict[str, None]]:
         text = " ".join(str(message).split())
         if issubclass(category, UserWarning | RuntimeWarning) and not text.startswith("The tensor attribute"):
             short = text if len(text) <= LENGTH else text[:LENGTH] + "…"
-            found[f"warned while it was captured: {short} ({_users_line() or f'{filename}:{lineno}'})"] = None
+            found[f"warned while it was captured: {short} ({users_line() or f'{filename}:{lineno}'})"] = None
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
         yield found
-
-
-def _users_line() -> str:
-    """Return the innermost line of the user's code that is running; "" if there is none."""
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((f"{name}:{line}" for name, line in lines if of_user(name) and not name.startswith("<")), "")

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.graph.aten_ops import Fact, has, named
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.naming import place
 from shardwise.graph.schema import given, has_argument, op_name
-from shardwise.graph.torch_private import overload_name, storage_key
+from shardwise.graph.torch_private import has_storage, overload_name, storage_key
 
 aten = torch.ops.aten
 
@@ -38,6 +40,15 @@ def _storages(value: Any) -> set[int]:
     if isinstance(value, Tensor):
         return {storage_key(value)}
     return {s for v in value for s in _storages(v)} if isinstance(value, tuple | list) else set()
+
+
+def refuse_without_memory(node: fx.Node) -> None:
+    """Raise :class:`Uncapturable` if a node is a tensor without memory: nobody can tell what writes to it."""
+    value = node.meta.get("val")
+    for one in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(one, Tensor) and not has_storage(one):
+            kind = "tensors of torch.func (vmap, grad, jvp)" if one.layout is torch.strided else "sparse tensors"
+            raise Uncapturable(f"it computes with {kind}, which have no memory of their own{place(node)}")
 
 
 def looks_alike(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
-from shardwise.graph.aliases import aliased, functional_form, is_idle, is_random, looks_alike
+from shardwise.graph.aliases import (
+    aliased,
+    functional_form,
+    is_idle,
+    is_random,
+    looks_alike,
+    refuse_without_memory,
+)
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.schema import given, op_name
@@ -181,7 +188,7 @@ class _Walker:
 
     def call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.new.call_function(target, args, kwargs)
-        node.meta = {k: like.meta[k] for k in ("val", "nn_module_stack") if k in like.meta}
+        node.meta = {k: like.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in like.meta}
         return node
 
     def emit(self, old: fx.Node) -> fx.Node:
@@ -197,6 +204,7 @@ class _Walker:
         """Copy ``graph``; for a wrapped sub-graph, whose ``inputs`` are given, return the nodes that it outputs."""
         pending = list(inputs or [])
         for old in graph.nodes:
+            refuse_without_memory(old)
             if old.op == "placeholder":
                 if inputs is not None:
                     outer = pending.pop(0)

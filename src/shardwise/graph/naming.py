@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import fx
 
+from shardwise.core.errors import of_user
 from shardwise.core.pins import starred
 from shardwise.graph.torch_private import schema
 
@@ -17,6 +20,18 @@ def module_path(node: fx.Node | None) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return str(path).removeprefix("module").removeprefix(".")
+
+
+def users_line(node: fx.Node) -> str:
+    """Return ``file:line`` of the innermost line of the user's code that called a captured op; "" if it has none."""
+    frames = re.findall(r'^ *File "(.*?)", line (\d+)', node.meta.get("stack_trace") or "", re.MULTILINE)
+    return next((f"{name}:{line}" for name, line in reversed(frames) if of_user(name)), "")
+
+
+def place(node: fx.Node) -> str:
+    """Return where a captured op is, for messages: `` in head.norm (model.py:12)``, or less where less is known."""
+    path, line = module_path(node), users_line(node)
+    return (f" in {path}" if path else "") + (f" ({line})" if line else "")
 
 
 def op_in_words(node: fx.Node) -> str:

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
-    "exports_modules_unhooked", "function_calls",
-    "has_backward_hooks", "hooks_of", "import_export",
-    "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
+    "exports_modules_unhooked", "fake_mode", "function_calls",
+    "has_backward_hooks", "has_storage", "hooks_of", "import_export",
+    "inside_vmap", "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
     "version", "without_torch_functions",
 ]  # fmt: skip
 
@@ -47,6 +49,21 @@ def storage_key(x: Tensor) -> int:
     return int(StorageWeakRef(x.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
+def has_storage(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own: a sparse one, or one inside ``torch.func``, has none that can be seen."""
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def inside_vmap() -> bool:
+    """Whether what runs now is mapped over a dim that it does not see."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
 def version(x: Tensor) -> int:
     """Return how often a tensor has been written in place."""
     return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
@@ -61,6 +78,11 @@ def hooks_of(parameter: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def step_hooks(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of hooks on the step of an optimizer."""
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def fake_mode() -> Any:
+    """Return a mode in which ops make tensors without values; what depends on values becomes a symbol."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 @contextmanager
