@@ -325,6 +325,41 @@ def frozen(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 ONE_STEP = {"average_with_gradient"}  # plain PyTorch cannot take a second: the buffer holds on to a graph that is gone
 
+
+@case
+def powers_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    one, two, three = h.abs() + 1, h.abs() + 1, h.abs() + 1
+    one **= 2
+    two.pow_(m.w[0].abs())
+    three.float_power_(0.5)
+    h = (h.abs() + 1).polygamma_(1)
+    return one + two * three + h.ldexp_(torch.tensor([1, 2, 0, 1]))
+
+
+@case
+def compare_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    positive, zeros = x.clone(), torch.zeros_like(h)
+    return h * positive.gt_(0)[:, None] + zeros.logical_not_() * h.floor_divide(2).detach()
+
+
+@case
+def drawn_by_default_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.empty_like(h).bernoulli_()
+
+
+@case
+def out_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.div(m.state, 2, out=m.state)
+        torch.mv(m.w, m.state + 1, out=m.passing)
+        F.normalize(m.passing + m.state, dim=0, out=m.state)
+        torch.mul(m.w[:3], 2, out=m.memory[1:4])
+        parts = torch.empty_like(h)
+        torch.gt(h[..., ::2], 0, out=parts[..., ::2])
+        parts[..., 1::2] = 0
+    return h * m.state + m.passing * parts + m.memory[2]
+
+
 REFUSED: dict[str, tuple[Forward, str]] = {}
 
 
@@ -357,6 +392,27 @@ def no_grad_shape(m: Any, h: Tensor, x: Tensor) -> Tensor:
     with torch.no_grad():
         w.t_()
     return h @ w
+
+
+@refused("gives no gradient")
+def logical_with_a_gradient(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Torch passes the gradient on, as if the op were not there."""
+    k = h * 1
+    k.logical_not_()
+    return h + k
+
+
+@refused("changes the shape")
+def out_of_another_shape(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = torch.empty(0, dtype=h.dtype)
+        torch.mul(m.w, 2, out=found)
+    return h @ found
+
+
+@refused("fill_diagonal_.default has no functional form")
+def without_a_form(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h @ (m.w * 1).fill_diagonal_(0)
 
 
 @refused("the shape of memory")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,22 +11,9 @@ from shardwise.graph.aten_ops import Fact, has, named
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import place
 from shardwise.graph.schema import given, has_argument, op_name
-from shardwise.graph.torch_private import has_storage, overload_name, storage_key
-
-aten = torch.ops.aten
+from shardwise.graph.torch_private import has_storage, storage_key
 
 _DROPOUTS = named(Fact.DROPOUT)
-_NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_", "as_strided_"}
-_RENAMED: dict[str, Callable[..., Any]] = {
-    "zero_": aten.zeros_like.default,
-    "fill_": aten.full_like.default,
-    "copy_": aten.copy.default,
-    "detach_": aten.detach.default,
-    "normal_": aten.normal_functional.default,
-    "transpose_": aten.transpose.int,
-    "swapaxes_": aten.transpose.int,
-    "swapdims_": aten.transpose.int,
-}
 
 
 def aliased(old: fx.Node) -> fx.Node | None:
@@ -57,20 +43,6 @@ def looks_alike(a: Tensor, b: Tensor) -> bool:
         return False
     places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
     return next(places) == next(places)
-
-
-def functional_form(old: fx.Node) -> Any:
-    """Return the op that gives the new value of what an in-place op writes to; None if there is none."""
-    name, overload = op_name(old), overload_name(old.target)
-    if name in _NOT_REPLAYED or not name.endswith("_"):
-        return None
-    if name == "fill_" and overload == "Tensor":
-        return aten.fill.Tensor
-    if name in _RENAMED:
-        return _RENAMED[name]
-    packet = getattr(aten, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)  # __ior__ is in-place __or__
-    renamed = {("bernoulli_", "float"): "p"}.get((name, overload), overload)
-    return packet and getattr(packet, renamed, None)
 
 
 def is_idle(node: fx.Node) -> bool:

@@ -17,17 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
-from shardwise.graph.aliases import (
-    aliased,
-    functional_form,
-    is_idle,
-    is_random,
-    looks_alike,
-    refuse_without_memory,
-)
+from shardwise.graph.aliases import aliased, is_idle, is_random, looks_alike, refuse_without_memory
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
-from shardwise.graph.schema import given, op_name
+from shardwise.graph.in_place import functional_form
+from shardwise.graph.naming import place
+from shardwise.graph.schema import differentiable, given, op_name
 from shardwise.graph.torch_private import HigherOrderOperator, schema
 from shardwise.graph.tracked import Tracked
 from shardwise.ops import custom_function, norms
@@ -301,22 +296,17 @@ class _Walker:
             self.write(goal, value)
 
     def mutate(self, old: fx.Node) -> None:
-        described, goal, name = schema(old.target), old.args[0], op_name(old)
-        written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
-        target = (
-            functional_form(old)
-            if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::")
-            else None
-        )
-        if target is None:
-            raise Uncapturable(f"in-place op {old.target} has no functional form")
-        if name == "copy_":
+        goal, target, args, kwargs = functional_form(old)
+        if [str(s) for s in old.meta["val"].shape] != [str(s) for s in goal.meta["val"].shape]:
+            raise Uncapturable(f"{old.target} changes the shape of the tensor that it writes to{place(old)}")
+        if op_name(old) == "copy_":
             new = self.copied(old, goal)
         else:
-            new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
+            if op_name(old) == "zero_":
+                args = args[:1]
+            new = self.cast_back(self.call(target, self.map(args), old, self.map(kwargs)), goal)
         if is_random(old):
             self.draw(new)
-        new = self.cast_back(new, goal)
         self.write(goal, new)
         self.bind(old, self.value[goal], goal)
         self.passed.add(old)
@@ -328,10 +318,7 @@ class _Walker:
 
     def change_view(self, old: fx.Node) -> None:
         """Handle an op that changes a tensor's shape and no values: later ops read its node, a view of the tensor."""
-        goal, target = old.args[0], functional_form(old)
-        assert isinstance(goal, fx.Node)
-        if target is None:
-            raise Uncapturable(f"in-place op {old.target} has no functional form")
+        goal, target, args, kwargs = functional_form(old)
         if not self.grad:
             self.refuse_tracked(goal)
         tensor = goal
@@ -346,7 +333,7 @@ class _Walker:
             raise Uncapturable(
                 f"forward changes the shape of {stays}, which stays from step to step, in place ({old.target})"
             )
-        old.target = target
+        old.target, old.args, old.kwargs = target, args, kwargs
         self.bind(old, self.emit(old), goal)
 
     def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
@@ -365,12 +352,14 @@ class _Walker:
     def cast_back(self, new: fx.Node, goal: fx.Node) -> fx.Node:
         """Return ``new`` in the dtype of ``goal``, which an in-place op keeps where the functional one may promote."""
         dtype = goal.meta["val"].dtype
-        others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
-        if new.target is aten.index_put.default or all(o == dtype for o in others):
+        if new.target is aten.index_put.default:
             return new
         example: Tensor = new.target(*_examples(new.args), **_examples(new.kwargs))
         if example.dtype == dtype:
             return new
+        if not differentiable(example) and self.tracked(self.read(goal)):
+            what = f"{new.target} in place, to a tensor that has a gradient, gives no gradient"  # torch passes some on
+            raise Uncapturable(f"{what}{place(new)}")
         new.meta["val"] = example
         return self.call(aten.to.dtype, (new, dtype), goal)
 

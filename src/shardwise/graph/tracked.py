@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Captured
 from shardwise.graph.schema import differentiable
 
@@ -40,6 +41,8 @@ class Tracked:
         if node.op == "placeholder":
             return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
         value = node.meta.get("val")
-        if node.target is aten.detach.default or (isinstance(value, Tensor) and not differentiable(value)):
+        if node.target is aten.detach.default or has(node, Fact.LIKE):
+            return False
+        if isinstance(value, Tensor) and not differentiable(value):
             return False
         return any(self.known[i] for i in node.all_input_nodes)
