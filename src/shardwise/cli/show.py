@@ -109,9 +109,14 @@ def _plain(
         "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and axes else {}),
         "without_rule": [one._asdict() for one in trace.without_rule(rows)],
-        "notes": [*trace.notes, *trace.notes_of_microbatches(plan.microbatches), *trace.notes_without_rule(rows)],
+        "notes": _notes(plan, trace, rows),
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
+
+
+def _notes(plan: Plan, trace: Trace, rows: int) -> list[str]:
+    apart = trace.notes_of_microbatches(plan.microbatches, plan.mesh.axis_size(PIPELINE) > 1)
+    return [*trace.notes, *apart, *trace.notes_without_rule(rows)]
 
 
 def _show(
@@ -142,7 +147,7 @@ def _show(
         *unit_table(plan.mesh, units),
         *step_tables(plan, step),
     )
-    for note in [*trace.notes, *trace.notes_of_microbatches(plan.microbatches), *trace.notes_without_rule(rows)]:
+    for note in _notes(plan, trace, rows):
         console.print(Text(f"note: {note}"))
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))

@@ -33,6 +33,7 @@ class Fact(Flag):
     HIDDEN_VIEW = auto()  # it shares the memory of its operand, which its schema does not say
     BY_STRIDE = auto()  # it depends on where a tensor's elements lie in memory, which differs from rank to rank
     LOOKUP = auto()  # it is rows of a table
+    NUMBERS = auto()  # it counts, or puts in order, elements of its operand; integers that it gives number those
     # ---- what it computes
     # What it computes.
     MATRIX_PRODUCT = auto()
@@ -81,6 +82,8 @@ def _table() -> Mapping[str, Fact]:
         "empty empty_strided empty_permuted": f.UNWRITTEN,
         # ---- rows of tables
         "embedding index index_select gather": f.LOOKUP,
+        "argmax argmin argsort sort topk kthvalue median mode nonzero nonzero_static searchsorted bucketize": f.NUMBERS,
+        "unique_dim unique_consecutive _unique2": f.NUMBERS,
         # ---- products
         """linear matmul einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul""":
             product | f.ALIKE,
@@ -116,9 +119,11 @@ def _table() -> Mapping[str, Fact]:
         "feature_dropout": f.DROPOUT | f.ALIKE,
         # ---- reductions
         "var": f.OVERFLOWS | f.ALIKE,
-        "sum nansum cumsum prod cumprod norm logsumexp cdist dist linalg_norm linalg_vector_norm linalg_matrix_norm":
+        "cumsum": f.OVERFLOWS | f.NUMBERS,
+        "sum nansum prod cumprod norm logsumexp cdist dist linalg_norm linalg_vector_norm linalg_matrix_norm":
             f.OVERFLOWS,
-        """max min std std_mean var_mean nanmean frobenius_norm norm_except_dim softmax log_softmax special_softmax
+        "max min": f.NUMBERS | f.ALIKE,
+        """std std_mean var_mean nanmean frobenius_norm norm_except_dim softmax log_softmax special_softmax
         special_log_softmax cosine_similarity pairwise_distance""": f.ALIKE,
         # ---- pooling and resizing
         """max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d

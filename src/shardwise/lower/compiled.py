@@ -139,7 +139,8 @@ class Compiled:
     @property
     def notes(self) -> list[str]:
         """What a user should know of the captured model and of what the plan makes of it."""
-        return [*self.general.notes, *self.general.notes_of_microbatches(self.plan.microbatches)]
+        pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
+        return [*self.general.notes, *self.general.notes_of_microbatches(self.plan.microbatches, pipelined)]
 
     def release(self) -> None:
         """Release the parameters' values, which only the start of an engine needs, so that their memory is freed if

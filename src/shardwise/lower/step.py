@@ -54,6 +54,10 @@ def lower(
         )
         wrong += "all rows nor a sum or a mean over them, as a trial showed"
         raise ConfigError.on("model", wrong, "dp = 1 and microbatches = 1")
+    if trace.numbered and not trace.cuts_batch and plan.microbatches > 1:
+        wrong = f"{plan.microbatches} are not possible: rows meet in {trace.numbered[0]}, by numbers that a field gives"
+        wrong += " to the rows of the whole batch, of which a microbatch has some"
+        raise ConfigError.on("microbatches", wrong, trace.ways_to_meet(cut.ranks > 1))
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

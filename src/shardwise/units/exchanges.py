@@ -52,13 +52,18 @@ def merge_of(node: fx.Node) -> Merge:
     return Merge()
 
 
-def check_exchanges(nodes: Iterable[fx.Node]) -> None:
-    """Raise :class:`ConfigError` where microbatches cannot exchange: inside an op, or values of unknown sizes."""
-    wrong = [n for n in nodes if not _separable(n)]
+def inseparable(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes at which microbatches cannot exchange: inside an op, or values of unknown sizes."""
+    return [n for n in nodes if not _separable(n)]
+
+
+def check_exchanges(nodes: Iterable[fx.Node], legal: str) -> None:
+    """Raise :class:`ConfigError`, which says what is ``legal``, where microbatches cannot exchange."""
+    wrong = inseparable(nodes)
     if wrong:
         where = ", ".join(described(wrong)[:3])
         what = f'"batch" is not possible: rows meet inside an op, or in a number that depends on data, in {where}'
-        raise ConfigError.on("rows", what, '"microbatch", or microbatches = 1')
+        raise ConfigError.on("rows", what, legal)
 
 
 def _separable(node: fx.Node) -> bool:

@@ -263,15 +263,17 @@ class Trace:
     or the reason why the model was not captured and is one unit. ``frozen`` parameters have no gradient and take no
     step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that microbatches compute
     partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is weighed. ``meets``
-    names the modules, and their ops, in which rows meet whose values depend on parameters: there a microbatch is never
-    a mere part of the batch. ``sequential`` are the buffers whose new values depend on that, so that each microbatch
-    goes on with what the one before has written; others are written once a batch, or, if ``added``, get the sum of what
-    microbatches change. ``divisible`` says that the losses of a batch's parts make that of the whole, if the model was
-    not captured, and ``unknown_buffers`` are those of which that is not known. ``tensor`` gives the number of ranks of
-    each axis of tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin
-    or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of
-    tensor plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule, as (op,
-    module path).
+    names the modules, and their ops, in which rows meet whose values depend on parameters: there a microbatch is
+    never a mere part of the batch. ``numbered`` are the ops that look up rows by numbers that a field gives.
+    ``exchangeable`` says that microbatches can exchange wherever rows meet (``rows = "batch"``). ``sequential`` are
+    the buffers whose new values depend on that, so that each microbatch goes on with what the one before has
+    written; others are written once a batch, or, if ``added``, get the sum of what microbatches change.
+    ``divisible`` says that the losses of a batch's parts make that of the whole, if the model was not captured, and
+    ``unknown_buffers`` are those of which that is not known. ``tensor`` gives the number of ranks of each axis of
+    tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin or op that
+    chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of tensor
+    plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule, as (op, module
+    path).
     """
 
     units: list[Unit]
@@ -282,6 +284,8 @@ class Trace:
     precision: str
     cuts_batch: bool = True
     meets: tuple[str, ...] = ()
+    numbered: tuple[str, ...] = ()
+    exchangeable: bool = False
     sequential: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
     divisible: bool = True
@@ -312,7 +316,12 @@ class Trace:
         """The parameters that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
-    def notes_of_microbatches(self, microbatches: int) -> list[str]:
+    def ways_to_meet(self, pipelined: bool) -> str:
+        """Say under what all rows of a batch meet where the model lets rows meet; ``pipelined`` if there are stages."""
+        stages = " with pp = 1" if pipelined else ""
+        return "microbatches = 1" + (f' or rows = "batch"{stages}' if self.exchangeable else "")
+
+    def notes_of_microbatches(self, microbatches: int, pipelined: bool = False) -> list[str]:
         """Say where rows meet that depend on parameters, in a line: there microbatches make another step."""
         if microbatches == 1 or not self.meets:
             return []
@@ -323,8 +332,7 @@ class Trace:
             weighed = ", and its loss weighs as much as it has targets"
         return [
             f"{microbatches} microbatches are not the step of the whole batch: rows meet in {where}, where each "
-            f"microbatch sees its own rows only{weighed}; all are seen with microbatches = 1"
-            + ("" if self.opaque else ' or rows = "batch"')
+            f"microbatch sees its own rows only{weighed}; all are seen with {self.ways_to_meet(pipelined)}"
         ]
 
     def notes_without_rule(self, rows: int) -> list[str]:

@@ -30,8 +30,9 @@ from shardwise.units.batch_sums import (
     take_sums,
     written_in_turn,
 )
-from shardwise.units.exchanges import check_exchanges
+from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight, found_weight
+from shardwise.units.numbered_rows import numbered_rows
 from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
@@ -46,6 +47,9 @@ NOTHING_LEARNS = (
     "output, and "
     "parameters with requires_grad"
 )
+
+ALONE = "microbatches = 1"
+APART = f'"microbatch", or {ALONE}'
 
 
 def trace(
@@ -88,10 +92,11 @@ def trace(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
             over_batch=over_batch,
         )  # fmt: skip
-        meet, exchanges = meetings(sharded), list[fx.Node]()
+        meet, exchanges, numbered = meetings(sharded), list[fx.Node](), numbered_rows(normal)
+        exchangeable = not inseparable([*meet.norms, *meet.others])
         if over_batch:
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
-            check_exchanges(exchanges)
+            check_exchanges(exchanges, ALONE if numbered else APART)
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
     except Uncapturable as error:
         if not opaque:
@@ -99,12 +104,14 @@ def trace(
         if tensor is not None and tensor.axes:
             wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
             raise ConfigError.on("tp", wrong, "tp = 1") from error
-        if over_batch:
-            wrong = f'"batch" is not possible: the model could not be captured, so it cannot be cut: {error}'
-            raise ConfigError.on("rows", wrong, '"microbatch", or microbatches = 1') from error
-        return _opaque(
+        one = _opaque(
             module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
         )
+        if over_batch:
+            wrong = f'"batch" is not possible: the model could not be captured, so it cannot be cut: {error}'
+            legal = APART if one.divisible and not one.unknown_buffers else f"dp = 1 and {ALONE}"
+            raise ConfigError.on("rows", wrong, legal) from error
+        return one
     units = split(sharded, exchanges)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units)
@@ -119,6 +126,8 @@ def trace(
         sums=sums,
         cuts_batch=not meet.others,
         meets=tuple(described([*meet.norms, *meet.others])),
+        numbered=numbered,
+        exchangeable=exchangeable,
         sequential=written_in_turn(sharded, meet),
         precision=precision,
         rows=captured.rows,

@@ -25,6 +25,9 @@ def _embedding(context: ShardingContext, node: fx.Node) -> Any:
     if given(node, "scale_grad_by_freq", False):
         return None  # the gradient is divided by how often a row occurs in the batch
     labels = [f"i{d}" for d in range(rank_of(context, index))]
+    rows = context.expressions(weight)[0] == context.rows or context.multiple(weight.meta["val"].shape[0])
+    # Rows of the batch are looked up by their numbers in the whole batch.
+    row = None if rows and weight not in context.parameters else "row"
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         (table, where), padding = solved.values, given(node, "padding_idx", -1)
@@ -35,7 +38,7 @@ def _embedding(context: ShardingContext, node: fx.Node) -> Any:
         found = emitter.emit(node, (table, own, -1), {}, solved.layout)
         return emitter.emit(node, (emitter.env, found, where, factors, padding), {}, solved.layout, local_ops.own_only)
 
-    return context.labelled(node, [(weight, ["row", "width"]), (index, labels)], [*labels, "width"], emit=emit)
+    return context.labelled(node, [(weight, [row, "width"]), (index, labels)], [*labels, "width"], emit=emit)
 
 
 @RULES.rule("one_hot")

@@ -1,0 +1,60 @@
+"""Find where a model looks up rows of the batch by numbers that a field gives: they count the rows of the whole batch.
+
+Where microbatches are batches of their own, such a number can be that of a row that another microbatch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.captured import Captured
+from shardwise.graph.functional import Normal
+from shardwise.graph.naming import place
+from shardwise.graph.schema import given, has_argument, op_name
+from shardwise.graph.sizes import depends_on_data, expression
+
+
+def numbered_rows(normal: Normal) -> tuple[str, ...]:
+    """Return the ops, with their modules and lines, that look up rows of the batch by numbers from its fields."""
+    captured = normal.captured
+    numbers, of_batch = set[fx.Node](), set[fx.Node]()  # what such numbers are made into, and all made of fields
+    found: dict[str, None] = {}
+    for node in normal.graph.nodes:
+        if node.name in captured.fields:
+            of_batch.add(node)
+            numbers |= {node} if _is_integer(node) else set()
+        elif node.op == "call_function":
+            of_batch |= {node} if of_batch.intersection(node.all_input_nodes) else set()
+            if _is_integer(node) and numbers.intersection(node.all_input_nodes) and not has(node, Fact.NUMBERS):
+                numbers.add(node)
+            if any(i in numbers and x in of_batch and _rows(captured, x, d) for x, d, i in _looked_up(node)):
+                found[f"{op_name(node)}{place(node)}"] = None
+    return tuple(found)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    kept = isinstance(value, torch.Tensor) and value.dtype is not torch.bool
+    return kept and not value.is_floating_point() and not value.is_complex()
+
+
+def _rows(captured: Captured, x: fx.Node, dim: int) -> bool:
+    """Whether a dim of a tensor has the rows of the batch."""
+    size = x.meta["val"].shape[dim]
+    if captured.rows is not None:
+        return bool(size == captured.rows)
+    return not isinstance(expression(size), int) and not depends_on_data(size)
+
+
+def _looked_up(node: fx.Node) -> Iterator[tuple[fx.Node, int, Any]]:
+    """Give each tensor, its dim and the index by which an op reads elements of that dim, or writes to them."""
+    name = next((n for n in ("index", "indices") if has_argument(node, n)), None)
+    x, index = node.args[0] if node.args else None, given(node, name) if name is not None else None
+    if isinstance(x, fx.Node) and index is not None and x.meta["val"].dim():
+        each = enumerate(index) if isinstance(index, list | tuple) else [(given(node, "dim", 0), index)]
+        yield from ((x, dim, one) for dim, one in each)
