@@ -7,7 +7,15 @@ import sys
 from . import fast, memory, prototypes, report, right
 from .parts import main
 
-PARTS = {"right": right.right, "fast": fast.fast, "memory": memory.memory, "prototypes": prototypes.prototypes}
+PARTS = {
+    "waits": right.waits,
+    "repeats": right.repeats,
+    "verify": right.verified,
+    "tests": right.marked_tests,
+    "fast": fast.fast,
+    "memory": memory.memory,
+    "prototypes": prototypes.prototypes,
+}
 
 if __name__ == "__main__":
     sys.exit(main(__doc__ or "", PARTS, report.rewrite))

@@ -53,9 +53,9 @@ class Turn:
     """A turn of several steps, which counts as one: ``settle`` steps that are not timed, since they allocate again the
     memory that was given back, then ``steps`` that are.
 
-    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, all
-    its losses, and the most bytes that tensors took and that the allocator held.  After a turn the cached memory is
-    given back for the other contenders.
+    The loss of a turn is that of its second step.  The host issues all of a turn without waiting.  ``measured`` has for
+    each turn the seconds of its timed steps, all its losses, and the most bytes that tensors took and that the
+    allocator held.  After a turn the cached memory is given back for the other contenders.
     """
 
     def __init__(self, step: Callable[[], Tensor], device: torch.device, settle: int, steps: int) -> None:
@@ -80,7 +80,7 @@ class Turn:
             found |= {"peak": backend.most_allocated(self._device), "reserved": backend.reserved(self._device)}
             torch.accelerator.empty_cache()
         self.measured.append(found)
-        return values[-1]
+        return values[1]  # after one update, before rounding has grown
 
 
 def turns(rank: int, ranks: int, *, make: StepMaker, task: Task, settle: int, steps: int) -> Step:

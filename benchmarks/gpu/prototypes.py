@@ -52,7 +52,9 @@ def prototypes(part: Part) -> None:
             )
             part.figures["prototypes"][name] = {"what": what, "ways": found}
             lines = [f"{way} {_told(values)}" for way, values in found.items()]
-            part.check(what, any(values.get("milliseconds", 0) > 0 for values in found.values()), "; ".join(lines))
+            ours = [values for way, values in found.items() if way.startswith("shardwise")]
+            ran = any("milliseconds" in one for one in found.values()) and all("milliseconds" in one for one in ours)
+            part.check(what, ran, "; ".join(lines))
 
 
 def _told(values: Mapping[str, Any]) -> str:
@@ -95,8 +97,10 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
     def in_place() -> None:
         aten.addmm.dtype_out(goal, dy.t(), x, fp32, out=goal)
 
+    kernels = Kernels.of(Backend.of(device), torch.bfloat16)
+
     def shardwise() -> None:
-        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, Kernels("cpu"))
+        accumulate(goal, GradientFactors("w", dy, "linear", x, None, ()), True, kernels)
 
     ways: Ways = {
         "rounded to bf16, then added": rounded,
@@ -124,9 +128,9 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
     scores = torch.randn(rows, classes, device=place).bfloat16().requires_grad_()
     target = torch.randint(0, classes, (rows,), device=place)
     options: dict[str, Any] = {
-        "ignore_index": -100, "smoothing": 0.0, "reduction": cross_entropy.MEAN, "counted": False,
+        "ignore_index": -100, "smoothing": 0.0, "reduction": cross_entropy.MEAN, "count": rows,
         "log_probabilities": False, "summand": True,
-        "share": None, "spread": (),
+        "share": None,
     }  # fmt: skip
 
     def whole(scores: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ from .parts import GIB, ROOT, Options
 
 DOC = ROOT / "docs" / "gpu.md"
 MARK = "<!-- What follows is written by benchmarks/gpu/report.py. -->"
-PARTS = ("right", "fast", "memory", "prototypes", "pipeline", "zero", "tensor", "killed", "communicators")
+PARTS = (
+    "waits", "repeats", "verify", "tests", "fast", "memory", "prototypes",
+    "pipeline", "zero", "tensor", "killed", "communicators",
+)  # fmt: skip
 Found = Mapping[str, Mapping[str, Any]]
 """The contents of the JSON files, by part."""
 
@@ -116,11 +119,10 @@ def _where(found: Found) -> list[str]:
 
 
 UNKNOWN: tuple[tuple[str, str], ...] = (
-    (
-        "right",
-        "gpu-marked tests; `verify` on the device; no wait of the host in a step; the same losses with launches that "
-        "block; a killed rank",
-    ),
+    ("waits", "no wait of the host in a step"),
+    ("repeats", "the same losses with launches that block, and after a rank was killed"),
+    ("verify", "`verify` on the device"),
+    ("tests", "gpu-marked tests"),
     (
         "fast",
         "tokens/s and MFU of a Llama-1B beside an ordinary loop, that loop compiled, and FSDP2; idle share; kernels by "

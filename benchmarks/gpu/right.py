@@ -1,4 +1,4 @@
-"""The part "right": gpu-marked tests, ``verify`` on the device, waits of the host, blocking launches, a killed rank."""
+"""The parts "waits", "repeats", "verify" and "tests": whether what runs on a card is right."""
 
 from __future__ import annotations
 
@@ -51,16 +51,7 @@ COVERING: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Plans that together have both models and every kind of instruction; ranks are threads, so one card is enough."""
 TINY_COVERING = ("gpt, zero 3, selective",)
-
-
-def right(part: Part) -> None:
-    """Give all verdicts, the cheapest first."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = runs.text_file(Path(folder))
-        waits(part)
-        blocking_and_killed(part, Path(folder), source)
-        verified(part, source)
-        marked_tests(part, Path(folder))
+WAITED = "called a synchronizing"  # what torch's debugger says of an op for which the host waits
 
 
 # ---- the host --------------------------------------------------------------------------------------------------------
@@ -130,7 +121,7 @@ def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
                 trainer.step(given)
             if debugger is not None:
                 debugger.set_sync_debug_mode("default")
-        texts = [one for one in seen if "synchroniz" in str(one.message)]
+        texts = [one for one in seen if WAITED in str(one.message)]
         places = Counter(f"{one.filename.rpartition('/src/')[2]}:{one.lineno}" for one in texts)
         told = None if debugger is None else len(texts)
         found[name] = {"warnings": told, "steps": 3, "places": dict(places.most_common(5))}
@@ -153,8 +144,13 @@ def microbatched(task: Task, changes: dict[str, Any]) -> tuple[Any, Any]:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
+def repeats(part: Part) -> None:
     """Check that the losses are the same with launches that block, and after a rank was killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        _repeats(part, Path(folder), runs.text_file(Path(folder)))
+
+
+def _repeats(part: Part, folder: Path, source: str) -> None:
     options = part.options
     hidden = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
     keys = (
@@ -203,8 +199,13 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
 
-def verified(part: Part, source: str) -> None:
+def verified(part: Part) -> None:
     """Run ``shardwise verify`` for the plans of :data:`COVERING`, several at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        _verified(part, runs.text_file(Path(folder)))
+
+
+def _verified(part: Part, source: str) -> None:
     options = part.options
     plans = {name: keys for name, keys in COVERING.items() if not options.tiny or name in TINY_COVERING}
     jobs = 1 if options.tiny else 4
@@ -248,8 +249,13 @@ def verify(part: Part, keys: Sequence[str]) -> dict[str, Any] | None:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def marked_tests(part: Part, folder: Path) -> None:
+def marked_tests(part: Part) -> None:
     """Run the tests that are marked ``gpu``; pytest reads only their files, since others may import what is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        _marked_tests(part, Path(folder))
+
+
+def _marked_tests(part: Part, folder: Path) -> None:
     what = "gpu-marked tests"
     files = sorted((ROOT / "tests" / "device").glob("test_*.py"))
     if not part.options.gpu:
