@@ -21,13 +21,6 @@ fi
 export PYTHONPATH=$root/src:$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
-# A run writes down the version of the installed package.  From a bare checkout nothing is installed: a folder says it in its place.
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export XDG_CACHE_HOME=$scratch/cache # of tokens; not the user's
-if ! "$PYTHON" -c 'from importlib.metadata import version; version("shardwise")' 2>/dev/null; then
-    version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/src/shardwise/__init__.py")
-    mkdir -p "$scratch/site/shardwise-$version.dist-info"
-    printf 'Metadata-Version: 2.1\nName: shardwise\nVersion: %s\n' "$version" >"$scratch/site/shardwise-$version.dist-info/METADATA"
-    export PYTHONPATH=$PYTHONPATH:$scratch/site
-fi

@@ -381,7 +381,7 @@ def script(name: str, *arguments: str, seconds: float, **environment: str) -> su
 
 
 def test_a_bare_checkout_is_enough(tmp_path: Path) -> None:
-    """A Python in which shardwise is not installed knows its version; one without torch is refused."""
+    """A Python in which shardwise is not installed runs a checkout; one without torch is refused."""
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{Path(torch.__file__).parents[1]} exec {sys.executable} -S "$@"\n'

@@ -22,13 +22,13 @@ class Reserve:
     """The bytes of a GPU that a process takes beside its tensors; ``pair`` and ``group`` are for a communicator of two
     ranks and of more, and ``fragmentation`` is a fraction of what the allocator gets.
 
-    Others have measured them on a few cards: a context takes 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo,
-    pull request 1053), plus kernels that are loaded when first used; cuBLAS and cuBLASLt take 32 MiB each on a Hopper
+    A context with the kernels that a step loads takes 702 to 726 MiB on an H200 (torch 2.11, CUDA 13; docs/gpu.md).
+    Others have measured the rest on a few cards: cuBLAS and cuBLASLt take 32 MiB each on a Hopper
     (torch's defaults); a communicator of NCCL takes 544 MB between two A100 and 688 MB among more (NCCL, issue 964).
     That 3 % are lost between blocks of an allocator with expandable segments is an estimate.
     """
 
-    context: int = 512 * MIB
+    context: int = 736 * MIB
     workspaces: int = 64 * MIB
     pair: int = 544_000_000
     group: int = 688_000_000

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import count
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shardwise import __version__
 from shardwise.backend import Backend
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
@@ -270,7 +270,7 @@ class Run(Ready):
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint
-        meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": version("shardwise")}
+        meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": __version__}
         model = getattr(self.module, "config", None)
         if model is not None and hasattr(model, "to_dict"):
             values = json.loads(json.dumps(model.to_dict(), default=str))
