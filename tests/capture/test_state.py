@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,11 @@ from shardwise.verify.verify import verify
 Body = Callable[["Keeping", Tensor, Tensor], Tensor]
 
 
+CALLS: list[int] = []
+
+
 class Keeping(nn.Module):
+    made = 0
     centre: Tensor
     steps: Tensor
 
@@ -34,6 +40,8 @@ class Keeping(nn.Module):
         self.plain = torch.zeros(3)
         self.seen, self.history, self.ready = 0, list[float](), False
         self.memory: list[Tensor] = []
+        self.queue = deque([1])
+        self.options = SimpleNamespace(factor=1.0, numbers=np.random.default_rng(0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x, self.layer(x))
@@ -131,8 +139,60 @@ def of_a_parameter(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def in_an_object(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    m.options.factor *= 2
+    return h.square().mean() * m.options.factor
+
+
+def in_a_queue(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    m.queue.append(len(m.queue))
+    return h.square().mean() * sum(m.queue)
+
+
+def in_its_class(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    Keeping.made += 1
+    return h.square().mean() / Keeping.made
+
+
+def in_a_global(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    CALLS.append(1)
+    return h.square().mean() * len(CALLS)
+
+
+def from_the_third_on(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    m.seen += 1
+    return h.square().mean() * (2 if m.seen > 2 else 1)
+
+
+def table_of_parameters(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    if not m.ready:
+        m.plain, m.ready = m.layer.bias.detach().clone(), True
+    return (h - m.plain).square().mean()
+
+
 REFUSED: dict[str, tuple[Body, str]] = {
-    "a plain tensor in place": (in_place, "forward writes to plain, a tensor that is no buffer"),
+    "an object": (
+        in_an_object,
+        r"depends on options.factor \(from 1.0 to 2.0\), which it changes \(.*test_state.py:\d+\)",
+    ),
+    "a queue": (in_a_queue, r"depends on queue \(from \[1\] to \[1, 1\]\)"),
+    "its class": (in_its_class, r"depends on Keeping.made \(from \d+ to \d+\)"),
+    "a global": (in_a_global, r"depends on .*test_state.CALLS"),
+    "a number that matters later": (from_the_third_on, r"depends on seen \(from 0 to 1\)"),
+    "values of a first forward": (table_of_parameters, "depends on plain"),
+    "a rare draw": (
+        lambda m, x, h: h.square().mean() * (2 if random.random() < 1e-9 else 1),
+        "the generator of random",
+    ),
+    "a rare large draw": (
+        lambda m, x, h: h.square().mean() * (2 if np.random.rand() > 1 - 1e-9 else 1),
+        "numpy.random",
+    ),
+    "a generator of its own": (lambda m, x, h: h.square().mean() * m.options.numbers.random(), "options.numbers"),
+    "a plain tensor in place": (
+        in_place,
+        r"depends on plain \(a tensor that is no buffer\), which it changes \(.*:\d+\)",
+    ),
     "a plain tensor": (assigned, r"depends on plain \(a tensor that is no buffer\), which it changes"),
     "a list of tensors": (remembered, r"depends on memory \(tensors that are no buffers\), which it changes"),
     "a number": (scheduled, r"depends on seen \(from 0 to 1\), which it changes"),
@@ -166,13 +226,41 @@ def logged(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
 
 
 def test_what_the_graph_does_not_depend_on() -> None:
-    """A count or a log is told; a generator that decides nothing, or a flag that is set once, is nothing to tell."""
+    """A count, a log, or a generator that decides nothing is told; a flag that is set once is nothing to tell."""
     trace = Subject(Keeping(logged), batch()).trace
     assert trace.opaque is None
-    assert [note for note in trace.notes if "forward changes" in note] == [
-        "forward changes seen (from 1 to 2), history (from [1.0] to [1.0, 2.0]): its graph is the same after one "
-        "forward, and sees no later values"
+    assert [note for note in trace.notes if note.startswith("forward ")] == [
+        "forward changes seen (from 0 to 1), history (from [] to [1.0]): what it computes is the same in 5 forwards, "
+        "and the steps see no later values",
+        "forward draws from random: what it computes does not depend on it; the steps draw none",
     ]
+
+
+def table(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    if not m.ready:
+        angles = torch.arange(3.0, dtype=h.dtype).outer(torch.tensor([1.0, 0.1, 0.01], dtype=h.dtype))
+        m.plain, m.ready = angles.cos()[1], True
+    return (h - m.plain).square().mean()
+
+
+def test_a_table_that_is_made_when_it_is_first_needed() -> None:
+    """It follows from constants alone, so that each forward computes the same."""
+    subject, truth = Subject(Keeping(table), batch()), Keeping(table).double()
+    assert subject.trace.opaque is None and not [note for note in subject.trace.notes if note.startswith("forward")]
+    truth(batch()["x"].double()).backward()
+    ours = sharded_run(subject, 2, 2)
+    for name, p in truth.named_parameters():
+        torch.testing.assert_close(ours.gradients[name], p.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_the_users_generators_stay_where_they_are() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    assert Subject(Keeping(logged), batch()).trace.opaque is None
+    after = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    assert after == (random.random(), np.random.rand())
 
 
 def test_nothing_that_the_user_holds_is_changed() -> None:

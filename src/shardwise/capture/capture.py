@@ -22,9 +22,10 @@ from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
-from shardwise.capture.state import Change, PythonState, assigned_buffers, impose, kept_tensors
+from shardwise.capture.state import Change, PythonState, assigned_buffers, kept_tensors
+from shardwise.capture.trial import Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, describe
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import exports_modules_unhooked, import_export
 from shardwise.initial.copies import copied
@@ -85,7 +86,7 @@ class Watched(WithLoss):
 
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch."""
-        before, buffers = PythonState(self.module), dict(self.module.named_buffers())
+        before, buffers = PythonState(self.module, self.loss), dict(self.module.named_buffers())
         loss = super().forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
@@ -156,38 +157,45 @@ def capture(
     stops.
     """
     refuse_module_hooks(module)
-    wrapped = set_mode(Watched(shadow(module, precision), loss, ones, precision), training)
-    captured = _captured(wrapped, batch, rows)
-    if wrapped.noted.changes or wrapped.noted.drawn:
-        _check_state(captured, wrapped, batch)
+
+    def watched() -> Watched:
+        return set_mode(Watched(shadow(module, precision), loss, ones, precision), training)
+
+    with generators_kept():
+        wrapped = watched()
+        captured = _captured(wrapped, batch, rows)
+        if wrapped.noted.changes or wrapped.noted.drawn:
+            _check_state(captured, wrapped, watched(), batch)
     return captured
 
 
-def _check_state(captured: Captured, wrapped: Watched, batch: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` where the graph depends on what forward changes in Python: it is captured once more,
-    after that change. Leave a note where it does not."""
+def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ConfigError` where what forward computes depends on what it changes in Python, or on numbers of
+    generators that are not torch's: a trial with another shadow, ``again``, shows that. Leave notes where it does not.
+    """
     changes, drawn = wrapped.noted.changes, wrapped.noted.drawn
-    impose(wrapped.module, changes)
+    found: list[Found] = []
     try:
-        same = _alike(captured, _captured(wrapped, batch, captured.rows))
-    except Uncapturable:
-        same = False
-    if not same:
+        found = runs(again, again.module, _example(again, batch, captured.rows), bool(drawn))
+        line = apart(found)
+    except Exception as error:  # the user's code may do anything with what an earlier forward has left behind
+        line = describe(error)
+    if line is not None:
         what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)])
         legal = "buffers (self.register_buffer) in place of attributes, torch's random functions in place of Python's"
-        raise ConfigError(f"model: what forward computes depends on {what}, which it changes; legal: {legal}")
+        place = f" ({line})" if line else ""
+        raise ConfigError(f"model: what forward computes depends on {what}, which it changes{place}; legal: {legal}")
     # A flag that a first forward sets says nothing later on.
-    if changed := [str(one) for one in wrapped.noted.changes if not one.of_tensors and one.after is not True]:
+    if changed := [str(one) for one in changes if not one.of_tensors and one.after is not True]:
         captured.notes.append(
-            f"forward changes {', '.join(changed)}: its graph is the same after one forward, and sees no later values"
+            f"forward changes {', '.join(changed)}: what it computes is the same in {len(found)} forwards, and the "
+            "steps see no later values"
         )
-
-
-def _alike(one: Captured, other: Captured) -> bool:
-    """Whether two captures are the same graph with the same constants."""
-    if str(one.graph) != str(other.graph) or one.constants.keys() != other.constants.keys():
-        return False
-    return all(torch.equal(v, other.constants[k]) for k, v in one.constants.items())
+    if drawn:
+        names = " and ".join(drawn)
+        captured.notes.append(
+            f"forward draws from {names}: what it computes does not depend on it; the steps draw none"
+        )
 
 
 def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
@@ -267,8 +275,12 @@ def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     return out
 
 
+def _example(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> dict[str, Tensor]:
+    return {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, rows or HINT_ROWS).items()}
+
+
 def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
-    example = {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, rows or HINT_ROWS).items()}
+    example = _example(wrapped, batch, rows)
     shapes = None
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.own_copy import OwnCopy
+from shardwise.capture.running import users_line
 from shardwise.capture.tensor_facts import FACTS
-from shardwise.capture.warned import _users_line
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, has_backward_hooks, hooks_of
@@ -141,7 +141,7 @@ def draws(name: str, generator: str) -> ConfigError:
 
 
 def _at() -> str:
-    line = _users_line()
+    line = users_line()
     return f" ({line})" if line else ""
 
 

@@ -1,21 +1,20 @@
 """What a forward keeps in Python: a captured graph knows nothing of it, so it is looked for and told.
 
 Buffers that forward assigns, instead of writing to them, are state all the same. Tensors that are plain attributes,
-numbers, lists, and the generators of ``random`` and ``numpy.random`` are compared before and after a forward; where
-they changed, a second capture shows whether the graph depends on them.
+numbers, lists, objects, globals, and the generators of ``random`` and ``numpy.random`` are compared before and after a
+forward; where they changed, a trial (``capture/trial.py``) shows whether what forward computes depends on them.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx, nn
 
-from shardwise.graph.sizes import concrete
+from shardwise.capture.snapshot import Look, difference
 
 INTERNAL = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of every module that are no state of its forward, beside the dicts of hooks."""
@@ -24,7 +23,8 @@ SHOWN = 60  # the most characters of a value that a message shows
 
 
 class Change(NamedTuple):
-    """An attribute of a module, by path, that a forward has changed from ``before`` to ``after``."""
+    """What a forward has changed from ``before`` to ``after``: an attribute of a module, by path, or what a function
+    reads beside its arguments."""
 
     module: str
     attribute: str
@@ -47,49 +47,51 @@ class Change(NamedTuple):
         if self.of_tensors:
             kind = "a tensor that is no buffer" if isinstance(self.after, Tensor) else "tensors that are no buffers"
             return f"{self.name} ({kind})"
-        return f"{self.name} (from {_short(self.before)} to {_short(self.after)})"
+        before, after = _short(self.before), _short(self.after)
+        return f"{self.name} (from {before} to {after})" if before != after else self.name
 
 
 class PythonState:
-    """The state of a module in Python, and of the generators of random numbers that are not torch's."""
+    """What a forward may keep or read in Python: the attributes of a ``module`` and of the classes of its parts, the
+    globals and closures of the user's ``functions`` and methods, and the generators of random numbers that are not
+    torch's."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, *functions: Any) -> None:
+        self.module, self.functions = module, functions
         self.values = self._values()
         self.generators = _generators()
 
     def changes(self) -> list[Change]:
-        """Return the attributes that have changed since."""
-        after = self._values()
-        changed = [key for key, value in after.items() if not _equal(self.values.get(key), value)]
-        return [Change(*key, self.values.get(key), after[key]) for key in changed]
+        """Return what has changed since."""
+        found, after = list[Change](), self._values()
+        for key in {**self.values, **after}:
+            one = difference(self.values.get(key), after.get(key))
+            if one is not None:
+                found.append(Change(key[0], key[1] + one.suffix, one.before, one.after))
+        return found
 
     def _values(self) -> dict[tuple[str, str], Any]:
-        own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
-        return {(path, name): _kept(value, own) for path, name, value in _attributes(self.module)}
+        look = Look({id(t) for t in (*self.module.parameters(), *self.module.buffers())})
+        parts = list(self.module.modules())
+        look.pass_by(parts)
+        found = {(path, name): look(value) for path, name, value in _attributes(self.module)}
+        for kind in dict.fromkeys(base for one in parts for base in type(one).__mro__):
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
+                found |= {(kind.__qualname__, name): look(value) for name, value in _of_class(kind)}
+        for function in self.functions:
+            look(function)
+        return found | dict(look.of_functions())
 
     def drawn(self) -> list[str]:
         """Return the names of the generators that have drawn since."""
-        return [name for name, state in _generators().items() if not _equal(self.generators.get(name), state)]
+        return [name for name, state in _generators().items() if self.generators.get(name) != state]
 
 
-def impose(module: nn.Module, changes: Sequence[Change]) -> None:
-    """Give changed attributes the values that they have after a forward, for a capture puts back those before it.
-
-    Tensors, whose values after a capture nobody knows, get values that they did not have."""
-    for one in changes:
-        setattr(module.get_submodule(one.module), one.attribute, _another(one.after))
-
-
-def _another(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _another(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_another(v) for v in value]
-    if not isinstance(value, Tensor):
-        return value
-    like = torch.zeros([concrete(size) for size in value.shape], dtype=value.dtype)  # int() would fix a symbolic size
-    return like.logical_not() if value.dtype is torch.bool else like + 7
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the values and functions that stand in a class."""
+    for name, value in list(vars(kind).items()):
+        if not name.startswith(("__", "_abc_")):
+            yield name, value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
 def assigned_buffers(
@@ -134,33 +136,6 @@ def _attributes(module: nn.Module) -> list[tuple[str, str, Any]]:
         if name not in INTERNAL and not name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
         and not name.startswith("_non_persistent") and not isinstance(value, nn.Module)
     ]  # fmt: skip
-
-
-def _kept(value: Any, own: Container[int], depth: int = 4) -> Any:
-    """Return a value that can be compared later: numbers and texts, and lists and dicts of them, as they are now.
-
-    A tensor is itself; the module's ``own`` parameters and buffers, by id, and any other object are left out."""
-    if isinstance(value, Tensor):
-        return "its own" if id(value) in own else value
-    if isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
-        return value
-    if depth and isinstance(value, dict):
-        return {k: _kept(v, own, depth - 1) for k, v in value.items() if isinstance(k, (int, str))}
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return [_kept(v, own, depth - 1) for v in value]
-    return type(value).__name__
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if type(one) is not type(other):
-        return False
-    return bool(one == other) or one != one  # a NaN stays what it is
 
 
 def _generators() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,14 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
     "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
-    "version", "without_torch_functions",
+    "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
 
 
@@ -83,6 +83,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> int:
 def fake_mode() -> Any:
     """Return a mode in which ops make tensors without values; what depends on values becomes a symbol."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Let ops run on values, whatever dispatch modes are on."""
+    return _disable_current_modes()
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""What Python values are at a moment: a later look, compared with it, tells which of them have changed.
+
+Lists, dicts and objects are looked into, and so are the globals and closures that a user's functions read. Each object
+is looked into where it is first met.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import of_user
+from shardwise.graph.torch_private import version
+
+DEPTH = 8  # of lists in lists
+LARGE = 10_000  # the most items of a list or dict that are looked at
+PLAIN = (
+    int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+class Itself(NamedTuple):
+    """A value that is compared by what it is and not by what it holds, but for its ``state``, where that is known."""
+
+    value: Any
+    state: Any = None
+
+
+class Parts(NamedTuple):
+    """A list, a dict or an object, by its items."""
+
+    value: Any
+    items: dict[Any, Any]
+
+
+class Difference(NamedTuple):
+    """Where two looks differ, as a suffix of the value's name (``.scale``, ``[3]``), and what was and is there."""
+
+    suffix: str
+    before: Any
+    after: Any
+
+
+class Look:
+    """One look at many values; ``own`` has the ids of tensors that are looked at by others, and ``functions`` the
+    user's functions that were met."""
+
+    def __init__(self, own: Container[int]) -> None:
+        self._own, self._seen = own, set[int]()
+        self.functions: list[FunctionType] = []
+
+    def pass_by(self, values: Iterable[Any]) -> None:
+        """Do not look into these, for others do."""
+        self._seen.update(map(id, values))
+
+    def __call__(self, value: Any, depth: int = DEPTH) -> Any:
+        """Return a value as it is now, as plain values, :class:`Itself` and :class:`Parts`."""
+        if isinstance(value, Tensor):
+            return "its own" if id(value) in self._own else Itself(value, version(value))
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, weakref.ref):
+            return "a weak reference"
+        if isinstance(value, (set, frozenset)):
+            return Itself(type(value), frozenset(value))
+        state = _state(value)
+        if state is not None or not depth or id(value) in self._seen:
+            return Itself(value, state)
+        self._seen.add(id(value))
+        if isinstance(value, (FunctionType, MethodType)):
+            function = value.__func__ if isinstance(value, MethodType) else value
+            if isinstance(function, FunctionType) and of_user(function.__code__.co_filename):
+                self.functions.append(function)
+            return Itself(value)
+        items = _items(value)
+        if items is None or len(items) > LARGE:
+            return Itself(value, None if items is None else len(items))
+        return Parts(value, {key: self(one, depth - 1) for key, one in items.items()})
+
+    def of_functions(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        """Yield what the functions that were met read beside their arguments, by (where, name)."""
+        seen = set[CodeType]()
+        while self.functions:
+            function = self.functions.pop()
+            if function.__code__ in seen:
+                continue
+            seen.add(function.__code__)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                try:
+                    yield (function.__qualname__, name), self(cell.cell_contents)
+                except ValueError:  # the cell is empty
+                    continue
+            names = _names(function.__code__)
+            for name in sorted(names & function.__globals__.keys()):
+                for at, one in _read(name, function.__globals__[name], names):
+                    yield (str(function.__module__), at), self(one)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function's code, and that of functions inside it, reads from elsewhere."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _read(name: str, value: Any, names: Container[str]) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reads of a global: of a user's class or file that is what its code names."""
+    if isinstance(value, type | ModuleType):
+        home = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+        if of_user(getattr(home, "__file__", None) or "<frozen"):
+            for key, one in list(vars(value).items()):
+                if key in names and not isinstance(one, type | ModuleType):
+                    yield f"{name}.{key}", one
+    elif not isinstance(value, nn.Module):
+        yield name, value
+
+
+def _state(value: Any) -> Any:
+    """Return the state of what numbers are drawn from, and the content of arrays of numpy; None for all else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).digest()
+    if isinstance(value, numpy.generic):
+        return value.dtype.str, value.tobytes()
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return repr([one.tobytes() if hasattr(one, "tobytes") else one for one in value.get_state()])
+    return None
+
+
+def _items(value: Any) -> Mapping[Any, Any] | None:
+    """Return what a list, dict or object holds, by name; None for what cannot be looked into."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (type, ModuleType)):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    names = getattr(value, "__dict__", None)
+    if names is None and not slots:
+        return None
+    found = {f".{name}": one for name, one in dict(names or {}).items()}
+    return found | {f".{name}": getattr(value, name) for name in slots if not name.startswith("__")}
+
+
+def difference(before: Any, after: Any) -> Difference | None:
+    """Return the first place in which two looks at a value differ."""
+    if isinstance(before, Parts) and isinstance(after, Parts) and type(before.value) is type(after.value):
+        if before.items.keys() != after.items.keys():
+            return Difference("", shown(before), shown(after))
+        for key, one in before.items.items():
+            found = difference(one, after.items[key])
+            if found is not None:
+                place = key if isinstance(key, str) and key.startswith(".") else f"[{key!r}]"
+                return found._replace(suffix=place + found.suffix)
+        return None
+    if isinstance(before, Itself) and isinstance(after, Itself):
+        # Values with a state are compared by it: a copy that holds the same is as good.
+        alike = before.state == after.state
+        known = before.state is not None and not isinstance(before.value, Tensor)
+        if alike and (before.value is after.value or known and type(before.value) is type(after.value)):
+            return None
+    elif type(before) is type(after) and (before == after or before != before):  # a NaN stays what it is
+        return None
+    return Difference("", shown(before), shown(after))
+
+
+def shown(look: Any) -> Any:
+    """Return what a message shows of a look."""
+    if isinstance(look, Parts):
+        if isinstance(look.value, (list, tuple, deque)):
+            return [shown(one) for one in look.items.values()]
+        if isinstance(look.value, dict):
+            return {key: shown(one) for key, one in look.items.items()}
+        return look.value
+    return look.value if isinstance(look, Itself) else look
