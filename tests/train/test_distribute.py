@@ -89,8 +89,9 @@ def test_what_it_cannot_do_is_said() -> None:
     loss = model(**batch(0))
     with pytest.raises(ShardwiseError, match="known after optimizer.step"):
         loss.item()
-    with pytest.raises(TypeError):
-        loss * 2
+    for use in (lambda: loss * 2, lambda: loss < 1, lambda: torch.isnan(loss), lambda: [*loss], lambda: 1 + loss):
+        with pytest.raises(ShardwiseError, match="before optimizer.step.., which computes it; legal"):
+            use()
     loss.backward()
     with pytest.raises(ShardwiseError, match="called twice before"):
         loss.backward()
@@ -200,7 +201,7 @@ def test_optimizers_that_cannot_be_said() -> None:
         (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad = True is not legal"),
         (torch.optim.RMSprop(model.parameters(), centered=True), "centered = True"),
         (torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.1), "dampening = 0.1"),
-        (torch.optim.AdamW(model.first.parameters()), "exactly the parameters"),
+        (torch.optim.AdamW(model.first.parameters()), "parameters of the model that require gradients, and no others"),
         (torch.optim.Adamax(model.parameters()), "Adamax is not legal; legal: adamw, sgd"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -212,7 +213,7 @@ def test_optimizers_that_cannot_be_said() -> None:
 
 @pytest.mark.parametrize("frozen", ["statistics", "dropout", "all"])
 def test_parts_in_evaluation_mode(frozen: str) -> None:
-    """A frozen BatchNorm or dropout stays so; a model that is as a whole in evaluation mode trains."""
+    """A frozen BatchNorm or dropout stays so; a model that is as a whole in evaluation mode evaluates."""
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -238,6 +239,10 @@ def test_parts_in_evaluation_mode(frozen: str) -> None:
     for index, module in enumerate((plain, ours)):
         theirs = torch.optim.SGD(module.parameters(), lr=0.1)
         model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        if index == 1 and frozen == "all":
+            with pytest.raises(ShardwiseError, match="was in evaluation mode; legal: model.train"):
+                model(x=torch.ones(6, 4), y=torch.ones(6, 1)).backward()
+            model.train()
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             optimizer.zero_grad()
@@ -354,3 +359,70 @@ def the_same_loop(folder: Path, words: list[str], tp: int, pp: int, dp: int, zer
         assert len(set(expected)) == 7
         assert found == pytest.approx(expected, rel=1e-10, abs=0)
         assert off < 1e-10
+
+
+def test_an_optimizer_with_frozen_parameters_and_a_rate_that_is_a_tensor() -> None:
+    losses = []
+    for distributed in (False, True):
+        module = net()
+        module.first.bias.requires_grad_(False)
+        theirs = torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-2))
+        model, optimizer = distribute(module, theirs) if distributed else (module, theirs)
+        found = []
+        for step in range(3):
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_knows_of_the_steps() -> None:
+    module = net()
+    theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = rates.StepLR(theirs, 1)
+    model, optimizer = distribute(module, theirs)
+    model(**batch(0)).backward()
+    optimizer.step()
+    schedule.step()  # warns where no step came before
+
+
+def test_what_becomes_of_their_optimizer() -> None:
+    def step(model: Any, optimizer: Any, *closure: Any) -> None:
+        model(**batch(0)).backward()
+        optimizer.step(*closure)
+        optimizer.zero_grad()
+
+    saved = net()
+    other = torch.optim.AdamW(saved.parameters())
+    step(saved, other)
+    module = net()
+    theirs = torch.optim.AdamW(module.parameters())
+    model, optimizer = distribute(module, theirs)
+    step(model, optimizer)
+    with pytest.raises(ShardwiseError, match=r"step\(closure\)"):
+        step(model, optimizer, lambda: None)
+    optimizer.zero_grad()
+    theirs.load_state_dict(other.state_dict())
+    with pytest.raises(ShardwiseError, match="a state was loaded after distribute.* Checkpoints"):
+        step(model, optimizer)
+
+
+def test_a_backward_is_taken_back() -> None:
+    """Gradients that are set to zero before the step are those of the next backward alone."""
+    plain, ours = net(), net()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for model, optimizer in ((plain, theirs), distribute(ours, OptimizerChoice("sgd", lr=0.1, momentum=0.0))):
+        model(**batch(0)).backward()
+        optimizer.zero_grad()
+        loss = model(**batch(1))
+        loss.backward()
+        optimizer.step()
+        state = model.state_dict()
+        if model is not plain:
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+            assert loss * 2 == 2 * loss.item() and loss < 100 and not torch.isnan(loss)

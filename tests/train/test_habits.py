@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,22 +30,45 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.drop, self.second = nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)
         self.register_buffer("scale", torch.ones(3))
-        self.temperature = 1.0
+        self.temperature, self.options = 1.0, SimpleNamespace(factor=1.0)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.drop(self.first(x).tanh())
-        return F.cross_entropy(self.second(hidden) * self.scale / self.temperature, y)
+        return F.cross_entropy(self.second(hidden) * self.scale / self.temperature, y) * self.options.factor
+
+
+class Branched(Net):
+    """It cannot be captured, for a branch depends on values."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss * 2 if x.sum() > 1e9 else loss
+
+
+class Normed(Net):
+    """Its forward writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.second(self.norm(self.first(x))) * self.scale / self.temperature, y)
+
+
+KINDS: dict[str, type[Net]] = {"captured": Net, "not captured": Branched, "BatchNorm": Normed}
 
 
 @dataclass
 class Loop:
-    """A training loop: the user's module and optimizer, and what stands for them."""
+    """A training loop: the user's module and optimizer, what stands for them, and the losses of evaluations."""
 
     net: Net
     theirs: torch.optim.Optimizer
     model: Any
     optimizer: Any
     average: nn.Module | None = None
+    seen: list[Tensor] = field(default_factory=list)
 
 
 def batch(step: int) -> dict[str, Tensor]:
@@ -52,16 +76,16 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
 
 
-def plain() -> Loop:
-    net = Net()
+def plain(kind: type[Net] = Net) -> Loop:
+    net = kind()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return Loop(net, optimizer, net, optimizer)
 
 
-def distributed() -> Loop:
-    net = Net()
+def distributed(kind: type[Net] = Net) -> Loop:
+    net = kind()
     theirs = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer = distribute(net, theirs, Plan.of(Mesh.of(dp=1), microbatches=2))
+    model, optimizer = distribute(net, theirs, Plan.of(Mesh.of(dp=1), microbatches=1 if kind is Normed else 2))
     return Loop(net, theirs, model, optimizer)
 
 
@@ -82,6 +106,20 @@ def set_rate(loop: Loop) -> None:
     loop.theirs.param_groups[0]["lr"] *= 0.5
 
 
+def evaluated(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.seen.append(loop.model(**batch(9)).detach().clone())
+    loop.model.train()
+
+
+def evaluated_by_their_module(loop: Loop) -> None:
+    loop.net.eval()
+    with torch.no_grad():
+        loop.seen.append(loop.model(**batch(9)).detach().clone())
+    loop.net.train()
+
+
 HABITS: dict[str, Callable[[Loop], object]] = {
     "nothing": lambda loop: None,
     "another learning rate": set_rate,
@@ -99,15 +137,26 @@ HABITS: dict[str, Callable[[Loop], object]] = {
     "gradients to zero by hand": lambda loop: loop.net.zero_grad(),
     "theirs to zero": lambda loop: loop.theirs.zero_grad(),
     "their step": lambda loop: loop.theirs.step(),
-    "another state": lambda loop: loop.net.load_state_dict(Net().state_dict()),
+    "another state": lambda loop: loop.net.load_state_dict(type(loop.net)().state_dict()),
     "a buffer": lambda loop: loop.net.scale.mul_(2),
     "a new buffer": lambda loop: setattr(loop.net, "scale", torch.full((3,), 2.0)),
     "an average of weights": ema,
     "a copy of the module": lambda loop: copy.deepcopy(loop.net),
     "weights to a list": lambda loop: loop.net.second.bias.tolist(),
+    "an evaluation": evaluated,
+    "an evaluation by their module's mode": evaluated_by_their_module,
+    "their state again": lambda loop: loop.theirs.load_state_dict(loop.theirs.state_dict()),
+    "a forward for nothing": lambda loop: loop.model(**batch(8)),
+    "a hook on a part": lambda loop: loop.net.first.register_forward_hook(lambda *_: None),
+    "another part": lambda loop: setattr(loop.net, "drop", nn.Dropout(0.5)),
+    "an attribute in an attribute": lambda loop: setattr(loop.net.options, "factor", 2.0),
+    "further parameters": lambda loop: loop.theirs.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     "a hook on their step": lambda loop: loop.theirs.register_step_pre_hook(lambda *_: None),
 }
-ACTS = ("nothing", "another learning rate", "sizes", "print the module", "names")
+ACTS = (
+    "nothing", "another learning rate", "sizes", "print the module", "names", "an evaluation",
+    "an evaluation by their module's mode", "their state again", "a forward for nothing",
+)  # fmt: skip
 
 
 def run(loop: Loop, habits: list[tuple[int, str, str]], autocast: int = -1, no_zero: int = -1) -> list[Tensor]:
@@ -132,17 +181,17 @@ def run(loop: Loop, habits: list[tuple[int, str, str]], autocast: int = -1, no_z
             loop.optimizer.zero_grad()
         losses.append(loss.detach().clone())
     state = loop.model.state_dict()
-    return [*losses, *(state[name] for name in sorted(state))]
+    return [*losses, *loop.seen, *(state[name] for name in sorted(state))]
 
 
-def same_or_raised(habits: list[tuple[int, str, str]], **more: int) -> str:
+def same_or_raised(habits: list[tuple[int, str, str]], kind: type[Net] = Net, **more: int) -> str:
     """Run both loops; return what the distributed one raised, or "" where it came out as the plain one."""
     try:
-        expected = run(plain(), habits, **more)
+        expected = run(plain(kind), habits, **more)
     except RuntimeError:
         return "the plain loop itself fails"
     try:
-        ours = run(distributed(), habits, **more)
+        ours = run(distributed(kind), habits, **more)
     except (ShardwiseError, RuntimeError) as error:  # torch's load_state_dict puts errors together
         if not isinstance(error, ShardwiseError) and "under distribute()" not in str(error):
             raise
@@ -152,11 +201,15 @@ def same_or_raised(habits: list[tuple[int, str, str]], **more: int) -> str:
     return ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HABITS)
-def test_each_habit(name: str) -> None:
+def test_each_habit(name: str, kind: str) -> None:
     """After the first step: what acts is as in the plain loop, all else raises."""
-    found = same_or_raised([(1, "before", name)])
-    assert bool(found) == (name not in ACTS), found
+    found = same_or_raised([(1, "before", name)], KINDS[kind])
+    # A forward without a backward writes to the buffers of a BatchNorm; which ones a model writes to that is not
+    # captured, nobody knows.
+    writes = name == "a forward for nothing" and kind != "captured"
+    assert bool(found) == (name not in ACTS or writes), found
     assert not found or "legal" in found or "under distribute()" in found
 
 
@@ -203,4 +256,4 @@ def test_random_habits(seed: int) -> None:
         for _ in range(choice.choice([1, 1, 2, 4]))
     ]
     more = {"autocast": choice.choice([-1, -1, -1, 0, 2]), "no_zero": choice.choice([-1, -1, -1, 0, 1])}
-    same_or_raised(habits, **more)
+    same_or_raised(habits, KINDS[choice.choice(sorted(KINDS))], **more)

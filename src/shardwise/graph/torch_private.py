@@ -24,7 +24,7 @@ __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
     "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
-    "inside_vmap", "is_composite", "overload_name", "schema", "step_hooks", "storage_key",
+    "inside_vmap", "is_composite", "module_hooks", "note_step", "overload_name", "schema", "step_hooks", "storage_key",
     "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
 
@@ -95,6 +95,19 @@ def without_torch_functions() -> Iterator[None]:
     """Let functions see a subclass of Tensor as the plain tensor that it is."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's schedules know that a step was taken in place of the optimizer's own."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
+    """Return the ids of the hooks of a module, of any kind."""
+    kinds = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return tuple(id(hook) for kind in kinds for hook in kind.values())
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -137,11 +138,22 @@ class Values(Mapping[str, Tensor]):
             return self.module
         return copied(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
 
-    def bare(self) -> nn.Module:
-        """Return a copy of the module with its parameters on meta; everything else that is a tensor is shared."""
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors.values()}
+    def bare(self, kept: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+        """Return a copy of the module with its parameters on meta; buffers and tensor attributes share its memory.
+
+        ``kept`` has what copies of other objects are, by id."""
+        return self._copy(lambda parameter: torch.empty_like(parameter, device="meta"), kept)
+
+    def beside(self, kept: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+        """Return a copy of the module whose tensors share its memory, but are others."""
+        return self._copy(Tensor.detach, kept)
+
+    def _copy(self, of: Callable[[Tensor], Tensor], kept: Mapping[int, Any]) -> nn.Module:
+        memo: dict[int, Any] = {**kept, **{id(tensor): tensor for tensor in self._tensors.values()}}
         for parameter in self.module.parameters():
-            memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(of(parameter), parameter.requires_grad)
+        for buffer in self.module.buffers():
+            memo[id(buffer)] = buffer.detach()
         return copied(self.module, memo)
 
     def whole(self) -> nn.Module:

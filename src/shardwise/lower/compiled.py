@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from shardwise.backend import Backend, Kind
 from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.state import kept_tensors
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -144,12 +144,13 @@ class Compiled:
 
     def release(self) -> None:
         """Release the parameters' values, which only the start of an engine needs, so that their memory is freed if
-        nobody else holds the module. A model that was not captured keeps them, for its module runs.
+        nobody else holds the module. A model that was not captured keeps them, for its module runs; either has tensors
+        of its own from now on, so that what becomes of the user's does not matter.
         """
-        if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
-            with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
-                self.module = self.values.bare()
-                self.initial, self._values = None, Values(self.module)
+        if not all(p.is_meta for p in self.module.parameters()):
+            kept = kept_tensors(self.module)
+            self.module = self.values.bare(kept) if self.general.opaque is None else self.values.beside(kept)
+            self.initial, self._values = None, Values(self.module)
 
     def evaluation(self) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""

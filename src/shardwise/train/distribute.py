@@ -10,12 +10,13 @@ import atexit
 import inspect
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardwise.capture.capture import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -24,6 +25,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
+from shardwise.graph.torch_private import note_step
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.trainer import Trainer
@@ -81,10 +83,14 @@ class Loss:
     def __init__(self, steps: _Steps, batch: Batch | None, value: Tensor | None = None) -> None:
         self._steps, self._batch, self._value = steps, batch, value
 
-    def backward(self) -> None:
+    def backward(self, *_: Any, **given: Any) -> None:
         """Make the next ``optimizer.step()`` train on this batch."""
-        if self._batch is None or self._value is not None:
-            raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
+        if _ or any(value for value in given.values()):
+            raise ShardwiseError("loss.backward(...) with arguments; legal: loss.backward()")
+        if self._batch is None:
+            raise ShardwiseError("loss.backward(): the model was in evaluation mode; legal: model.train() before")
+        if self._value is not None:
+            raise ShardwiseError("loss.backward(): this loss is that of a step that is done; legal: once a step")
         if not self._steps.zeroed:
             raise ShardwiseError(
                 "loss.backward(): the gradients of the last step are still there, and on one device this adds to them; "
@@ -96,6 +102,7 @@ class Loss:
                 "Plan.of(microbatches=...) to divide it"
             )
         self._steps.due = (self, self._batch)
+        self._steps.waiting.remove(self)
 
     def detach(self) -> Tensor:
         """Return the value, on this rank's device; it is that of the whole batch on every rank."""
@@ -114,32 +121,79 @@ class Loss:
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
+    def __iter__(self) -> NoReturn:
+        _refuse_use("an iteration over it")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Let torch's functions have the value, once there is one."""
+
+        def value(one: Any) -> Any:
+            return one.known(getattr(func, "__name__", "a function")) if isinstance(one, Loss) else one
+
+        return func(*tree_map(value, args), **tree_map(value, dict(kwargs or {})))
+
+    def known(self, use: str) -> Tensor:
+        """Return the value for a ``use``; raise :class:`ShardwiseError` if there is none yet."""
+        if self._value is None:
+            _refuse_use(use)
+        return self._value
+
     def __getattr__(self, name: str) -> NoReturn:
         _refuse("loss", name, "backward, item, detach and float; other terms of a loss belong into the model's forward")
+
+
+def _refuse_use(use: str) -> NoReturn:
+    legal = "that in the model's forward or in distribute(..., loss=...); its value after optimizer.step()"
+    raise ShardwiseError(f"loss: {use} before optimizer.step(), which computes it; legal: {legal}")
+
+
+def _arithmetic(name: str) -> Callable[..., Any]:
+    def method(self: Loss, *others: Any) -> Any:
+        value = self.known(name.strip("_"))
+        return getattr(value, name)(*(one.detach() if isinstance(one, Loss) else one for one in others))
+
+    return method
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "lt", "le", "gt", "ge",
+    "bool",
+):  # fmt: skip
+    setattr(Loss, f"__{_name}__", _arithmetic(f"__{_name}__"))
 
 
 class DistributedModel:
     """This stands for the module that is trained: ``model(**batch)`` is its loss."""
 
     def __init__(self, steps: _Steps) -> None:
-        self._steps, self._training = steps, True
+        self._steps = steps
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
         """Return the loss of a batch; it has a value at once in evaluation mode, else after ``optimizer.step()``."""
-        self._steps.watch.check()
+        training = self._steps.module.training
+        self._steps.watch.check(training)
         try:
             bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"model(...): {error}; legal: the arguments of the model's forward") from None
         batch = self._steps.part(_flat(bound))
-        if not self._training:
+        if not training:
+            self._steps.check_waiting()
             return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
         if not torch.is_grad_enabled():
             raise ShardwiseError("model(...) without gradients in training mode; legal: after model.eval()")
-        return Loss(self._steps, batch)
+        self._steps.waiting.append(loss := Loss(self._steps, batch))
+        return loss
+
+    @property
+    def training(self) -> bool:
+        return self._steps.module.training
 
     def train(self, mode: bool = True) -> Self:
-        self._training = mode
+        self._steps.module.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -147,7 +201,7 @@ class DistributedModel:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed."""
-        self._steps.zeroed = True
+        self._steps.zero_grad()
 
     @property
     def trainer(self) -> Trainer:
@@ -157,6 +211,7 @@ class DistributedModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full single-device state; all ranks call it together."""
         self._steps.watch.check_kept()
+        self._steps.check_waiting()
         return self._steps.trainer.state_dict()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -175,11 +230,14 @@ class Optimizer:
         self._steps, self._theirs = steps, theirs
         self._numbers = {} if theirs is None else _numbers(theirs)
 
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:
         """Run forward, backward and update on the batch of the last ``loss.backward()``."""
+        if closure is not None:
+            raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         if self._steps.due is None:
             raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
         self._steps.watch.check_kept()
+        self._steps.check_waiting()
         (loss, batch), self._steps.due = self._steps.due, None
         engine = self._steps.trainer.engine
         if self._theirs is not None:
@@ -191,12 +249,13 @@ class Optimizer:
                     "torch's"
                 )
             engine.optimizer = replace(engine.optimizer, lr=float(self._theirs.param_groups[0]["lr"]))
+            note_step(self._theirs)
         loss._value = self._steps.trainer.step(batch).loss
         self._steps.zeroed = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed; every step computes its own anew."""
-        self._steps.zeroed = True
+        self._steps.zero_grad()
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse("optimizer", name, "step and zero_grad")
@@ -210,6 +269,7 @@ class _Steps:
     ) -> None:
         self.module, self.plan = module, plan
         self.due: tuple[Loss, Batch] | None = None
+        self.waiting: list[Loss] = []  # of forwards in training without a backward
         self.zeroed = True  # whether the gradients of the last step have been set to zero
         self.watch = watch
         self._choice, self._options = choice, options
@@ -221,6 +281,25 @@ class _Steps:
             raise ShardwiseError("the model is not captured yet; legal: after the first batch")
         return self._trainer
 
+    def zero_grad(self) -> None:
+        """Take back the last ``loss.backward()``, if its step was not run, as setting its gradients to zero does."""
+        if self.due is not None:
+            self.waiting.append(self.due[0])
+            self.due = None
+        self.zeroed = True
+
+    def check_waiting(self) -> None:
+        """Raise :class:`ShardwiseError` where a forward without a backward, which does not run here, would have written
+        to a buffer."""
+        if self.waiting and self._trainer is not None:
+            written = dict.fromkeys(name for unit in self._trainer.compiled.general.units for name in unit.updates)
+            if written:
+                what = f"a forward in training without backward and step writes to {next(iter(written))}"
+                raise ShardwiseError(
+                    f"model(...): {what} on one device, and is not run here; legal: model.eval() for it"
+                )
+        self.waiting.clear()
+
     def part(self, whole: Mapping[str, Tensor]) -> Batch:
         """Return this rank's rows of a batch."""
         _check(whole)
@@ -228,9 +307,8 @@ class _Steps:
             with torch.inference_mode(False):
                 self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
             atexit.register(self._trainer.close)
-            if self._trainer.compiled.module is not self.module:
-                self.watch.begin()
-                self._trainer.before_close.append(self.watch.end)
+            self.watch.begin()
+            self._trainer.before_close.append(self.watch.end)
         _compare(self._trainer, whole)
         mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self._trainer.comm.rank
@@ -252,8 +330,10 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
         legal = 'one, or an OptimizerChoice (its decay = "matrices" keeps weight decay off norms and biases).'
         raise ConfigError.on("optimizer", wrong, legal)
     group = dict(optimizer.param_groups[0])
-    if {id(p) for p in group.pop("params")} != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise ConfigError("optimizer: it must have exactly the parameters of the model that require gradients.")
+    given, own = {id(p) for p in group.pop("params")}, {id(p): p.requires_grad for p in model.parameters()}
+    if not given <= own.keys() or any(learns and at not in given for at, learns in own.items()):
+        raise ConfigError("optimizer: it must have the parameters of the model that require gradients, and no others.")
+    group["lr"] = float(group["lr"])
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
     known = {field.name for field in fields(OptimizerChoice)}

@@ -4,7 +4,7 @@ what a user does to the module's own tensors would do nothing. It raises where i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from shardwise.backend import Backend
 from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import step_hooks, without_torch_functions
+from shardwise.graph.torch_private import module_hooks, step_hooks, without_torch_functions
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -58,58 +58,85 @@ class Watch:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.module, self.optimizer = module, optimizer
-        self.state: PythonState | None = None
-        self.modes: list[bool] = []
-        self.tensors: dict[str, int] = {}  # the ids of the module's own
+        self._state: PythonState | None = None
+        self._modes: dict[bool, list[bool]] = {}  # of all modules, in training and in evaluation
+        self._parts: dict[str, Any] = {}
+        self._groups = [] if optimizer is None else _groups(optimizer)
         self.check_optimizer()
 
     def check_optimizer(self) -> None:
-        """Raise :class:`ShardwiseError` if the optimizer has hooks, which no step of the engine calls."""
-        if self.optimizer is not None and step_hooks(self.optimizer):
+        """Raise :class:`ShardwiseError` where the optimizer has or does what no step of the engine knows."""
+        if self.optimizer is None:
+            return
+        if step_hooks(self.optimizer):
             raise ShardwiseError("optimizer: hooks on its step are not called; legal: calls before and after step()")
+        if _groups(self.optimizer) != self._groups:
+            raise ShardwiseError("optimizer: its parameters changed after distribute(); legal: a change before")
+        if any(float(state.get("step", 1)) for state in self.optimizer.state.values()):  # Adagrad's begins with step 0
+            legal = "shardwise.Checkpoints(model.trainer), which save and load it"
+            raise ShardwiseError(f"optimizer: a state was loaded after distribute(), and is in the engine; {legal}")
 
     def begin(self) -> None:
         """Note the module's state, for it has been captured, and let its tensors raise wherever they are used."""
+        modes = [m.training for m in self.module.modules()]
+        # A module that is in evaluation mode as a whole is trained as one in training mode.
+        self._modes = {True: modes if modes[0] else [True] * len(modes), False: [False] * len(modes)}
         for p in self.module.parameters():
             if type(p) is nn.Parameter:
                 p.__class__ = KeptParameter
         for b in self.module.buffers():
             if type(b) is Tensor:
                 b.__class__ = KeptBuffer
-        self.modes = [m.training for m in self.module.modules()]
-        self.tensors = self._ids()
-        self.state = PythonState(self.module)
+        self._parts, self._state = self._now(), PythonState(self.module)
 
-    def _ids(self) -> dict[str, int]:
-        named = (*self.module.named_parameters(), *self.module.named_buffers())
-        return {name: id(tensor) for name, tensor in named}
+    def _now(self) -> dict[str, Any]:
+        """Return what the module is made of: its modules with their hooks, parameters and buffers, by name."""
+        found: dict[str, Any] = {
+            name or "the module": (id(one), *module_hooks(one)) for name, one in self.module.named_modules()
+        }
+        return found | {name: id(tensor) for name, tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters()
+        yield from self.module.named_buffers()
 
     def end(self) -> None:
         """Give the module back: its tensors have the values that they had when training began."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
+        for _, tensor in self._tensors():
             if isinstance(tensor, _Kept):
                 kind: type = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
                 tensor.__class__ = kind
+        self._state = None
 
-    def check(self) -> None:
-        """Raise :class:`ShardwiseError` where the module or its surroundings are not as they were captured."""
+    def check(self, training: bool) -> None:
+        """Raise :class:`ShardwiseError` where the module or its surroundings are not as they were captured, for a call
+        in ``training`` or evaluation."""
         if any(map(torch.is_autocast_enabled, {"cpu", Backend.here().type})):
             legal = 'Plan.of(precision="bf16") or "fp16"'
             raise ShardwiseError(f"model(...) under torch.autocast, which the engine does not see; legal: {legal}")
         self.check_kept()
+        if self._state is None:
+            return
+        for (name, one), mode in zip(self.module.named_modules(), self._modes[training], strict=True):
+            if one.training != mode:
+                what = f"{name or 'the module'}.training is {one.training}, unlike when the model was captured"
+                legal = "a part's mode that is set before the first batch; train() and eval() of the whole model"
+                raise ShardwiseError(f"model: {what}; legal: {legal}")
 
     def check_kept(self) -> None:
         """Raise :class:`ShardwiseError` where the module or the optimizer is not as it was captured."""
         self.check_optimizer()
-        if self.state is None:
+        if self._state is None:
             return
-        for (name, one), mode in zip(self.module.named_modules(), self.modes, strict=False):
-            if one.training != mode:
-                what = f"{name or 'the module'}.training changed to {one.training} after the first batch"
-                raise ShardwiseError(f"model: {what}; legal: a mode that is set before, or model.eval() of the whole")
-        if (now := self._ids()) != self.tensors:
-            name = next(iter(dict(set(now.items()) ^ set(self.tensors.items()))))
-            raise ShardwiseError(f"model: {name} is another tensor than at the first batch; {INSTEAD['other']}")
-        if changes := self.state.changes():
+        now = self._now()
+        for name in {**self._parts, **now}:
+            if now.get(name) != self._parts.get(name):
+                what = f"{name} is another than at the first batch, or has other hooks"
+                raise ShardwiseError(f"model: {what}; {INSTEAD['other']}")
+        if changes := self._state.changes():
             what = f"{changes[0]} changed after the first batch, when the model was captured"
             raise ShardwiseError(f"model: {what}; legal: a field of the batch, or a buffer that forward writes")
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
