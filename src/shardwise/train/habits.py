@@ -73,8 +73,10 @@ class Watch:
         if _groups(self.optimizer) != self._groups:
             raise ShardwiseError("optimizer: its parameters changed after distribute(); legal: a change before")
         if any(float(state.get("step", 1)) for state in self.optimizer.state.values()):  # Adagrad's begins with step 0
-            legal = "shardwise.Checkpoints(model.trainer), which save and load it"
-            raise ShardwiseError(f"optimizer: a state was loaded after distribute(), and is in the engine; {legal}")
+            what = "a state was loaded after distribute(), but the state is in the engine"
+            raise ShardwiseError(
+                f"optimizer: {what}; legal: shardwise.Checkpoints(model.trainer), which save and load it"
+            )
 
     def begin(self) -> None:
         """Note the module's state, for it has been captured, and let its tensors raise wherever they are used."""
