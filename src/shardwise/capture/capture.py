@@ -22,6 +22,7 @@ from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
+from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import Change, PythonState, assigned_buffers, kept_tensors
 from shardwise.capture.trial import Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
@@ -205,16 +206,16 @@ def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -
         except ConfigError:
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
-            reason = str(error)
+            reason = fixed_rows(error, wrapped.module)
         rows = rows_in(batch)
         try:
             captured = _export(wrapped, batch, rows)
         except ConfigError:
             raise
         except Exception as error:
-            raise Uncapturable(_first_line(error)) from error
+            raise Uncapturable(not_captured(error, wrapped.module)) from error
         captured.notes.append(
-            f"captured for {rows} rows at a time, and again for every other number that comes: {_guard(reason)}"
+            f"captured for {rows} rows at a time, and again for every other number that comes: {reason}"
         )
         return captured
     try:
@@ -222,19 +223,7 @@ def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -
     except ConfigError:
         raise
     except Exception as error:
-        raise Uncapturable(_first_line(error)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _guard(reason: str) -> str:
-    """Return why export could not leave the number of rows open, in a line."""
-    lines = [line.strip(" -\n") for line in reason.splitlines() if line.strip(" -\n")]
-    told = [line for line in lines if "guard" in line or "specialized" in line or "inferred" in line]
-    return (told or lines or [""])[0][:200]
+        raise Uncapturable(not_captured(error, wrapped.module)) from error
 
 
 def set_mode(wrapped: Wrapped, training: bool) -> Wrapped:

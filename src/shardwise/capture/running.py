@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
+from types import FrameType
 
 from torch import nn
 
@@ -18,11 +20,9 @@ def users_line() -> str:
 def running_module() -> str:
     """Return the path of the innermost module whose forward is running, in the model that ``WithLoss`` wraps; "" if it
     is the model itself, or none."""
-    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    if not modules:
-        return ""
-    path = next((name for name, one in modules[-1].named_modules() if one is modules[0]), "")
+    modules = _modules(frame for frame, _ in traceback.walk_stack(None))
+    within = (name for outer in reversed(modules) for name, one in outer.named_modules() if one is modules[0])
+    path = next(within, "")
     return path.removeprefix("module").removeprefix(".")
 
 
@@ -30,3 +30,19 @@ def here() -> str:
     """Return where a model is, for messages: `` in blocks.0.drop (model.py:12)``, or less where less is known."""
     path, line = running_module(), users_line()
     return (f" in {path}" if path else "") + (f" ({line})" if line else "")
+
+
+def raised_in(error: BaseException, model: nn.Module) -> str:
+    """Return where in ``model`` an error was raised: `` in body.1, a BatchNorm1d (model.py:12)``, or less."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    names = {id(one): name for name, one in model.named_modules()}
+    inner = next((one for one in reversed(_modules(frame for frame, _ in frames)) if id(one) in names), model)
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if of_user(frame.f_code.co_filename)]
+    path = f" in {names[id(inner)]}, a {type(inner).__name__}" if inner is not model else ""
+    return path + (f" ({lines[-1]})" if lines else "")
+
+
+def _modules(frames: Iterable[FrameType]) -> list[nn.Module]:
+    """Return the modules whose methods these frames run: their first argument, whatever its name."""
+    first = (f.f_locals.get(f.f_code.co_varnames[0]) for f in frames if f.f_code.co_argcount)
+    return [one for one in first if isinstance(one, nn.Module)]

@@ -1,0 +1,91 @@
+"""What stops a capture, or fixes the number of rows, is said in words, with the module and the user's line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import TOLERANCE, Subject, errors, oracle_run, sharded_run
+
+Body = Callable[[Tensor], Tensor]
+
+
+class Inner(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(this, h: Tensor) -> Tensor:  # noqa: N805  # a module is found whatever its method calls it
+        return this.body(h)
+
+
+class Model(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(4, 5, bias=False), last])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.tanh().square().mean()
+
+
+def subject(last: nn.Module) -> Subject:
+    return Subject(Model(last), {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))})
+
+
+def note(last: nn.Module) -> str:
+    return next(one for one in subject(last).trace.notes if "captured" in one)
+
+
+VALUES: dict[str, Body] = {
+    "a branch": lambda h: -h if h.sum() > 1e9 else h,
+    "a size": lambda h: h * len(h.detach().round().unique()),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_python_reads(name: str) -> None:
+    found = note(Inner(VALUES[name]))
+    assert re.fullmatch(
+        r"not captured, trains as one unit: it reads values of tensors in Python, as a number, a size or a branch "
+        rf"in blocks\.1, a Inner \({__file__}:\d+\)",
+        found,
+    ), found
+
+
+def test_a_batch_norm_that_counts_its_batches_is_named() -> None:
+    """With ``momentum=None`` it divides by a counter that it reads in Python."""
+    one = subject(nn.BatchNorm1d(5, momentum=None))
+    assert f"in blocks.1, a BatchNorm1d ({__file__}:" in one.trace.notes[0]
+    for microbatches in (1, 2):
+        truth = oracle_run(one, microbatches, steps=2)
+        assert max(errors(sharded_run(one, 2, microbatches, steps=2), truth).values()) <= TOLERANCE
+
+
+def test_other_errors_are_those_of_torch_with_their_place() -> None:
+    found = note(Inner(lambda h: h + torch.from_numpy(h.detach().numpy())))
+    assert re.search(rf"numpy.* in blocks\.1, a Inner \({__file__}:\d+\)$", found), found
+
+
+ROWS: dict[str, tuple[Body, str]] = {
+    "a loop": (lambda h: sum((h * i for i in range(len(h))), h), "uses their number as a number of Python"),
+    "a number": (lambda h: h * int(h.shape[0]), "uses their number as a number of Python"),
+    "a size": (lambda h: h.view(8, 5), rf"invalid for input of size 5\*rows in blocks\.1, a Inner \({__file__}:\d+\)$"),
+    "first ones": (lambda h: h + h[:4].mean(0), "does not take all numbers of rows in the same way.* 4 <= rows$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_cannot_stay_open(name: str) -> None:
+    body, told = ROWS[name]
+    found = note(Inner(body))
+    assert re.match(rf"captured for 8 rows at a time, and again for every other number that comes: .*{told}", found), (
+        found
+    )
+    assert "specialized" not in found and "6" not in found and "L[" not in found
