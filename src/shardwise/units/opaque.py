@@ -20,6 +20,7 @@ from shardwise.capture.capture import LossFunction, WithLoss, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
+from shardwise.capture.running import running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import version
@@ -150,6 +151,7 @@ class _OpaqueCall:
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         self.own = threading.local()
         self.batches: Any = None
+        self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
         self.lock = threading.Lock()
 
     def __call__(self, env: Env, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -170,12 +172,15 @@ class _OpaqueCall:
         new = (over_ranks(env, self.written.get(n), before[n], values[f"module.{n}"], n) for n in self.buffers)
         return ((loss * share).to(loss.dtype), *new)
 
-    def run(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom) -> Tensor:
+    def run(
+        self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom,
+        met: dict[str, None] | None = None,
+    ) -> Tensor:  # fmt: skip
         wrapped = getattr(self.own, "module", None)
         if wrapped is None:
             wrapped = self.own.module = copy.deepcopy(self.wrapped, kept_tensors(self.wrapped))
         random.begin(env.step, env.offset + env.range()[0])
-        norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env)
+        norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, met)
         with Intercept(random, norms_layer, *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
         if isinstance(norms_layer, _SyncBatchNorms):
@@ -199,7 +204,7 @@ class _OpaqueCall:
                         k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()
                     }
                     with torch.enable_grad():  # forward may itself ask for gradients
-                        self.run(Env(rows=count), copies, more, random)
+                        self.run(Env(rows=count), copies, more, random, self.met)
                     draws.append(random.draws)
                 self.batches = batch_of(draws[0], draws[1], rows)
             return self.batches
@@ -211,12 +216,22 @@ class _RowNorms:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func is not F.batch_norm:
             return proceed(func, args, kwargs)
-        given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
-        given.apply_defaults()
-        channels = given.arguments["input"].shape[1]
-        mean, var = (given.arguments["input"].new_full((channels,), value) for value in (0, 1))
-        given.arguments |= {"running_mean": mean, "running_var": var, "training": False}
-        return proceed(func, given.args, given.kwargs)
+        given = _bound(args, kwargs)
+        mean, var = (given["input"].new_full((given["input"].shape[1],), value) for value in (0, 1))
+        return proceed(func, (), {**given, "running_mean": mean, "running_var": var, "training": False})
+
+
+def _bound(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of ``F.batch_norm`` by name."""
+    given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+    given.apply_defaults()
+    return dict(given.arguments)
+
+
+def norms_met(unit: Unit) -> tuple[str, ...]:
+    """Return the paths of the modules in which a BatchNorm has trained in the first forward of an opaque unit."""
+    call: Any = unit.function
+    return tuple(call.met)
 
 
 class _SyncBatchNorms:
@@ -225,8 +240,8 @@ class _SyncBatchNorms:
     Each rank runs the model's own code, which may branch by values: before each BatchNorm, and at the end, all ranks
     tell each other where they are, so that none waits for a rank that does not come."""
 
-    def __init__(self, env: Env) -> None:
-        self.env, self.calls, self.met = env, 0, False
+    def __init__(self, env: Env, places: dict[str, None] | None = None) -> None:
+        self.env, self.calls, self.met, self.places = env, 0, False, places
 
     def end(self) -> None:
         """Say that this rank runs no further BatchNorm; without any, nothing could hang."""
@@ -245,6 +260,8 @@ class _SyncBatchNorms:
             )
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func is F.batch_norm and self.places is not None and _bound(args, kwargs)["training"]:
+            self.places[running_module()] = None
         if func is not F.batch_norm or self.env.parts == 1:
             return proceed(func, args, kwargs)
         return self.batch_norm(proceed, *args, **kwargs)

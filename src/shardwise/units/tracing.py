@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +33,7 @@ from shardwise.units.batch_sums import (
 from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight, found_weight
 from shardwise.units.numbered_rows import numbered_rows
-from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, opaque_unit
+from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, norms_met, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 from shardwise.units.written_buffers import Written, found_written
@@ -222,6 +222,12 @@ def _buffers_after(
     return {name: value.detach() for name, value in zip(trial.updates, values, strict=True)}
 
 
+def _idle_norms(module: nn.Module, written: Mapping[str, Written | None], met: Container[str]) -> list[str]:
+    """Return the paths of the BatchNorms that train, by the kinds of buffers, and have not run."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name, kind in written.items() if kind == "norm")
+    return [p for p in paths if p not in met and (module.get_submodule(p).training or not module.training)]
+
+
 def _opaque(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool,
     reason: str,
@@ -253,6 +259,12 @@ def _opaque(
         "BatchNorm, is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
     ]
+    met = norms_met(unit)
+    if idle := _idle_norms(module, written, met):
+        notes.append(
+            f"{', '.join(idle)}: such a BatchNorm did not run on the first batch; where it runs, its rows are "
+            "those of a microbatch"
+        )
     buckets = _buckets([unit], module, precision, learning, group)
     return Trace(
         units=[unit],
@@ -266,9 +278,7 @@ def _opaque(
         unknown_buffers=tuple(name for name, kind in written.items() if kind is None),
         sequential=frozenset(name for name, kind in written.items() if kind == "norm"),
         added=frozenset(name for name, kind in written.items() if kind in ("sum", "mean")),
-        meets=tuple(f"{name.rpartition('.')[0]} (batch_norm)" for name in written if name.endswith("running_mean"))
-        if "norm" in written.values()
-        else (),
+        meets=tuple(f"{path or 'forward'} (batch_norm)" for path in met),
         notes=notes,
         beside=_beside(module, batch, buckets, precision),
     )

@@ -196,7 +196,8 @@ def in_pieces(compiled: Compiled) -> Pieces:
     plan, trace = compiled.plan, compiled.general
     if not trace.cuts_batch:
         return Pieces(plan.microbatches, 1)
-    return Pieces(1, plan.microbatches if trace.meets else 1)
+    # A BatchNorm of a model that is not captured may run on some batches alone.
+    return Pieces(1, plan.microbatches if trace.meets or trace.opaque is not None else 1)
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> bool:
