@@ -10,7 +10,7 @@ sum of their losses is the loss of the whole batch, however its masks are spread
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,10 +169,20 @@ def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
     return frozenset(name for node, name in updates.items() if _ancestors([node], ()) & alone)
 
 
-def described(nodes: Iterable[fx.Node]) -> list[str]:
-    """Return the modules, and the ops in them, in which these nodes let rows meet."""
-    found = dict.fromkeys((module_path(n) or "the loss", _cause(n)) for n in nodes)
-    return [f"{path} ({op})" for path, op in found]
+def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
+    """Return the nodes of the local graph on which the loss depends through a buffer's new value at most, with its
+    name."""
+    loss, *written = outputs_of(sharded.graph)
+    seen, found = _ancestors([loss], written), dict[fx.Node, str]()
+    for value, name in zip(written, sharded.normal.updates, strict=True):
+        found |= {node: name for node in _ancestors([value], ()) if node not in seen and node not in found}
+    return found
+
+
+def described(nodes: Iterable[fx.Node], buffers: Mapping[fx.Node, str]) -> list[str]:
+    """Return the modules, and the ops in them, in which these nodes let rows meet; or what they are of ``buffers``."""
+    places = ((f"the buffer {buffers[n]}" if n in buffers else module_path(n) or "the loss", _cause(n)) for n in nodes)
+    return [path if op == "output" else f"{path} ({op})" for path, op in dict.fromkeys(places)]
 
 
 def _cause(node: fx.Node) -> str:

@@ -57,11 +57,12 @@ def inseparable(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if not _separable(n)]
 
 
-def check_exchanges(nodes: Iterable[fx.Node], legal: str) -> None:
-    """Raise :class:`ConfigError`, which says what is ``legal``, where microbatches cannot exchange."""
+def check_exchanges(nodes: Iterable[fx.Node], buffers: Mapping[fx.Node, str], legal: str) -> None:
+    """Raise :class:`ConfigError`, which says what is ``legal``, where microbatches cannot exchange; ``buffers`` says
+    which buffers what is exchanged is for."""
     wrong = inseparable(nodes)
     if wrong:
-        where = ", ".join(described(wrong)[:3])
+        where = ", ".join(described(wrong, buffers)[:3])
         what = f'"batch" is not possible: rows meet inside an op, or in a number that depends on data, in {where}'
         raise ConfigError.on("rows", what, legal)
 

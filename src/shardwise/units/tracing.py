@@ -24,6 +24,7 @@ from shardwise.shard.sharded import shard
 from shardwise.units.batch_sums import (
     Meetings,
     described,
+    for_buffers,
     mean_cross_entropy,
     meetings,
     summands,
@@ -93,10 +94,10 @@ def trace(
             over_batch=over_batch,
         )  # fmt: skip
         meet, exchanges, numbered = meetings(sharded), list[fx.Node](), numbered_rows(normal)
-        exchangeable = not inseparable([*meet.norms, *meet.others])
+        buffers, exchangeable = for_buffers(sharded), not inseparable(meet.others)  # BatchNorms can be cut
         if over_batch:
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
-            check_exchanges(exchanges, ALONE if numbered else APART)
+            check_exchanges(exchanges, buffers, ALONE if numbered else APART)
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
     except Uncapturable as error:
         if not opaque:
@@ -125,7 +126,7 @@ def trace(
         fields=tuple(batch),
         sums=sums,
         cuts_batch=not meet.others,
-        meets=tuple(described([*meet.norms, *meet.others])),
+        meets=tuple(described([*meet.norms, *meet.others], buffers)),
         numbered=numbered,
         exchangeable=exchangeable,
         sequential=written_in_turn(sharded, meet),
