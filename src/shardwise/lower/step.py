@@ -58,6 +58,9 @@ def lower(
         wrong = f"{plan.microbatches} are not possible: rows meet in {trace.numbered[0]}, by numbers that a field gives"
         wrong += " to the rows of the whole batch, of which a microbatch has some"
         raise ConfigError.on("microbatches", wrong, trace.ways_to_meet(cut.ranks > 1))
+    if trace.undivided and plan.microbatches > 1 and training:
+        wrong = f"the backward of {trace.undivided[0]} is not linear, and each microbatch has a part of its gradient"
+        raise ConfigError.on("microbatches", wrong, "microbatches = 1")
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

@@ -130,6 +130,7 @@ def trace(
         numbered=numbered,
         exchangeable=exchangeable,
         sequential=written_in_turn(sharded, meet),
+        undivided=sharded.undivided,
         precision=precision,
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],
