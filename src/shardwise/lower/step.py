@@ -54,6 +54,14 @@ def lower(
         )
         wrong += "all rows nor a sum or a mean over them, as a trial showed"
         raise ConfigError.on("model", wrong, "dp = 1 and microbatches = 1")
+    if trace.keeps and (parts > 1 or plan.memory.recompute != "none"):
+        wrong = (
+            f"not captured, and what forward computes depends on {', '.join(trace.keeps)}, which it changes: each rank "
+            "and microbatch would change its own, and recomputation would change it again"
+        )
+        legal = "buffers (self.register_buffer) and torch's random functions; or "
+        legal += 'dp = 1, microbatches = 1 and recompute = "none"'
+        raise ConfigError.on("model", wrong, legal)
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"
