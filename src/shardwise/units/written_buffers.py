@@ -92,7 +92,7 @@ class Agreement:
         """Raise :class:`ShardwiseError` on all ranks where one of ``buffers`` is not the same."""
         own = torch.stack([_told(value) for value in buffers.values()])
         every = collectives.gathered(env, own, (ROWS,), "buffers") if env.parts > 1 else own[None]
-        if env.offset and self.before is not None:
+        if self.before is not None and env.offset + (env.window or (0, 0))[0]:  # not the first microbatch of a batch
             every = torch.cat([every, self.before])
         self.before = every[:1]
         if len(every) == 1:
