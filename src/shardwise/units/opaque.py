@@ -30,7 +30,7 @@ from shardwise.ops import collectives, norms
 from shardwise.ops.env import ROWS, Env
 from shardwise.units.loss_weight import TRIED_ROWS, LossWeight
 from shardwise.units.trace import Unit
-from shardwise.units.written_buffers import Agreement, Written, over_ranks
+from shardwise.units.written_buffers import Agreement, Written, over_ranks, told
 
 ROWS_WEIGH = LossWeight("rows")
 
@@ -103,10 +103,11 @@ def first_run(
     the user holds changes. Parameters are ``shaken`` to tell apart what equal values make equal (a layer of zeros).
     Raises :class:`ConfigError` if the forward fails, or writes to a parameter."""
     parameters = dict(module.named_parameters())
-    dtypes = [shadow_dtype(module, n, p, precision) for n, p in parameters.items()]
-    given = [p.detach().to(device, dtype) for p, dtype in zip(parameters.values(), dtypes, strict=True)]
-    given = [_shaken(p, i) for i, p in enumerate(given)] if shaken else given
-    leaves = [g.clone().requires_grad_(p.requires_grad) for g, p in zip(given, parameters.values(), strict=True)]
+    leaves = []
+    for index, (name, p) in enumerate(parameters.items()):
+        value = p.detach().to(device, shadow_dtype(module, name, p, precision), copy=True)
+        leaves.append((_shaken(value, index) if shaken else value).requires_grad_(p.requires_grad))
+    before = [told(leaf) for leaf in leaves]
     buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
     rows = next(iter(batch.values())).shape[0]
     call = call_of(unit)
@@ -126,8 +127,8 @@ def first_run(
         raise ConfigError(
             f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}"
         ) from error
-    for name, leaf, before in zip(parameters, leaves, given, strict=True):
-        if not torch.equal(leaf.detach().nan_to_num(), before.nan_to_num()):  # written where torch does not see it
+    for name, leaf, content in zip(parameters, leaves, before, strict=True):
+        if not torch.equal(told(leaf), content):  # written where torch does not see it
             _refuse_write(name)
     return results
 

@@ -28,6 +28,7 @@ from shardwise.units.varied_batches import Compared, Fields, diverse, repeated, 
 from shardwise.units.written_buffers import Written, found_written
 
 CPU = torch.device("cpu")
+WIDE_PARAMETERS = 1 << 27  # the most parameters of which a trial has a copy in fp64, of 1 GiB
 AGREES = 1e-5  # relative; kernels that add in another order each time round differently
 
 
@@ -114,7 +115,9 @@ class Trials:
     @cached_property
     def elsewhere(self) -> Elsewhere:
         """How varied batches run."""
-        for precision, shaken in itertools.product(dict.fromkeys(("fp64", self.precision)), (True, False)):
+        small = sum(p.numel() for p in self.module.parameters()) <= WIDE_PARAMETERS
+        precisions = dict.fromkeys(("fp64", self.precision) if small else (self.precision,))
+        for precision, shaken in itertools.product(precisions, (True, False)):
             unit, compared = self.unit_in(self.training, precision), Compared()
             found = Elsewhere(unit, precision, shaken, compared.numbers)
             with suppress(ConfigError), compared:

@@ -90,7 +90,7 @@ class Agreement:
 
     def check(self, env: Env, buffers: Mapping[str, Tensor]) -> None:
         """Raise :class:`ShardwiseError` on all ranks where one of ``buffers`` is not the same."""
-        own = torch.stack([_told(value) for value in buffers.values()])
+        own = torch.stack([told(value) for value in buffers.values()])
         every = collectives.gathered(env, own, (ROWS,), "buffers") if env.parts > 1 else own[None]
         if self.before is not None and env.offset + (env.window or (0, 0))[0]:  # not the first microbatch of a batch
             every = torch.cat([every, self.before])
@@ -107,10 +107,11 @@ class Agreement:
                 )
 
 
-def _told(value: Tensor) -> Tensor:
+def told(value: Tensor) -> Tensor:
     """Return a weighted sum of the elements of a tensor, and what it would be of their absolute values."""
     wide = Backend.of(value.device).widest_float
-    flat = torch.nan_to_num(value.detach().reshape(-1).to(wide))
+    parts = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+    flat = torch.nan_to_num(parts.reshape(-1).to(wide), nan=0.0, posinf=2.0, neginf=-3.0)  # sums stay finite
     weights = torch.linspace(1, 2, max(flat.numel(), 1), dtype=wide, device=flat.device)[: flat.numel()]
     return torch.stack([flat @ weights, flat.abs() @ weights])
 
