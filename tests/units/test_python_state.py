@@ -18,6 +18,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 
@@ -195,6 +196,22 @@ def test_an_evaluation_does_not_advance_training() -> None:
         for training in (True, False):
             expected.append(float(module.train(training)(**subject.batch).detach()))
     assert ours == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_each_training_starts_from_what_the_model_had() -> None:
+    """Also where one thread has several, as where a step is timed before a training."""
+    subject = Subject(Keeping(counted), batch())
+    compiled, expected = subject.compile(1, 1, "none"), plain_losses(subject.module, subject.batch, 2)
+    for _ in range(2):
+        comm = AloneCommunicator(compiled.plan.mesh, 0, torch.device("cpu"))
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0, momentum=0.0), strict=True)
+        ours = [float(engine.step(subject.batch, 8).loss) for _ in range(2)]
+        assert ours == pytest.approx(expected, rel=TOLERANCE)
+
+
+def plain_losses(module: nn.Module, given: Mapping[str, Tensor], forwards: int) -> list[float]:
+    module = copy.deepcopy(module)
+    return [float(module(**given).detach()) for _ in range(forwards)]
 
 
 def test_nothing_that_the_user_holds_is_changed() -> None:

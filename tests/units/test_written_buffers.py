@@ -139,6 +139,19 @@ def test_a_buffer_that_a_later_forward_writes(name: str, dp: int, microbatches: 
                 sharded_run(subject, dp, microbatches, steps=3)
 
 
+ILLEGAL: dict[str, tuple[Write, str]] = {
+    "another shape": (lambda kept, h: torch.cat([kept[-2:], h.detach().mean(0)]), "a tensor of shape"),
+    "a gradient": (lambda kept, h: h.mean(0), "a tensor with a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_what_is_no_value_of_a_buffer(name: str) -> None:
+    write, message = ILLEGAL[name]
+    with pytest.raises(ConfigError, match=f"forward assigns {message}.* to the buffer kept; legal: "):
+        assert Subject(Branching(write), batch()).trace
+
+
 def test_an_example_of_equal_rows() -> None:
     """A mean over equal rows is the mean over some of them: others show what it is."""
     module = Branching(WRITES["the last mean"][0])

@@ -9,6 +9,7 @@ import inspect
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardwise.capture.capture import LossFunction, WithLoss, set_mode
+from shardwise.capture.capture import LossFunction, WithLoss, check_assigned, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_of
@@ -80,7 +81,12 @@ class Assigning(WithLoss):
         parameters = dict(self.module.named_parameters())
         loss = super().forward(fields)
         assigned_buffers(self.module, parameters, lambda name, old, new: _refuse_write(name))
-        assigned_buffers(self.module, before, lambda name, old, new: found.update({name: new.detach()}))
+
+        def keep(name: str, old: Tensor, new: Tensor) -> None:
+            check_assigned(name, old, new)
+            found[name] = new
+
+        assigned_buffers(self.module, before, keep)
         self.assigned = found
         return loss
 
@@ -188,7 +194,8 @@ class OpaqueCall:
     ) -> None:
         self.layers, self.weight, self.trial, self.written = layers, weight, trial, written
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
-        self.own = threading.local()  # a thread's copy of the module, and its Agreement on buffers
+        # What a thread has for the communicator that it uses: a copy of the module, and its Agreement on buffers.
+        self.own = threading.local()
         self.batches: Any = None
         self.lock = threading.Lock()
 
@@ -221,7 +228,8 @@ class OpaqueCall:
     def afresh(self, on: WithLoss | None = None) -> Iterator[None]:
         """Run meanwhile on a new copy, so that what forward changes in Python does not last, or ``on`` a given one."""
         before = vars(self.own).copy()
-        vars(self.own).update(module=on or self.copied())
+        vars(self.own).clear()
+        self.begin(Env(), on)
         try:
             with generators_kept() if on is None else nullcontext():
                 yield
@@ -229,10 +237,18 @@ class OpaqueCall:
             vars(self.own).clear()
             vars(self.own).update(before)
 
+    def begin(self, env: Env, on: WithLoss | None = None) -> WithLoss:
+        """Return this thread's copy of the module; another communicator means another training, with another copy."""
+        own = vars(self.own)
+        comm = own.get("comm")
+        if "module" not in own or (None if comm is None else comm()) is not env.comm:
+            own.clear()
+            own.update(module=on or self.copied(), comm=None if env.comm is None else weakref.ref(env.comm))
+        wrapped: WithLoss = own["module"]
+        return wrapped
+
     def run(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom) -> Tensor:
-        wrapped = getattr(self.own, "module", None)
-        if wrapped is None:
-            wrapped = self.own.module = self.copied()
+        wrapped = self.begin(env)
         random.begin(env.step, env.offset + env.range()[0])
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env)
         writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
