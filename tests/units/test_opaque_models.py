@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from harness import TOLERANCE, Loss, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 
 PLANS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -188,3 +191,20 @@ def test_what_no_part_can_tell_is_refused(name: str, rows: int) -> None:
     for dp, microbatches in PLANS[1:]:
         with pytest.raises(ConfigError, match="model.loss_weight"):
             sharded_run(subject, dp, microbatches)
+
+
+class Low(Model):
+    """It computes in bf16 alone."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.hidden(ids)
+        return F.linear(h, torch.eye(6, dtype=torch.bfloat16)).float().square().mean()
+
+
+def test_a_model_of_one_precision() -> None:
+    """No trial in fp32 can tell of it: one rank trains all the same."""
+    one = Compiled(Low().bfloat16(), Plan.of(precision="bf16"), batch())
+    assert one.general.opaque is not None and one.programs(one.general, 1)
+    other = one.under(Plan.of(Mesh.of(dp=2), precision="bf16"))
+    with pytest.raises(ConfigError, match="model.loss_weight"):
+        other.programs(other.general, 1)

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.verify.verify import verify
 
 Write = Callable[[Tensor, Tensor], Tensor]
@@ -137,6 +141,32 @@ def test_a_buffer_that_a_later_forward_writes(name: str, dp: int, microbatches: 
                 ShardwiseError, match="writes to the buffer kept what depends on a rank's or microbatch"
             ):
                 sharded_run(subject, dp, microbatches, steps=3)
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["a counter", "a moving average", "a largest value"])
+def test_what_evaluations_write(name: str, dp: int, microbatches: int) -> None:
+    """A forward that writes in evaluation mode, too, does so as on one device, or is refused."""
+    write, kind = WRITES[name]
+    subject = Subject(Branching(lambda kept, h: write(kept, h) if not h.requires_grad else kept), batch(8))
+    compiled = subject.compile(dp, microbatches, "none")
+
+    def rank(comm: ThreadCommunicator) -> tuple[list[float], Tensor]:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0, momentum=0.0), strict=True)
+        spans = rank_rows(8, microbatches, dp, comm.rank)
+        mine = {k: v[[i for a, b in spans for i in range(a, b)]] for k, v in subject.batch.items()}
+        return [float(engine.evaluate(mine, 8).loss) for _ in range(2)], engine.state_dict()["kept"]
+
+    if not kind and (dp, microbatches) != (1, 1):
+        with pytest.raises(ConfigError, match="the buffer kept is neither the same for all rows"):
+            run_ranks(compiled.plan.mesh, rank)
+        return
+    truth = copy.deepcopy(subject.module).eval()
+    with torch.no_grad():
+        losses = [float(truth(**subject.batch)) for _ in range(2)]
+    for ours, kept in run_ranks(compiled.plan.mesh, rank):
+        assert ours == pytest.approx(losses, rel=TOLERANCE)
+        torch.testing.assert_close(kept, truth.kept, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 ILLEGAL: dict[str, tuple[Write, str]] = {

@@ -48,7 +48,7 @@ def lower(
         wrong = "the model was not captured, and how the losses of a batch's parts make that of the whole is not known"
         legal = '"rows", "sum", "targets:FIELD" for a field with -100 where it ignores; or dp = 1 and microbatches = 1'
         raise ConfigError.on("model.loss_weight", wrong, legal)
-    if trace.unknown_buffers and parts > 1 and training:
+    if trace.unknown_buffers and parts > 1:
         wrong = (
             f"not captured, and what forward writes to the buffer {trace.unknown_buffers[0]} is neither the same for "
         )

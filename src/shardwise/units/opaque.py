@@ -118,7 +118,11 @@ def first_run(
     rows = next(iter(batch.values())).shape[0]
     call = call_of(unit)
     try:
-        with call.afresh(on), RefuseRandom():  # type: ignore[no-untyped-call]
+        with (
+            call.afresh(on),
+            RefuseRandom(),  # type: ignore[no-untyped-call]
+            torch.set_grad_enabled(call.wrapped.training),  # as in an evaluation
+        ):
             results = call(
                 Env(rows=rows, offset=first, counts=[torch.ones((), device=device)]),
                 *leaves,

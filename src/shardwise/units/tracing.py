@@ -224,15 +224,14 @@ def _opaque(
     exact = "fp32" if precision in LOW_PRECISIONS else precision
     notes = [f"not captured, trains as one unit: {reason}"]
     if real:
+        kept = Trials(module, batch, loss, precision, device, training).kept()
         trials = Trials(module, batch, loss, exact, device, training)
-        kept = trials.kept()
         if not loss_weight:
             found, why = trials.weight()
             known, weight = found is not None, found or weight
             notes.append(_loss_note(found, why))
-        if training:
-            written, why = trials.written()
-            notes += [f"what it writes to buffers is not known, for a trial failed: {why}"] if why else []
+        written, why = trials.written()
+        notes += [f"what it writes to buffers is not known, for a trial failed: {why}"] if why else []
     if loss_weight:
         notes.append(f"its loss is {weight}, as model.loss_weight says")
     unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written)

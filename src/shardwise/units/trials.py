@@ -153,9 +153,8 @@ class Trials:
         """Return what forward writes to the buffers, None where nobody knows, and why a trial failed."""
         if not any(True for _ in self.module.buffers()):
             return {}, ""
-        return found_written(
-            self.module, [(_buffers(self.example), self._two), (_buffers(self.on_cpu), diverse(self.few))]
-        )
+        trials = [(_buffers(self.example), self._two), (_buffers(self.on_cpu), diverse(self.few))]
+        return found_written(self.module, trials, self.training)
 
     @property
     def _two(self) -> Fields:

@@ -27,7 +27,9 @@ Fields = Mapping[str, Tensor]
 
 
 def found_written(
-    module: nn.Module, trials: Sequence[tuple[Callable[[Fields, int], Mapping[str, Tensor]], Fields]]
+    module: nn.Module,
+    trials: Sequence[tuple[Callable[[Fields, int], Mapping[str, Tensor]], Fields]],
+    training: bool = True,
 ) -> tuple[dict[str, Written | None], str]:
     """Return how the buffers of ``module`` are written, by name, None where nothing fits; and why a trial failed.
 
@@ -38,7 +40,7 @@ def found_written(
     known: dict[str, Written | None] = {
         f"{path}.{name}".lstrip("."): "norm"
         for path, one in module.named_modules()
-        if isinstance(one, nn.modules.batchnorm._BatchNorm)
+        if training and isinstance(one, nn.modules.batchnorm._BatchNorm)
         for name in ("running_mean", "running_var")
     }
     fits = {name: {"same", "sum", "mean"} for name in before}
