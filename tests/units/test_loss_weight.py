@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ class Branching(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.first, self.norm, self.out = body, nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)
+        self.body, self.first, self.out = body, nn.Linear(4, 6), nn.Linear(6, 3)
+        self.norm: nn.Module = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
         scores = self.out(self.norm(self.first(x)).tanh())
@@ -100,6 +101,29 @@ def test_what_no_trial_can_tell_is_refused(name: str) -> None:
     assert max(errors(sharded_run(subject, 1), plain_run(subject)).values()) <= TOLERANCE
 
 
+PLANS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def right_on_all_plans(model: nn.Module, given: Mapping[str, Tensor], kind: str) -> None:
+    """The trial finds ``kind``, and every plan has the numbers of plain PyTorch on the whole batch."""
+    subject = Subject(model, given)
+    assert f"its loss is {kind}, as a trial showed" in subject.trace.notes, subject.trace.notes
+    truth = plain_run(subject)
+    for dp, microbatches in PLANS:
+        found = errors(sharded_run(subject, dp, microbatches), truth)
+        assert max(found.values()) <= TOLERANCE, (dp, microbatches, found)
+
+
+def right_on_one_or_refused(model: nn.Module, given: Mapping[str, Tensor], message: str = "model.loss_weight") -> None:
+    """One device has the numbers of plain PyTorch; several ranks or microbatches are refused."""
+    subject = Subject(model, given)
+    assert subject.trace.opaque is not None
+    assert max(errors(sharded_run(subject, 1), plain_run(subject)).values()) <= TOLERANCE
+    for dp, microbatches in PLANS[1:]:
+        with pytest.raises(ConfigError, match=message):
+            sharded_run(subject, dp, microbatches)
+
+
 class Training(Branching):
     def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
         if not self.training:
@@ -108,10 +132,142 @@ class Training(Branching):
 
 
 def test_a_forward_without_a_loss_in_evaluation_mode() -> None:
-    """No trial can tell of it, which is no reason to refuse it where nothing is divided."""
-    subject = Subject(Training(LOSSES["a sum"][0]), batch())
-    assert subject.trace.opaque is not None and not subject.trace.divisible
-    assert max(errors(sharded_run(subject, 1), plain_run(subject)).values()) <= TOLERANCE
+    right_on_all_plans(Training(LOSSES["a sum"][0]), batch(), "a sum over rows")
+
+
+class SumInTraining(Branching):
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        loss = super().forward(x, y, lengths)
+        return loss if self.training else loss / len(x)
+
+
+class PenaltyInTraining(Branching):
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        loss = super().forward(x, y, lengths)
+        return loss + 0.1 * x.square().mean().sqrt() * self.out.weight.square().sum() if self.training else loss
+
+
+def test_a_loss_that_is_another_in_training() -> None:
+    right_on_all_plans(SumInTraining(LOSSES["a sum"][0]), batch(), "a sum over rows")
+    subject = Subject(SumInTraining(LOSSES["a sum"][0]), batch(), training=False)
+    assert "its loss is a mean over rows, as a trial showed" in subject.trace.notes
+    right_on_one_or_refused(PenaltyInTraining(LOSSES["a mean over rows"][0]), batch())
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_random_numbers_of_each_row_or_of_all(rows: bool) -> None:
+    """A part of the trial's batch draws what its rows draw in the whole."""
+
+    def noisy(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+        return (z * torch.rand_like(z if rows else z[0])).square().sum()
+
+    subject = Subject(Branching(noisy), batch())
+    assert "its loss is a sum over rows, as a trial showed" in subject.trace.notes
+    one = sharded_run(subject, 1)
+    for dp, microbatches in PLANS[1:]:
+        assert max(errors(sharded_run(subject, dp, microbatches), one).values()) <= TOLERANCE, (dp, microbatches)
+    assert verify(Branching(noisy), [batch()], Plan.of(Mesh.of(dp=2), microbatches=2)).passed
+
+
+def ones(dtype: torch.dtype) -> dict[str, Tensor]:
+    return batch() | {"lengths": torch.ones(8, dtype=dtype)}
+
+
+def per_row(z: Tensor) -> Tensor:
+    return z.square().mean(1)
+
+
+MASKED: dict[str, tuple[Body, dict[str, Tensor]]] = {
+    "a float mask": (lambda z, y, n: (per_row(z) * n).sum() / n.sum(), ones(torch.float64)),
+    "a bool mask": (lambda z, y, n: (per_row(z) * n).sum() / n.sum(), ones(torch.bool)),
+    "an int mask": (lambda z, y, n: (per_row(z) * n).sum() / n.sum(), ones(torch.int64)),
+    "selected": (lambda z, y, n: per_row(z)[n > 0.5].mean(), ones(torch.float64)),
+    "weights": (lambda z, y, n: (per_row(z) * (n / n.sum())).sum(), ones(torch.float64)),
+    "numbers that are missing": (lambda z, y, n: per_row(z)[~n.isnan()].mean(), ones(torch.float64)),
+    "a mark for what is missing": (lambda z, y, n: per_row(z)[n != -999.0].mean(), ones(torch.float64)),
+    "the first class": (
+        lambda z, y, n: F.cross_entropy(z, y, ignore_index=0),
+        batch() | {"y": torch.tensor([1, 2] * 4)},
+    ),
+    "a large number": (
+        lambda z, y, n: F.cross_entropy(z, y, ignore_index=255),
+        batch() | {"y": torch.tensor([0, 1, 2, 0, 1, 2, 1, 2])},
+    ),
+    "a class, evenly": (
+        lambda z, y, n: F.cross_entropy(z, y, ignore_index=2),
+        batch() | {"y": torch.tensor([0, 2, 0, 2, 1, 2, 1, 2])},
+    ),
+    "weights of classes": (
+        lambda z, y, n: F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 3.0]).to(z)),
+        batch() | {"y": torch.zeros(8, dtype=torch.int64)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_that_the_example_does_not_use(name: str) -> None:
+    body, given = MASKED[name]
+    right_on_one_or_refused(Branching(body), given)
+
+
+class Zeros(Branching):
+    """The scores of a last layer of zeros are equal for all rows, whatever these are."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+
+def test_layers_of_zeros() -> None:
+    right_on_all_plans(Zeros(LOSSES["a mean over targets"][0]), batch(), "a mean over the targets of y")
+    right_on_one_or_refused(Zeros(lambda z, y, n: (1 + z.square().mean()).sqrt()), batch())
+
+
+def like(value: int, rows: int) -> dict[str, Tensor]:
+    return {
+        "x": torch.full((rows, 4), float(value)),
+        "y": torch.full((rows,), value),
+        "lengths": torch.ones(rows).long(),
+    }
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("value", [0, 1])
+def test_examples_of_equal_or_few_rows(value: int, rows: int) -> None:
+    right_on_one_or_refused(Branching(UNKNOWN["a root"]), like(value, rows))
+    right_on_one_or_refused(Branching(UNKNOWN["contrastive"]), like(value, rows))
+    subject = Subject(Branching(LOSSES["a mean over targets"][0]), like(value, rows))
+    assert "its loss is a mean over the targets of y, as a trial showed" in subject.trace.notes
+
+
+class Fixed(Branching):
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self.norm = nn.Identity()  # what draws no random numbers need not take other numbers of rows
+
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        return super().forward(x, y, lengths) if len(x) == 8 else x.view(8, 4).sum()
+
+
+def test_why_a_trial_fails() -> None:
+    notes = Subject(Fixed(LOSSES["a sum"][0]), batch()).trace.notes
+    assert any("what its loss is of its rows is not known, for a trial failed: model: its forward fails" in n
+               and "test_loss_weight.py" in n for n in notes), notes  # fmt: skip
+    right_on_one_or_refused(Fixed(LOSSES["a sum"][0]), batch())
+
+
+def test_what_a_trial_costs() -> None:
+    """It runs as many rows as some ten forwards of an example of 32 rows."""
+    rows = list[int]()
+
+    def counting(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+        rows.append(len(z))
+        return F.cross_entropy(z, y)
+
+    given = {k: v.repeat(4, *(1 for _ in v.shape[1:])) for k, v in batch().items()}
+    assert Subject(Branching(counting), given).trace.opaque is not None
+    assert sum(rows) <= 10 * 32, rows
 
 
 def test_what_the_user_says() -> None:

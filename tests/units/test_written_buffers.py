@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.verify.verify import verify
 
 Write = Callable[[Tensor, Tensor], Tensor]
@@ -86,6 +91,105 @@ def test_what_nobody_knows_is_refused() -> None:
         subject = Compiled(module, plan, one.batch)
         with pytest.raises(ConfigError, match=r"the buffer kept is neither the same for all rows nor a sum or a mean"):
             subject.programs(subject.general, plan.microbatches)
+
+
+class Later(Branching):
+    """It writes to the buffer in some steps, or when values are small, and not in the trial."""
+
+    steps: Tensor
+
+    def __init__(self, write: Write, when: Callable[[Later, Tensor], bool], add: bool = False) -> None:
+        super().__init__(write)
+        self.when, self.data = when, add
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        h = self.first(x).tanh()
+        out = self.out(h + self.kept).squeeze(-1)
+        if self.when(self, x) and self.data:
+            self.kept.data.copy_(self.write(self.kept, h))  # torch counts no write
+        elif self.when(self, x):
+            self.kept = self.write(self.kept, h)
+        return F.mse_loss(out, y)
+
+
+LATER: dict[str, Callable[[Later, Tensor], bool]] = {
+    "every third step": lambda m, x: int(m.steps) % 3 == 0,
+    "small values": lambda m, x: bool(x.abs().max() < 0.01),
+}
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", LATER)
+def test_a_buffer_that_a_later_forward_writes(name: str, dp: int, microbatches: int, data: bool) -> None:
+    """The trial has not seen it: what is no longer the same for all rows is refused then, by all ranks."""
+    for write, same in ((WRITES["the last mean"][0], False), (WRITES["a counter"][0], True)):
+        subject = Subject(Later(write, LATER[name], data), batch(8))
+        assert subject.trace.opaque is not None and not subject.trace.unknown_buffers
+        sharded_run(subject, dp, microbatches, steps=2)
+        subject.batch["x"] *= 1e-3 if name == "small values" else 1
+        if same or (dp, microbatches) == (1, 1):
+            ours = sharded_run(subject, dp, microbatches, steps=3)
+            truth = copy.deepcopy(subject.module)
+            for _ in range(3):
+                truth(**subject.batch)
+            torch.testing.assert_close(ours.state["kept"], truth.kept, rtol=TOLERANCE, atol=TOLERANCE)
+        else:
+            with pytest.raises(
+                ShardwiseError, match="writes to the buffer kept what depends on a rank's or microbatch"
+            ):
+                sharded_run(subject, dp, microbatches, steps=3)
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["a counter", "a moving average", "a largest value"])
+def test_what_evaluations_write(name: str, dp: int, microbatches: int) -> None:
+    """A forward that writes in evaluation mode, too, does so as on one device, or is refused."""
+    write, kind = WRITES[name]
+    subject = Subject(Branching(lambda kept, h: write(kept, h) if not h.requires_grad else kept), batch(8))
+    compiled = subject.compile(dp, microbatches, "none")
+
+    def rank(comm: ThreadCommunicator) -> tuple[list[float], Tensor]:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0, momentum=0.0), strict=True)
+        spans = rank_rows(8, microbatches, dp, comm.rank)
+        mine = {k: v[[i for a, b in spans for i in range(a, b)]] for k, v in subject.batch.items()}
+        return [float(engine.evaluate(mine, 8).loss) for _ in range(2)], engine.state_dict()["kept"]
+
+    if not kind and (dp, microbatches) != (1, 1):
+        with pytest.raises(ConfigError, match="the buffer kept is neither the same for all rows"):
+            run_ranks(compiled.plan.mesh, rank)
+        return
+    truth = copy.deepcopy(subject.module).eval()
+    with torch.no_grad():
+        losses = [float(truth(**subject.batch)) for _ in range(2)]
+    for ours, kept in run_ranks(compiled.plan.mesh, rank):
+        assert ours == pytest.approx(losses, rel=TOLERANCE)
+        torch.testing.assert_close(kept, truth.kept, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+ILLEGAL: dict[str, tuple[Write, str]] = {
+    "another shape": (lambda kept, h: torch.cat([kept[-2:], h.detach().mean(0)]), "a tensor of shape"),
+    "a gradient": (lambda kept, h: h.mean(0), "a tensor with a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_what_is_no_value_of_a_buffer(name: str) -> None:
+    write, message = ILLEGAL[name]
+    with pytest.raises(ConfigError, match=f"forward assigns {message}.* to the buffer kept; legal: "):
+        assert Subject(Branching(write), batch()).trace
+
+
+def test_an_example_of_equal_rows() -> None:
+    """A mean over equal rows is the mean over some of them: others show what it is."""
+    module = Branching(WRITES["the last mean"][0])
+    subject = Subject(module, {k: v[:1].expand(4, *v.shape[1:]).clone() for k, v in batch().items()})
+    assert subject.trace.added == {"kept"} and not subject.trace.unknown_buffers
+    subject.batch = {k: v.double() for k, v in batch().items()}
+    found = errors(sharded_run(subject, 2, 2), plain_run(subject))
+    assert max(found.values()) <= TOLERANCE, found
 
 
 class NormInBranch(nn.Module):

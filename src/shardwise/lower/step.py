@@ -48,7 +48,7 @@ def lower(
         wrong = "the model was not captured, and how the losses of a batch's parts make that of the whole is not known"
         legal = '"rows", "sum", "targets:FIELD" for a field with -100 where it ignores; or dp = 1 and microbatches = 1'
         raise ConfigError.on("model.loss_weight", wrong, legal)
-    if trace.unknown_buffers and parts > 1 and training:
+    if trace.unknown_buffers and parts > 1:
         wrong = (
             f"not captured, and what forward writes to the buffer {trace.unknown_buffers[0]} is neither the same for "
         )
@@ -61,6 +61,14 @@ def lower(
     if trace.undivided and plan.microbatches > 1 and training:
         wrong = f"the backward of {trace.undivided[0]} is not linear, and each microbatch has a part of its gradient"
         raise ConfigError.on("microbatches", wrong, "microbatches = 1")
+    if trace.keeps and (parts > 1 or plan.memory.recompute != "none"):
+        wrong = (
+            f"not captured, and what forward computes depends on {', '.join(trace.keeps)}, which it changes: each rank "
+            "and microbatch would change its own, and recomputation would change it again"
+        )
+        legal = "buffers (self.register_buffer) and torch's random functions; or "
+        legal += 'dp = 1, microbatches = 1 and recompute = "none"'
+        raise ConfigError.on("model", wrong, legal)
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

@@ -1,14 +1,16 @@
 """What the loss of a model that was not captured is of its rows, found by trial: its graph is not there to be read.
 
-The example batch is computed whole and in two parts, in evaluation mode (without dropout, and with BatchNorm's running
-statistics). The loss is a mean over rows if the parts' losses by their shares of the rows make that of the whole; it is
-a sum if they add up to it; and it is a mean over targets if they do so by the numbers of targets that a field does not
-ignore.
+The example batch is computed whole and in two parts, in the mode of the trace: random numbers are keyed by row, and
+BatchNorm normalises by 0 and 1, so that rows are independent. The loss is a mean over rows if the parts' losses by
+their shares of the rows make that of the whole; it is a sum if they add up to it; and it is a mean over targets if they
+do so by the numbers of targets that a field does not ignore. It has to be that of varied batches, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -20,11 +22,19 @@ from shardwise.core.layout import Layout
 from shardwise.ops import collectives
 from shardwise.ops.env import Env
 from shardwise.units.batch_sums import BatchSums, SumPart, SumStage
+from shardwise.units.varied_batches import IGNORED, Fields, Numbers, cut, diverse, first_part, marked, repeated, rows_of
 
-IGNORED = -100  # torch's own number for a target that does not count
-FITS = 1e-4  # relative; the trial is in the precision that trains, fp32 at least
+FITS = {"fp64": 1e-6}  # relative, by precision; the model may compute a part of it in fp32 all the same
+FITS_FP32 = 1e-4
 
-Fields = Mapping[str, Tensor]
+TRIED_ROWS = 6  # the rows of the batches that trials vary
+
+
+class Probe(NamedTuple):
+    """``loss(fields, first)`` computes that of some rows, the first of which is row ``first`` of a batch."""
+
+    loss: Callable[[Fields, int], float]
+    precision: str
 
 
 class LossWeight(NamedTuple):
@@ -75,52 +85,53 @@ def targets(field: Tensor) -> Tensor:
     return (field != IGNORED).sum()
 
 
-def found_weight(loss: Callable[[Fields], float], batch: Fields) -> LossWeight | None:
-    """Return what ``loss``, which a trial computes of some rows, is of them; None where nothing fits or it fails."""
-    rows = len(next(iter(batch.values())))
-    if rows < 2:
-        batch, rows = {k: torch.cat([v, v]) for k, v in batch.items()}, 2
-    first = max(1, rows // 3)
+def found_weight(example: Probe, there: Probe, batch: Fields, numbers: Numbers) -> tuple[LossWeight | None, str]:
+    """Return what the loss is of the rows; None where nothing fits, or where a trial fails: then also why.
+
+    ``there`` runs on a CPU, with parameters that differ from each other: on an accelerator a wrong index would end the
+    process."""
+    few = repeated(batch, TRIED_ROWS)
     try:
-        fits = _fitting(loss, batch, first)
-        for changed in _with_ignored(loss, batch, first) if fits else ():
-            fits &= _fitting(loss, changed, first)
-    except Exception:  # the user's code may take no other number of rows, or fail in evaluation mode
+        fits = (_fitting(example, batch) or set()) & (_fitting(there, few) or set())
+    except Exception as error:  # the user's code may take no other number of rows
+        return None, " ".join(str(error).split())
+
+    def legal(changed: Fields) -> bool:
+        nonlocal fits
+        with suppress(Exception):  # nor need it take other values
+            found = _fitting(there, changed)
+            fits = fits if found is None else fits & found
+            return found is not None
+        return False
+
+    base = diverse(few)
+    if fits and not legal(base):
+        base = few
+        for name in few:
+            one = diverse(base, name)
+            base = one if legal(one) else base
+    for changed in marked(base, numbers):
+        if not fits:
+            break
+        legal(changed)
+    order = ("rows", "sum", "targets")
+    return min(fits, key=lambda weight: order.index(weight.kind), default=None), ""
+
+
+def _fitting(probe: Probe, batch: Fields) -> set[LossWeight] | None:
+    """Return the ways in which the loss of a batch is that of its two parts; None where it is not finite."""
+    first, rows = first_part(batch), rows_of(batch)
+    parts = cut(batch, first)
+    whole = probe.loss(batch, 0)
+    if not math.isfinite(whole):
         return None
-    return min(fits, key=lambda weight: ("rows", "sum", "targets").index(weight.kind), default=None)
-
-
-def _fitting(loss: Callable[[Fields], float], batch: Fields, first: int) -> set[LossWeight]:
-    """Return the ways in which the loss of a batch is that of its ``first`` rows and that of its others."""
-    rows, parts = len(next(iter(batch.values()))), _cut(batch, first)
-    whole, losses = loss(batch), list(map(loss, parts))
+    losses = [probe.loss(parts[0], 0), probe.loss(parts[1], first)]
     ways = {LossWeight("rows"): [first / rows, 1 - first / rows], LossWeight("sum"): [1.0, 1.0]}
     for name, value in batch.items():
         if not value.is_floating_point():
             counts = [int(targets(part[name])) for part in parts]
             ways[LossWeight("targets", name)] = [n / max(sum(counts), 1) for n in counts]
-    totals = {way: sum(s * x for s, x in zip(shares, losses, strict=True)) for way, shares in ways.items()}
-    return {way for way, total in totals.items() if _close(total, whole)}
-
-
-def _cut(batch: Fields, first: int) -> list[Fields]:
-    return [{k: v[:first] for k, v in batch.items()}, {k: v[first:] for k, v in batch.items()}]
-
-
-def _with_ignored(loss: Callable[[Fields], float], batch: Fields, first: int) -> Iterator[Fields]:
-    """Yield batches in which a field ignores most of its first part, where the model takes that."""
-    for name, value in batch.items():
-        if value.is_floating_point() or value.dtype is torch.bool or value.device.type != "cpu":
-            continue  # on an accelerator a wrong index ends the process
-        changed = value.clone()
-        changed[:first].view(-1)[1:] = IGNORED
-        changed[first:].view(-1)[: changed[first:].numel() // 4] = IGNORED
-        try:
-            if torch.isfinite(torch.tensor(loss({**batch, name: changed}))):
-                yield {**batch, name: changed}
-        except Exception:
-            continue
-
-
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= FITS * max(abs(one), abs(other), 1e-6)
+    # A mean over no targets is 0/0, and counts nothing.
+    totals = {way: sum(s * x for s, x in zip(shares, losses, strict=True) if s) for way, shares in ways.items()}
+    near = FITS.get(probe.precision, FITS_FP32)
+    return {way for way, total in totals.items() if abs(total - whole) <= near * max(abs(total), abs(whole), 1e-6)}

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -16,20 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardwise.capture.capture import LossFunction, WithLoss, set_mode
+from shardwise.capture.capture import LossFunction, WithLoss, check_assigned, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
-from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
+from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.running import running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
-from shardwise.graph.torch_private import version
+from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
 from shardwise.ops import collectives, norms
 from shardwise.ops.env import ROWS, Env
-from shardwise.units.loss_weight import LossWeight
+from shardwise.units.loss_weight import TRIED_ROWS, LossWeight
 from shardwise.units.trace import Unit
-from shardwise.units.written_buffers import Written, over_ranks
+from shardwise.units.written_buffers import Agreement, Written, over_ranks, told
 
 ROWS_WEIGH = LossWeight("rows")
 
@@ -47,7 +51,7 @@ def opaque_unit(
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
     wrapped = set_mode(Assigning(_skeleton(module), loss), training)
-    call = _OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
+    call = OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
     return Unit(
         index=0,
         name="model",
@@ -76,8 +80,15 @@ class Assigning(WithLoss):
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch."""
         before, found = dict(self.module.named_buffers()), dict[str, Tensor]()
+        parameters = dict(self.module.named_parameters())
         loss = super().forward(fields)
-        assigned_buffers(self.module, before, lambda name, old, new: found.update({name: new.detach()}))
+        assigned_buffers(self.module, parameters, lambda name, old, new: _refuse_write(name))
+
+        def keep(name: str, old: Tensor, new: Tensor) -> None:
+            check_assigned(name, old, new)
+            found[name] = new
+
+        assigned_buffers(self.module, before, keep)
         self.assigned = found
         return loss
 
@@ -90,27 +101,35 @@ def first_loss(
 
 
 def first_run(
-    unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device, first: int = 0
-) -> tuple[Tensor, ...]:
+    unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device, first: int = 0,
+    *, shaken: bool = False, on: WithLoss | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss of an example batch on ``device``, and what forward leaves in the buffers; its first row is row
     ``first`` of the batch for what draws random numbers.
 
+    It runs on a new copy of the module, or ``on`` one that is given, and on copies of all tensors, so that nothing that
+    the user holds changes. Parameters are ``shaken`` to tell apart what equal values make equal (a layer of zeros).
     Raises :class:`ConfigError` if the forward fails, or writes to a parameter."""
     parameters = dict(module.named_parameters())
-    leaves = [
-        p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
-        for n, p in parameters.items()
-    ]
+    leaves = []
+    for index, (name, p) in enumerate(parameters.items()):
+        value = p.detach().to(device, shadow_dtype(module, name, p, precision), copy=True)
+        leaves.append((_shaken(value, index) if shaken else value).requires_grad_(p.requires_grad))
+    before = [told(leaf) for leaf in leaves]
     buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
     rows = next(iter(batch.values())).shape[0]
-    before = [version(leaf) for leaf in leaves]
+    call = call_of(unit)
     try:
-        with RefuseRandom():  # type: ignore[no-untyped-call]
-            results = unit.function(
+        with (
+            call.afresh(on),
+            RefuseRandom(),  # type: ignore[no-untyped-call]
+            torch.set_grad_enabled(call.wrapped.training),  # as in an evaluation
+        ):
+            results = call(
                 Env(rows=rows, offset=first, counts=[torch.ones((), device=device)]),
                 *leaves,
                 *buffers,
-                *(cast_field(v.to(device), precision) for v in batch.values()),
+                *(cast_field(v.to(device, copy=True), precision) for v in batch.values()),
             )
     except ShardwiseError:
         raise
@@ -120,10 +139,40 @@ def first_run(
         raise ConfigError(
             f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}"
         ) from error
-    changed = [name for name, leaf, count in zip(parameters, leaves, before, strict=True) if version(leaf) != count]
-    if changed:
-        raise ConfigError(f"model: forward writes to the parameter {changed[0]}; legal: to write to buffers")
+    for name, leaf, content in zip(parameters, leaves, before, strict=True):
+        if not torch.equal(told(leaf), content):  # written where torch does not see it
+            _refuse_write(name)
     return results
+
+
+def call_of(unit: Unit) -> OpaqueCall:
+    """Return the function of an opaque unit."""
+    assert isinstance(unit.function, OpaqueCall)
+    return unit.function
+
+
+def _shaken(value: Tensor, index: int) -> Tensor:
+    if not value.is_floating_point() or not value.numel():
+        return value
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value)
+    return value + noise * (0.5 / (value.numel() / len(value)) ** 0.5 if value.dim() > 1 else 0.3)
+
+
+def _refuse_write(name: str) -> None:
+    raise ConfigError(f"model: forward writes to the parameter {name}; legal: to write to buffers")
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators of Python and numpy back afterwards."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    drawn = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -135,7 +184,9 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return copied(module, memo)
 
 
-class _OpaqueCall:
+class OpaqueCall:
+    """The function of an opaque unit, with a copy of the module for each thread."""
+
     def __init__(
         self,
         wrapped: WithLoss,
@@ -149,6 +200,7 @@ class _OpaqueCall:
     ) -> None:
         self.layers, self.weight, self.trial, self.written = layers, weight, trial, written
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
+        # What a thread has for the communicator that it uses: a copy of the module, and its Agreement on buffers.
         self.own = threading.local()
         self.batches: Any = None
         self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
@@ -165,6 +217,9 @@ class _OpaqueCall:
             fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
+        same = {n: values[f"module.{n}"] for n in self.buffers if self.written.get(n) == "same"}
+        if same and not env.again:
+            vars(self.own).setdefault("agreement", Agreement()).check(env, same)
         share = self.weight.share(env, fields)
         if isinstance(share, Tensor):  # a mean over no targets may be 0/0
             loss = torch.where(share > 0, loss, 0.0)
@@ -172,17 +227,44 @@ class _OpaqueCall:
         new = (over_ranks(env, self.written.get(n), before[n], values[f"module.{n}"], n) for n in self.buffers)
         return ((loss * share).to(loss.dtype), *new)
 
+    def copied(self) -> WithLoss:
+        """Return a copy of the module whose attributes are those that the user's module has."""
+        return copy.deepcopy(self.wrapped, kept_tensors(self.wrapped))
+
+    @contextmanager
+    def afresh(self, on: WithLoss | None = None) -> Iterator[None]:
+        """Run meanwhile on a new copy, so that what forward changes in Python does not last, or ``on`` a given one."""
+        before = vars(self.own).copy()
+        vars(self.own).clear()
+        self.begin(Env(), on)
+        try:
+            with generators_kept() if on is None else nullcontext():
+                yield
+        finally:
+            vars(self.own).clear()
+            vars(self.own).update(before)
+
+    def begin(self, env: Env, on: WithLoss | None = None) -> WithLoss:
+        """Return this thread's copy of the module; another communicator means another training, with another copy."""
+        own = vars(self.own)
+        comm = own.get("comm")
+        if "module" not in own or (None if comm is None else comm()) is not env.comm:
+            own.clear()
+            own.update(module=on or self.copied(), comm=None if env.comm is None else weakref.ref(env.comm))
+        wrapped: WithLoss = own["module"]
+        return wrapped
+
     def run(
         self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom,
         met: dict[str, None] | None = None,
     ) -> Tensor:  # fmt: skip
-        wrapped = getattr(self.own, "module", None)
-        if wrapped is None:
-            wrapped = self.own.module = copy.deepcopy(self.wrapped, kept_tensors(self.wrapped))
+        wrapped = self.begin(env)
         random.begin(env.step, env.offset + env.range()[0])
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, met)
-        with Intercept(random, norms_layer, *self.layers):
+        writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
+        with Intercept(writes, random, norms_layer, *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
+        writes.check()
         if isinstance(norms_layer, _SyncBatchNorms):
             norms_layer.end()
         for name, value in wrapped.assigned.items():
@@ -193,21 +275,54 @@ class _OpaqueCall:
         """Return the batch dim of each random call; it is found once, by running the forward with one row more."""
         with self.lock:
             if self.batches is None:
-                draws = []
-                rows = max(next(iter(fields.values())).shape[0], 2)  # BatchNorm refuses a single row
-                for count in (rows, rows + 1):
-                    more = {
-                        k: torch.cat([v, v[:1].expand(count - v.shape[0], *v.shape[1:])]) for k, v in fields.items()
-                    }
-                    random = KeyedRandom(0)
-                    copies = {
-                        k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()
-                    }
-                    with torch.enable_grad():  # forward may itself ask for gradients
-                        self.run(Env(rows=count), copies, more, random, self.met)
-                    draws.append(random.draws)
-                self.batches = batch_of(draws[0], draws[1], rows)
+                rows = min(max(next(iter(fields.values())).shape[0], 2), TRIED_ROWS)  # BatchNorm refuses a single row
+                try:
+                    few, more = (self.drawn(values, fields, count) for count in (rows, rows + 1))
+                except Exception:  # a model of one number of rows is no matter if it draws nothing
+                    if self.drawn(values, fields, next(iter(fields.values())).shape[0]):
+                        raise
+                    few = more = []
+                self.batches = batch_of(few, more, rows)
             return self.batches
+
+    def drawn(self, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:
+        """Return the random calls of a forward of ``rows`` rows, which repeat or cut those of ``fields``."""
+        given = {
+            k: torch.cat([v, v[:1].expand(max(rows - len(v), 0), *v.shape[1:])])[:rows].clone()
+            for k, v in fields.items()
+        }
+        copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}
+        random = KeyedRandom(0)
+        with self.afresh(), torch.enable_grad():  # forward may itself ask for gradients
+            self.run(Env(rows=rows), copies, given, random, self.met)
+        return random.draws
+
+
+class _ParameterWrites:
+    """Tells whether a forward writes to parameters: in place, through ``.data``, or by another ``.data``."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.seen = [(n, p, version(p)) for n, p in parameters.items()]
+        self.places = [p.data_ptr() for p in parameters.values()]
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        result = proceed(func, args, kwargs)
+        if getattr(func, "__self__", None) is Tensor.data and isinstance(result, Tensor):
+            # What is written there counts for itself: the parameter's own version does not see it.
+            memory = storage_key(result)
+            names = (n for n, p in self.parameters.items() if storage_key(p) == memory)
+            self.seen += [(name, result, version(result)) for name in names]
+        return result
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` about the first parameter that was written to."""
+        for name, value, before in self.seen:
+            if version(value) != before:
+                _refuse_write(name)
+        for (name, value), place in zip(self.parameters.items(), self.places, strict=True):
+            if value.data_ptr() != place:
+                _refuse_write(name)
 
 
 class _RowNorms:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,12 +31,13 @@ from shardwise.units.batch_sums import (
     written_in_turn,
 )
 from shardwise.units.exchanges import check_exchanges, inseparable
-from shardwise.units.loss_weight import LossWeight, found_weight
+from shardwise.units.loss_weight import LossWeight
 from shardwise.units.numbered_rows import numbered_rows
-from shardwise.units.opaque import ROWS_WEIGH, first_loss, first_run, norms_met, opaque_unit
+from shardwise.units.opaque import ROWS_WEIGH, first_loss, norms_met, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
-from shardwise.units.written_buffers import Written, found_written
+from shardwise.units.trials import NOTHING_KEPT, Trials
+from shardwise.units.written_buffers import Written
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
 """What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
@@ -216,12 +216,12 @@ def _buckets(
     return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
 
 
-def _buffers_after(
-    trial: Unit, module: nn.Module, precision: str, device: torch.device, batch: Mapping[str, Tensor], first: int
-) -> dict[str, Tensor]:
-    """Return the buffers after a trial's forward of some rows, the first of which is row ``first`` of the batch."""
-    _, *values = first_run(trial, module, batch, precision, device, first)
-    return {name: value.detach() for name, value in zip(trial.updates, values, strict=True)}
+def _loss_note(found: LossWeight | None, why: str) -> str:
+    if found is not None:
+        return f"its loss is {found}, as a trial showed"
+    if why:
+        return f"what its loss is of its rows is not known, for a trial failed: {why}"
+    return "its loss is no mean over rows, no sum, and no mean over targets, as a trial showed"
 
 
 def _idle_norms(module: nn.Module, written: Mapping[str, Written | None], met: Container[str]) -> list[str]:
@@ -237,29 +237,30 @@ def _opaque(
 ) -> Trace:  # fmt: skip
     real = not any(p.is_meta for p in module.parameters())
     weight = LossWeight.parsed(loss_weight, batch) if loss_weight else ROWS_WEIGH
-    known = True
+    known, written, kept = True, dict[str, Written | None](), NOTHING_KEPT
     exact = "fp32" if precision in LOW_PRECISIONS else precision
-    if real and not loss_weight:
-        trial = opaque_unit(module, tuple(batch), loss, exact, False, trial=True)
-        found = found_weight(lambda some: float(first_loss(trial, module, some, exact, device).detach()), batch)
-        known, weight = found is not None, found or weight
-    written: dict[str, Written | None] = {}
-    if real and training and any(True for _ in module.buffers()):
-        trial = opaque_unit(module, tuple(batch), loss, exact, True, trial=True)
-        written = found_written(module, partial(_buffers_after, trial, module, exact, device), batch)
+    notes = [f"not captured, trains as one unit: {reason}"]
+    if real:
+        kept = Trials(module, batch, loss, precision, device, training).kept()
+        trials = Trials(module, batch, loss, exact, device, training)
+        if not loss_weight:
+            found, why = trials.weight()
+            known, weight = found is not None, found or weight
+            notes.append(_loss_note(found, why))
+        written, why = trials.written()
+        notes += [f"what it writes to buffers is not known, for a trial failed: {why}"] if why else []
+    if loss_weight:
+        notes.append(f"its loss is {weight}, as model.loss_weight says")
     unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written)
     if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
         raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
-    notes = [
-        f"not captured, trains as one unit: {reason}",
-        f"its loss is {weight}, {'as model.loss_weight says' if loss_weight else 'as a trial showed'}"
-        if known
-        else "its loss is no mean over rows, no sum, and no mean over targets, as a trial showed",
+    notes += [
         "lost with it: overlap of reductions with backward, and per-unit recomputation; what lets rows meet, but for "
         "BatchNorm, is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
+        *kept.notes(),
     ]
     met = norms_met(unit)
     if idle := _idle_norms(module, written, met):
@@ -277,6 +278,7 @@ def _opaque(
         precision=precision,
         opaque=reason,
         divisible=known,
+        keeps=kept.once,
         unknown_buffers=tuple(name for name, kind in written.items() if kind is None),
         sequential=frozenset(name for name, kind in written.items() if kind == "norm"),
         added=frozenset(name for name, kind in written.items() if kind in ("sum", "mean")),

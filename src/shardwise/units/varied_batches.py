@@ -1,0 +1,109 @@
+"""Batches like an example, for trials of a model that was not captured.
+
+An example has seldom all that later batches have: padding, ignored targets, masks with holes, rows that differ. So a
+few of its rows are repeated with values of one field at a time replaced, many of them in the first part of the batch
+and few in the second. Values that a model does not take are no evidence; it raises, or its loss is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.graph.torch_private import TorchDispatchMode, schema
+
+IGNORED = -100  # torch's own number for a target that does not count
+Fields = Mapping[str, Tensor]
+Numbers = frozenset[float]
+
+
+def rows_of(batch: Fields) -> int:
+    """Return the number of rows of a batch."""
+    return len(next(iter(batch.values())))
+
+
+def first_part(batch: Fields) -> int:
+    """Return how many rows the first of two uneven parts has."""
+    return max(1, rows_of(batch) // 3)
+
+
+def cut(batch: Fields, first: int) -> list[Fields]:
+    """Return the first rows of a batch, and its others."""
+    return [{k: v[:first] for k, v in batch.items()}, {k: v[first:] for k, v in batch.items()}]
+
+
+def repeated(batch: Fields, rows: int) -> Fields:
+    """Return ``rows`` rows on the CPU: the first ones of a batch, again and again where it has fewer."""
+    return {k: v.cpu()[torch.arange(rows) % len(v)] for k, v in batch.items()}
+
+
+class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the numbers that a forward compares with, or is told to ignore: they may mark what is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers = set[float]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
+        looked = [given.get("ignore_index")]
+        if func in (torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar):
+            looked.append(given.get("other"))
+        with suppress(TypeError):  # a number that is none yet
+            self.numbers.update(float(one) for one in looked if one is not None)
+        return func(*args, **kwargs)
+
+
+def diverse(batch: Fields, name: str | None = None) -> Fields:
+    """Return the batch with noise on its floating-point fields and all values of its others in order, or only in the
+    field ``name``."""
+    return {
+        k: v if name not in (None, k) else _noised(v, i) if v.is_floating_point() else _sorted(v)
+        for i, (k, v) in enumerate(batch.items())
+    }
+
+
+def marked(batch: Fields, numbers: Numbers) -> Iterator[Fields]:
+    """Yield batches in which elements of one field may not count; ``numbers`` are those that forward compares with."""
+    for name, value in batch.items():
+        for one in _marks(value, numbers):
+            changed = _with(value, one)
+            if not torch.equal(changed, value):
+                yield {**batch, name: changed}
+
+
+def _marks(value: Tensor, numbers: Numbers) -> list[float]:
+    """Return the values that may mean, in a field, that an element does not count."""
+    if value.dtype is torch.bool:
+        return [0, 1]
+    if value.is_floating_point():
+        return sorted({0.0, *numbers}) + [float("nan")]
+    limits = torch.iinfo(value.dtype)
+    whole = {int(one) for one in numbers if one == one // 1 and limits.min <= one <= limits.max}
+    small = {one for one in (IGNORED, -1, 0, 1) if one >= limits.min}
+    return [float(one) for one in sorted(small | whole)]
+
+
+def _with(value: Tensor, mark: float) -> Tensor:
+    """Return a field that has ``mark`` nearly everywhere in the first part of a batch, and seldom in the second."""
+    changed, first = value.clone(), max(1, len(value) // 3)
+    changed[:first].view(-1)[1:] = mark
+    changed[first:].view(-1)[: changed[first:].numel() // 4] = mark
+    return changed
+
+
+def _sorted(value: Tensor) -> Tensor:
+    """Return the elements of a field in order: each of them is then mostly in one part of the batch."""
+    return value.reshape(-1).sort().values.reshape(value.shape)
+
+
+def _noised(value: Tensor, index: int) -> Tensor:
+    noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+    return (value * (0.5 + noise) + noise * (value == 0)).to(value.dtype)
