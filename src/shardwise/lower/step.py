@@ -54,6 +54,9 @@ def lower(
         )
         wrong += "all rows nor a sum or a mean over them, as a trial showed"
         raise ConfigError.on("model", wrong, "dp = 1 and microbatches = 1")
+    if trace.undivided and plan.microbatches > 1 and training:
+        wrong = f"the backward of {trace.undivided[0]} is not linear, and each microbatch has a part of its gradient"
+        raise ConfigError.on("microbatches", wrong, "microbatches = 1")
     own = {name for unit in trace.units for name in unit.updates}
     if cut.ranks > 1 and trace.sums is not None and (written := own.intersection(trace.sums.buffers)):
         wrong = f"what the batch's rows add up to depends on the buffer {sorted(written)[0]}, which one stage writes"

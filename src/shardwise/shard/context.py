@@ -2,7 +2,8 @@
 its sizes, and the layouts that values have in given states.
 
 Walks and solvers choose from this, and the emitter makes the local graph by it.  Sizes are expressions in the number of
-rows where the batch dim is symbolic.  Nothing changes after a context is made, except ``notes`` and ``decided``.
+rows where the batch dim is symbolic.  Nothing changes after a context is made, except ``notes``,
+``decided`` and ``undivided``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ShardingContext:
     ``rules`` finds the rule of an op.  ``summands`` are what ``units/batch_sums.py`` finds.
     ``over_batch`` says that where rows meet those of all microbatches do.  ``notes`` are what a
     user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
-    layout.
+    layout.  ``undivided`` are the ops whose backward needs the gradient of the whole batch at once.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ShardingContext:
                 self.symbol, self.example = size.node.expr, concrete(size)
         self.notes: dict[str, None] = {}
         self.decided: dict[str, dict[str, str]] = {}
+        self.undivided: dict[str, None] = {}
 
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""

@@ -46,7 +46,8 @@ class Sharded:
     ``decided`` says, by name and axis, which pin or op made them so, and ``notes`` what was not done as asked or may
     not be the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` returns the seconds of a
     microbatch, by which a solver chooses, and ``decisions`` are what one has chosen.  ``over_batch`` says that
-    microbatches are to exchange, like ranks, where rows meet.
+    microbatches are to exchange, like ranks, where rows meet, and ``undivided`` are the ops whose backward needs the
+    gradient of the whole batch at once.
     """
 
     graph: fx.Graph
@@ -61,6 +62,7 @@ class Sharded:
     repeats: Repeats
     decisions: Decisions | None
     over_batch: bool = False
+    undivided: tuple[str, ...] = ()
 
 
 def shard(
@@ -82,7 +84,7 @@ def shard(
     return Sharded(
         emitter.graph, normal, emitter.replicated, emitter.layouts, emitter.summed, context.decided, context.notes,
         context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
-        lambda rows: repeats(context, emitter.replicated, rows), decisions, over_batch,
+        lambda rows: repeats(context, emitter.replicated, rows), decisions, over_batch, tuple(context.undivided),
     )  # fmt: skip
 
 

@@ -267,9 +267,10 @@ class Trace:
     a mere part of the batch. ``sequential`` are the buffers whose new values depend on that, so that each microbatch
     goes on with what the one before has written; others are written once a batch, or, if ``added``, get the sum of what
     microbatches change. ``divisible`` says that the losses of a batch's parts make that of the whole, if the model was
-    not captured, and ``unknown_buffers`` are those of which that is not known. ``tensor`` gives the number of ranks of
-    each axis of tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis the pin
-    or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of
+    not captured, and ``unknown_buffers`` are those of which that is not known.
+    ``undivided`` are the ops whose backward needs the gradient of all microbatches at once. ``tensor`` gives the number
+    of ranks of each axis of tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis
+    the pin or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of
     tensor plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule, as (op,
     module path).
     """
@@ -286,6 +287,7 @@ class Trace:
     added: frozenset[str] = frozenset()
     divisible: bool = True
     unknown_buffers: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
     rows: int | None = None
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)

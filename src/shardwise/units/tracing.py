@@ -120,6 +120,7 @@ def trace(
         cuts_batch=not meet.others,
         meets=tuple(described([*meet.norms, *meet.others])),
         sequential=written_in_turn(sharded, meet),
+        undivided=sharded.undivided,
         precision=precision,
         rows=captured.rows,
         notes=[*captured.notes, *sharded.notes],
