@@ -270,9 +270,9 @@ class Trace:
     not captured, and ``unknown_buffers`` are those of which that is not known.
     ``undivided`` are the ops whose backward needs the gradient of all microbatches at once. ``tensor`` gives the number
     of ranks of each axis of tensor parallelism. If users pin parameters, ``decided`` gives for each parameter and axis
-    the pin or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the solver of
-    tensor plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule, as (op,
-    module path).
+    the pin or op that chose its layout. ``predicted()`` gives the seconds of a microbatch by the cost model of the
+    solver of tensor plans, and ``decisions`` what a solver chose. ``replicated`` are the ops without a sharding rule,
+    as (op, module path).
     """
 
     units: list[Unit]
