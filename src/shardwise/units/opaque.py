@@ -327,8 +327,9 @@ class _RowNorms:
             return proceed(func, args, kwargs)
         given = inspect.signature(F.batch_norm).bind(*args, **kwargs)
         given.apply_defaults()
-        channels = given.arguments["input"].shape[1]
-        mean, var = (given.arguments["input"].new_full((channels,), value) for value in (0, 1))
+        x, weight, running = (given.arguments[name] for name in ("input", "weight", "running_mean"))
+        like = next((one for one in (weight, running) if one is not None), x)  # they may be wider than the rows
+        mean, var = (like.new_full((x.shape[1],), value) for value in (0, 1))
         given.arguments |= {"running_mean": mean, "running_var": var, "training": False}
         return proceed(func, given.args, given.kwargs)
 
