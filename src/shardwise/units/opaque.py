@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_of
 from shardwise.capture.running import running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
+from shardwise.capture.trial import generators_kept
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
@@ -160,19 +159,6 @@ def _shaken(value: Tensor, index: int) -> Tensor:
 
 def _refuse_write(name: str) -> None:
     raise ConfigError(f"model: forward writes to the parameter {name}; legal: to write to buffers")
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators of Python and numpy back afterwards."""
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    drawn = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -332,7 +318,9 @@ class _RowNorms:
         if func is not F.batch_norm:
             return proceed(func, args, kwargs)
         given = _bound(args, kwargs)
-        mean, var = (given["input"].new_full((given["input"].shape[1],), value) for value in (0, 1))
+        known = (given[name] for name in ("weight", "running_mean"))
+        like = next((one for one in known if one is not None), given["input"])  # they may be wider than the rows
+        mean, var = (like.new_full((given["input"].shape[1],), value) for value in (0, 1))
         return proceed(func, (), {**given, "running_mean": mean, "running_var": var, "training": False})
 
 

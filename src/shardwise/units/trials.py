@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.state import PythonState
+from shardwise.capture.trial import generators_kept
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import version
 from shardwise.units.loss_weight import TRIED_ROWS, LossWeight, Probe, found_weight
-from shardwise.units.opaque import call_of, first_run, generators_kept, opaque_unit
+from shardwise.units.opaque import call_of, first_run, opaque_unit
 from shardwise.units.trace import Unit
 from shardwise.units.varied_batches import Compared, Fields, diverse, repeated, rows_of
 from shardwise.units.written_buffers import Written, found_written
