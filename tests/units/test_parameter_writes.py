@@ -82,7 +82,9 @@ def test_a_write_is_refused_and_destroys_nothing(write: Write, precision: str) -
     model = model.double() if precision == "fp64" else model
     weight = model.layer.weight
     before, place = weight.detach().clone(), weight.data_ptr()
-    with pytest.raises(ConfigError, match=MESSAGE):
+    # numpy has no bf16: there such a forward fails.
+    message = "model: its forward fails" if (write, precision) == (by_numpy, "bf16") else MESSAGE
+    with pytest.raises(ConfigError, match=message):
         assert Compiled(model, Plan.of(precision=precision), {"x": torch.randn(8, 4)}).general
     assert model.layer.weight is weight and weight.data_ptr() == place and torch.equal(weight, before)
 
