@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -82,6 +80,9 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 def fake_mode() -> Any:
     """Return a mode in which ops make tensors without values; what depends on values becomes a symbol."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, which a trial alone needs
+
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
