@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.hooks import UserHooks, draws
-from shardwise.capture.own_copy import same_state, state_of
+from shardwise.capture.snapshot import Look, difference
 from shardwise.capture.state import PythonState
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key
@@ -41,7 +41,7 @@ def check_hooks(hooks: UserHooks, gradients: Mapping[str, Facts]) -> None:
     before = _state(first)
     for _ in _tried(first, gradients, gradients):
         pass
-    if same_state(before, _state(first)):
+    if _same(before, _state(first)):
         return
     others = dict(_tried(back, reversed(gradients), gradients))
     for name, found in _tried(forth, gradients, gradients):
@@ -50,8 +50,15 @@ def check_hooks(hooks: UserHooks, gradients: Mapping[str, Facts]) -> None:
             raise ConfigError.on(f"parameter {name}", wrong, "hooks that keep what they need for one parameter alone")
 
 
-def _state(hooks: UserHooks) -> list[Any]:
-    return state_of(list(hooks.parameters.values()), hooks.own())
+def _state(hooks: UserHooks) -> dict[Any, Any]:
+    """Return what hooks keep now, but for the model's own tensors and modules."""
+    look = Look(hooks.own())
+    look.pass_by(hooks.own().values())
+    return {"": look(dict(hooks.parameters)), **dict(look.of_functions())}
+
+
+def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return all(difference(one.get(key), other.get(key)) is None for key in {**one, **other})
 
 
 def _tried(
@@ -92,7 +99,7 @@ def dependence(hooks: UserHooks, name: str, gradient: Facts, size: int) -> str:
         same = False
     if ops.found:
         return f"it calls {ops.found}"
-    if not same_state(before, _state(own)):
+    if not _same(before, _state(own)):
         return "it keeps state from call to call"
     return "" if same else "it gives something else on a part"
 

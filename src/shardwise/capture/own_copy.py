@@ -5,22 +5,17 @@ globals that it names. A trial calls the copy, so that the user's own objects ne
 from __future__ import annotations
 
 import copy
-import dis
 import types
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.snapshot import named_globals
 from shardwise.capture.state import kept_tensors
 from shardwise.core.errors import of_user
-
-PLAIN = (int, float, complex, str, bytes, bool, type(None))
-SEQUENCES = (list, tuple, set, frozenset, deque)
-DEPTH = 8  # of objects inside objects that are looked at for state
 
 
 class OwnCopy:
@@ -91,76 +86,9 @@ class OwnCopy:
         return made
 
 
-def named_globals(code: types.CodeType) -> Iterator[str]:
-    """Yield the globals that a function reads or writes, and those of functions inside it."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from named_globals(one)
-
-
 def _filled(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
         return False
     return True
-
-
-def state_of(value: Any, kept: Mapping[int, Any]) -> list[Any]:
-    """Return what a function keeps now, as values that :func:`same_state` compares later: numbers, texts and tensors,
-    in the objects that it reaches, but for those of ``kept``."""
-    found: list[Any] = []
-    _collect(value, found, dict(kept), DEPTH)
-    return found
-
-
-def same_state(one: list[Any], other: list[Any]) -> bool:
-    """Whether two states are the same."""
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        alike = one.shape == other.shape and one.dtype == other.dtype
-        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return bool(one == other) or one != one
-
-
-def _collect(value: Any, found: list[Any], seen: dict[int, Any], depth: int) -> None:
-    if isinstance(value, PLAIN):
-        found.append(value)
-        return
-    if id(value) in seen or not depth or isinstance(value, (types.ModuleType, type)):
-        return
-    seen[id(value)] = value
-    if isinstance(value, Tensor):
-        found.append(value.detach().clone())
-    elif hasattr(value, "tobytes"):  # an array or a number of numpy
-        found.append(value.tobytes())
-    else:
-        parts = list(_parts(value))
-        found.append(len(parts))
-        for one in parts:
-            _collect(one, found, seen, depth - 1)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield the objects that an object is made of."""
-    if isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _filled(cell))
-        yield from (value.__defaults__, value.__kwdefaults__, value.__dict__)
-        yield from (value.__globals__.get(name) for name in named_globals(value.__code__))
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, dict):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, SEQUENCES):
-        yield from value
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).values()

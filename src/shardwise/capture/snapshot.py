@@ -6,12 +6,14 @@ is looked into where it is first met.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import random
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -77,10 +79,9 @@ class Look:
         if state is not None or not depth or id(value) in self._seen:
             return Itself(value, state)
         self._seen.add(id(value))
-        if isinstance(value, (FunctionType, MethodType)):
-            function = value.__func__ if isinstance(value, MethodType) else value
-            if isinstance(function, FunctionType) and of_user(function.__code__.co_filename):
-                self.functions.append(function)
+        if isinstance(value, FunctionType):
+            if of_user(value.__code__.co_filename):
+                self.functions.append(value)
             return Itself(value)
         items = _items(value)
         if items is None or len(items) > LARGE:
@@ -89,21 +90,32 @@ class Look:
 
     def of_functions(self) -> Iterator[tuple[tuple[str, str], Any]]:
         """Yield what the functions that were met read beside their arguments, by (where, name)."""
-        seen = set[CodeType]()
+        count = Counter[str]()
         while self.functions:
             function = self.functions.pop()
-            if function.__code__ in seen:
-                continue
-            seen.add(function.__code__)
+            count[function.__qualname__] += 1  # a factory makes several of one name
+            place = function.__qualname__
+            place += f" ({count[place]})" if count[place] > 1 else ""
+            kept = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+            for name, value in (kept | function.__dict__).items():
+                yield (place, name), self(value)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 try:
-                    yield (function.__qualname__, name), self(cell.cell_contents)
+                    yield (place, name), self(cell.cell_contents)
                 except ValueError:  # the cell is empty
                     continue
             names = _names(function.__code__)
-            for name in sorted(names & function.__globals__.keys()):
+            for name in sorted(set(named_globals(function.__code__)) & function.__globals__.keys()):
                 for at, one in _read(name, function.__globals__[name], names):
                     yield (str(function.__module__), at), self(one)
+
+
+def named_globals(code: CodeType) -> Iterator[str]:
+    """Yield the globals that a function reads or writes, and those of functions inside it."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from named_globals(one)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -152,6 +164,10 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, (type, ModuleType)):
         return None
+    if isinstance(value, MethodType):
+        return {".__self__": value.__self__, ".__func__": value.__func__}
+    if isinstance(value, partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
     names = getattr(value, "__dict__", None)
     if names is None and not slots:

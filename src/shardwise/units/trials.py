@@ -21,7 +21,6 @@ from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.state import PythonState
 from shardwise.capture.trial import generators_kept
 from shardwise.core.errors import ConfigError
-from shardwise.graph.torch_private import version
 from shardwise.units.loss_weight import TRIED_ROWS, LossWeight, Probe, found_weight
 from shardwise.units.opaque import call_of, first_run, opaque_unit
 from shardwise.units.trace import Unit
@@ -185,9 +184,9 @@ class Trials:
             for mine, like in zip(copy.modules(), call_of(unit).wrapped.modules(), strict=False):
                 mine.training = like.training
             with generators_kept():
-                state, tensors = PythonState(copy.module), _tensors(copy.module)
+                state = PythonState(copy.module)
                 after = self._forward(unit, rows, copy)
-                seen.append((*_changed(state, tensors), state.drawn()))
+                seen.append((*_changed(state), state.drawn()))
         (numbers, others, drawn), (again, _, _) = seen
         if not after.differs(fresh):
             return Kept(tuple(again), False, tuple(drawn))
@@ -204,22 +203,10 @@ class Trials:
         return _outcome(unit, loss, values)
 
 
-def _tensors(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    return {
-        f"{path}.{name}".lstrip("."): (value, version(value))
-        for path, one in module.named_modules()
-        for name, value in vars(one).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _changed(state: PythonState, tensors: Mapping[str, tuple[Tensor, int]]) -> tuple[list[str], list[str]]:
+def _changed(state: PythonState) -> tuple[list[str], list[str]]:
     """Return the attributes that have changed: the numbers and lists, and those that hold tensors."""
     changes = state.changes()
-    written = [n for n, (value, before) in _tensors(state.module).items() if n in tensors and tensors[n][0] is value
-               and tensors[n][1] != before]  # fmt: skip
-    others = [str(one) for one in changes if one.of_tensors] + [f"{n} (a tensor that is no buffer)" for n in written]
-    return [str(one) for one in changes if not one.of_tensors], others
+    return [str(one) for one in changes if not one.of_tensors], [str(one) for one in changes if one.of_tensors]
 
 
 def _outcome(unit: Unit, loss: Tensor, values: Sequence[Tensor]) -> Outcome:
