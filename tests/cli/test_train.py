@@ -108,6 +108,7 @@ def test_a_rank_in_trouble_ends_the_run(tmp_path: Path, trouble: str, message: s
     done = shardwise(
         "train", "train.devices=2", f"model.factory={TROUBLED}:troubled",
         f"model.arguments={{trouble='{trouble}', sample={sample}}}",
+        "model.loss_weight=rows",  # so that no trial meets the sample
         f"data.factory={TROUBLED}:points", "data.batch_size=4", "train.steps=1000000", "train.hang_timeout=3",
         f"train.run_dir={tmp_path}", "train.max_restarts=0",
     )  # fmt: skip
@@ -133,7 +134,9 @@ from shardwise import Mesh, OptimizerChoice, Plan, Trainer
 
 points = Points()
 example = {{name: torch.stack([points[i][name] for i in range(4)]) for name in points[0]}}
-with Trainer(troubled("hang", {sample}), OptimizerChoice("sgd", lr=1e-3), Plan.of(Mesh.of(dp=2)), example) as trainer:
+with Trainer(
+    troubled("hang", {sample}), OptimizerChoice("sgd", lr=1e-3), Plan.of(Mesh.of(dp=2)), example, loss_weight="rows"
+) as trainer:
     loader = trainer.loader(points)
     for _ in range(1000):
         trainer.step(next(loader))

@@ -98,9 +98,10 @@ def assigned_buffers(
     module: nn.Module, before: Mapping[str, Tensor], write: Callable[[str, Tensor, Tensor], None]
 ) -> None:
     """Call ``write(name, old, new)`` for each buffer that is no longer the tensor of ``before``, which is put back."""
+    modules = dict(module.named_modules())  # get_submodule refuses scripted modules
     for name, old in before.items():
         path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
+        owner = modules[path]
         new = getattr(owner, attribute)
         if new is not old:
             write(name, old, new)

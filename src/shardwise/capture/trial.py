@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.running import users_line
-from shardwise.graph.torch_private import TorchDispatchMode, fake_mode, schema, storage_key, without_modes
+from shardwise.graph.torch_private import TorchDispatchMode, exporting, fake_mode, schema, storage_key, without_modes
 
 RUNS = 3
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # a size that depends on data
@@ -154,7 +154,7 @@ def _one(
     names: Names, forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor]
 ) -> Found:
     names.begin()
-    with names, torch.enable_grad(), warnings.catch_warnings():
+    with names, exporting(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the capture has passed them on
         loss = forward(fields)
     results = {"the loss": names.name(loss)}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
-    "exports_modules_unhooked", "fake_mode", "function_calls",
+    "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "module_hooks", "note_step", "overload_name", "schema", "step_hooks", "storage_key",
     "version", "without_modes", "without_torch_functions",
@@ -84,6 +84,18 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, which a trial alone needs
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Let code that asks torch whether it is exported go the way that it goes then."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
 
 
 def without_modes() -> AbstractContextManager[Any]:
