@@ -102,9 +102,11 @@ def _shared_captures() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    """Begin with one thread and exact products, whatever a test before has left."""
     import torch
 
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -257,3 +258,38 @@ def test_random_habits(seed: int) -> None:
     ]
     more = {"autocast": choice.choice([-1, -1, -1, 0, 2]), "no_zero": choice.choice([-1, -1, -1, 0, 1])}
     same_or_raised(habits, KINDS[choice.choice(sorted(KINDS))], **more)
+
+
+SCALE = [1.0]
+
+
+def scaled(output: Tensor, fields: Any) -> Tensor:
+    return output * SCALE[0]
+
+
+def test_what_a_loss_function_reads() -> None:
+    net = Net()
+    model, optimizer = distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=scaled)
+    model(**batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    SCALE[0] = 2.0
+    try:
+        with pytest.raises(ShardwiseError, match=r"test_habits.SCALE\[0\] \(from 1.0 to 2.0\) changed after"):
+            model(**batch(1))
+    finally:
+        SCALE[0] = 1.0
+
+
+def test_an_optimizer_and_a_logger_that_the_model_holds() -> None:
+    """Their state is no state of the forward."""
+    net = Net()
+    theirs = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.log, net.optimizer = logging.getLogger("some"), theirs
+    model, optimizer = distribute(net, theirs)
+    for step in range(2):
+        model(**batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.param_groups[0]["lr"] *= 0.5
+        net.log.setLevel(10 + step)

@@ -9,9 +9,11 @@ import torch
 from test_tensor import ALONE, KINDS, PLAIN, check, oracle
 from torch import Tensor, nn
 
+from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.verify.verify import run_steps, run_threads
+from shardwise.verify.verify import run_steps, run_threads, verify
 
 
 class PartsOfAParameter(nn.Module):
@@ -267,3 +269,27 @@ def test_a_pin_of_what_batch_norm_returns_is_not_of_its_buffers(where: str) -> N
     layouts = {p.name: p.layout for bucket in compiled.general.buckets for p in bucket.parameters}
     assert bool(layouts["norm.weight"] and layouts["norm.weight"].sharding_axes) == (where != "whole")
     check(compiled, [batch], oracle(module, None, [batch], PLAIN, 1), PLAIN)
+
+
+class Pairs(nn.Module):
+    """It takes even numbers of rows alone, and a branch depends on values, so that it cannot be captured."""
+
+    def __init__(self, p: float, branches: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.drop, self.branches = nn.Linear(4, 3), nn.Dropout(p), branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.sum() > 1e9:
+            return x.sum()
+        pairs = x.view(x.shape[0] // 2, 2, 4)
+        return self.drop(self.layer(pairs).flatten(0, 1)).square().mean()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("branches", [False, True])
+def test_even_numbers_of_rows(p: float, branches: bool) -> None:
+    """Batch dims of random calls are found with twice as many rows where one more is not legal."""
+    batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
+    report = verify(Pairs(p, branches), [batch] * 2, data_parallel(Plan.of(), 2))
+    assert report.passed, report.worst[:3]

@@ -37,10 +37,29 @@ class Draw:
     place: str = ""
 
 
-def batch_of(
-    few: Sequence[Draw], more: Sequence[Draw], rows: int, whole: bool = False
+def batch_dims(
+    draws: Callable[[int], Sequence[Draw]], numbers: Sequence[int], whole: bool = False
 ) -> list[tuple[str, keyed.Batch | None]]:
-    """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with one more: the dim that grew.
+    """Return each draw's name and batch dim, as :func:`batch_of` finds them; ``draws(rows)`` runs a forward.
+
+    Of ``numbers`` of rows the first is tried that the model takes, with one row more or with twice as many. A model
+    that takes a last number alone is no matter if it draws nothing."""
+    failed: Exception | None = None
+    for few, more in ((rows, other) for rows in numbers for other in (rows + 1, 2 * rows)):
+        try:
+            return batch_of(draws(few), draws(more), few, more, whole)
+        except Exception as error:  # the user's code may take no such number of rows
+            failed = error
+    if failed is not None and (isinstance(failed, ConfigError) or draws(numbers[-1])):
+        raise failed
+    return []
+
+
+def batch_of(
+    few: Sequence[Draw], more: Sequence[Draw], rows: int, larger: int, whole: bool = False
+) -> list[tuple[str, keyed.Batch | None]]:
+    """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with a ``larger`` number: the dim
+    that grew.
 
     Raises :class:`ConfigError` where the number of draws, or more than one dim, depends on the batch. If draws are
     always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim.
@@ -57,13 +76,13 @@ def batch_of(
         if not grown:
             found.append((a.name, None))
             continue
-        minor = b.shape[grown[0]] - a.shape[grown[0]]
-        if len(grown) > 1 or a.shape[grown[0]] != rows * minor:
+        minor, rest = divmod(b.shape[grown[0]] - a.shape[grown[0]], larger - rows)
+        if len(grown) > 1 or rest or a.shape[grown[0]] != rows * minor:
             if whole and len(grown) == 1:
                 found.append((a.name, None))
                 continue
             raise ConfigError(
-                f"model: {a.name}{a.place} draws {a.shape} for {rows} rows and {b.shape} for {rows + 1}: it has no one "
+                f"model: {a.name}{a.place} draws {a.shape} for {rows} rows and {b.shape} for {larger}: it has no one "
                 f"batch dim; legal: {_LEGAL}"
             )
         found.append((a.name, (grown[0], minor)))

@@ -25,6 +25,9 @@ from shardwise.graph.torch_private import version
 
 DEPTH = 8  # of lists in lists
 LARGE = 10_000  # the most items of a list or dict that are looked at
+SAMPLE = 1 << 16  # of the elements of an array that are looked at
+CLOSED = ("torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
+"""The packages whose objects (optimizers, loggers, locks) are not looked into."""
 PLAIN = (
     int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format,
@@ -146,7 +149,8 @@ def _state(value: Any) -> Any:
     if numpy is None:
         return None
     if isinstance(value, numpy.ndarray) and value.dtype != object:
-        return value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).digest()
+        some = value.flat[:: max(value.size // SAMPLE, 1)]
+        return value.shape, str(value.dtype), hashlib.sha256(some.tobytes()).digest()
     if isinstance(value, numpy.generic):
         return value.dtype.str, value.tobytes()
     if isinstance(value, numpy.random.Generator):
@@ -162,7 +166,8 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
         return value
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
-    if isinstance(value, (type, ModuleType)):
+    closed = type(value).__module__.partition(".")[0] in CLOSED and not isinstance(value, nn.Module)
+    if closed or isinstance(value, (type, ModuleType)):
         return None
     if isinstance(value, MethodType):
         return {".__self__": value.__self__, ".__func__": value.__func__}

@@ -63,7 +63,9 @@ def inside_vmap() -> bool:
 
 
 def version(x: Tensor) -> int:
-    """Return how often a tensor has been written in place."""
+    """Return how often a tensor has been written in place; 0 for one of inference mode, of which nobody counts that."""
+    if torch.Tensor.is_inference(x):
+        return 0
     return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
 
 

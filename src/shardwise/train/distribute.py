@@ -73,7 +73,7 @@ def distribute(
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
     plan = plan or Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1"))))
-    steps = _Steps(model, choice, plan, options, Watch(model, theirs))
+    steps = _Steps(model, choice, plan, options, Watch(model, theirs, options.get("loss")))
     return DistributedModel(steps), Optimizer(steps, theirs)
 
 

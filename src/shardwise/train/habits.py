@@ -54,10 +54,11 @@ class KeptBuffer(_Kept, Tensor):
 
 
 class Watch:
-    """The watch over a module that is trained, and over the ``optimizer`` that was given with it."""
+    """The watch over a module that is trained with a ``loss`` function, if it has one, and over the ``optimizer`` that
+    was given with it."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.module, self.optimizer = module, optimizer
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, loss: Any = None) -> None:
+        self.module, self.optimizer, self.loss = module, optimizer, loss
         self._state: PythonState | None = None
         self._modes: dict[bool, list[bool]] = {}  # of all modules, in training and in evaluation
         self._parts: dict[str, Any] = {}
@@ -89,7 +90,7 @@ class Watch:
         for b in self.module.buffers():
             if type(b) is Tensor:
                 b.__class__ = KeptBuffer
-        self._parts, self._state = self._now(), PythonState(self.module)
+        self._parts, self._state = self._now(), PythonState(self.module, self.loss)
 
     def _now(self) -> dict[str, Any]:
         """Return what the module is made of: its modules with their hooks, parameters and buffers, by name."""
@@ -137,7 +138,8 @@ class Watch:
                 raise ShardwiseError(f"model: {what}; {INSTEAD['other']}")
         if changes := self._state.changes():
             what = f"{changes[0]} changed after the first batch, when the model was captured"
-            raise ShardwiseError(f"model: {what}; legal: a field of the batch, or a buffer that forward writes")
+            legal = "a field of the batch, a buffer that forward writes, or outside of the model what it does not read"
+            raise ShardwiseError(f"model: {what}; legal: {legal}")
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:

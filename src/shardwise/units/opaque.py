@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.func import functional_call
 from shardwise.capture.capture import LossFunction, WithLoss, check_assigned, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
-from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_of
+from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
 from shardwise.capture.running import running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.capture.trial import generators_kept
@@ -258,17 +259,12 @@ class OpaqueCall:
         return result
 
     def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
-        """Return the batch dim of each random call; it is found once, by running the forward with one row more."""
+        """Return the batch dim of each random call; it is found once, by running the forward with more rows."""
         with self.lock:
             if self.batches is None:
-                rows = min(max(next(iter(fields.values())).shape[0], 2), TRIED_ROWS)  # BatchNorm refuses a single row
-                try:
-                    few, more = (self.drawn(values, fields, count) for count in (rows, rows + 1))
-                except Exception:  # a model of one number of rows is no matter if it draws nothing
-                    if self.drawn(values, fields, next(iter(fields.values())).shape[0]):
-                        raise
-                    few = more = []
-                self.batches = batch_of(few, more, rows)
+                every = next(iter(fields.values())).shape[0]
+                few = min(max(every, 2), TRIED_ROWS)  # BatchNorm refuses a single row
+                self.batches = batch_dims(partial(self.drawn, values, fields), (few, every))
             return self.batches
 
     def drawn(self, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.intercept import Intercept
-from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
+from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
 from shardwise.capture.state import kept_tensors
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
@@ -249,27 +250,22 @@ class Oracle:
 
     @torch.enable_grad()
     def _probe(self, fields: Fields) -> None:
-        """Find the batch dims of random calls: run a copy of the module with two rows and with three, or, where it
-        takes no so few, with those of the batch and with one more."""
+        """Find the batch dims of random calls: run a copy of the module with two rows and with more, or, where it takes
+        no so few, with those of the batch and with more."""
         promotions = self.promotions
-        try:
-            self._random.batches = self._draws(fields, 2)
-        except Exception:  # the user's code may need more rows
-            self._random.batches = self._draws(fields, _rows(fields))
+        draws, whole = partial(self._draws, fields), self.microbatches == 1
+        self._random.batches = batch_dims(draws, (2, _rows(fields)), whole)
         self.promotions = promotions
         self._probed = True
 
-    def _draws(self, fields: Fields, few: int) -> list[tuple[str, Any]]:
-        """Return the batch dims of random calls, by a run with ``few`` rows and one with one more."""
-        draws = []
-        for rows in (few, few + 1):
-            index = torch.arange(rows) % _rows(fields)
-            some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
-            module = copy.deepcopy(self.module, kept_tensors(self.module))
-            with self._modes():
-                self._forward(module, some, 0)
-            draws.append(self._random.draws)
-        return batch_of(draws[0], draws[1], few, whole=self.microbatches == 1)
+    def _draws(self, fields: Fields, rows: int) -> list[Draw]:
+        """Return the random calls of a forward of ``rows`` rows."""
+        index = torch.arange(rows) % _rows(fields)
+        some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
+        module = copy.deepcopy(self.module, kept_tensors(self.module))
+        with self._modes():
+            self._forward(module, some, 0)
+        return self._random.draws
 
     def _register_hooks(self) -> None:
         for name, hooks in self._hooks.items():
