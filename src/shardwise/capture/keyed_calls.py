@@ -47,10 +47,12 @@ def batch_dims(
     failed: Exception | None = None
     for few, more in ((rows, other) for rows in numbers for other in (rows + 1, 2 * rows)):
         try:
-            return batch_of(draws(few), draws(more), few, more, whole)
+            found = draws(few), draws(more)
         except Exception as error:  # the user's code may take no such number of rows
             failed = error
-    if failed is not None and (isinstance(failed, ConfigError) or draws(numbers[-1])):
+            continue
+        return batch_of(*found, few, more, whole)
+    if failed is not None and draws(numbers[-1]):
         raise failed
     return []
 
