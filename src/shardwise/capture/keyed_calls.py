@@ -67,7 +67,7 @@ def batch_of(
     always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim.
     """
     if [d.name for d in few] != [d.name for d in more]:
-        only = next((a or b for a, b in zip_longest(few, more) if not (a and b and a.name == b.name)), few[0])
+        only = next(a or b for a, b in zip_longest(few, more) if not (a and b and a.name == b.name))
         raise ConfigError(
             f"model: which random functions forward calls depends on the number of rows: {only.name}{only.place} is "
             "called with one number of rows and not with another; legal: the same calls for every number of rows"
