@@ -174,11 +174,15 @@ def oracle_run(
     return Run([t.loss for t in taken], taken[-1].gradients, state)
 
 
+ROUNDING = 1e-14  # a tensor that is smaller than this beside all others of its kind is zero but for rounding
+
+
 def errors(ours: Run, truth: Run) -> dict[str, float]:
     """Relative errors by name: of losses, gradients and, where both have it, state.
 
-    A tensor's error is against the larger of its own norm and 1e-6 of the norm of all; a gradient that one side lacks
-    is infinitely wrong, and so is what is not finite on one side only.
+    A tensor's error is against the larger of its own norm and 1e-6 of the norm of all, or against the norm of all where
+    it is zero but for rounding; a gradient that one side lacks is infinitely wrong, and so is what is not finite on one
+    side only.
     """
     found: dict[str, float] = {}
     for i, (a, b) in enumerate(zip(ours.losses, truth.losses, strict=True)):
@@ -192,7 +196,7 @@ def errors(ours: Run, truth: Run) -> dict[str, float]:
         names = mine.keys() | theirs.keys() if what == "gradient" else mine.keys() & theirs.keys()
         for name in names:
             found[f"{what} {name}"] = (
-                _error(mine[name], theirs[name], 1e-6 * norm) if name in mine and name in theirs else math.inf
+                _error(mine[name], theirs[name], norm) if name in mine and name in theirs else math.inf
             )
     return found
 
@@ -201,19 +205,21 @@ def _finite(error: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _error(mine: Tensor, theirs: Tensor, floor: float) -> float:
+def _error(mine: Tensor, theirs: Tensor, norm: float) -> float:
+    """Return the error of a tensor, given the norm of all of its kind."""
     if mine.shape != theirs.shape:
         return math.inf
     if torch.equal(mine, theirs) or torch.equal(mine.isnan(), theirs.isnan()) and bool(mine.isnan().all()):
         return 0.0
     difference, size = float((mine.double() - theirs.double()).norm()), float(theirs.double().norm())
-    return _finite(difference / max(size, floor, 1e-30))
+    least = norm if size <= ROUNDING * norm else 1e-6 * norm
+    return _finite(difference / max(size, least, 1e-30))
 
 
 def _worst(mine: Fields, theirs: Fields) -> tuple[float, str]:
     assert mine.keys() == theirs.keys()
     norm = math.sqrt(sum(float(v.double().norm()) ** 2 for v in theirs.values()))
-    return max(((_error(mine[n], theirs[n], 1e-6 * norm), n) for n in mine), default=(0.0, ""))
+    return max(((_error(mine[n], theirs[n], norm), n) for n in mine), default=(0.0, ""))
 
 
 def parity(
