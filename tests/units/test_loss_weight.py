@@ -94,7 +94,7 @@ def test_what_no_trial_can_tell_is_refused(name: str) -> None:
     model = Branching(UNKNOWN[name])
     for changes in ({"mesh": Mesh.of(dp=2)}, {"microbatches": 2}):
         one = Compiled(model, Plan.of(**changes), batch())
-        with pytest.raises(ConfigError, match="model.loss_weight: the model was not captured, and how") as error:
+        with pytest.raises(ConfigError, match="model.loss_weight: the model was not captured, and a trial") as error:
             one.programs(one.general, one.plan.microbatches)
         assert '"targets:FIELD"' in str(error.value)
     subject = Subject(model, batch())

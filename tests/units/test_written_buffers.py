@@ -193,25 +193,28 @@ def test_an_example_of_equal_rows() -> None:
 
 
 class NormInBranch(nn.Module):
-    """Ranks whose rows are large normalise them, others do not."""
+    """Ranks whose rows are large normalise them, others do not; all do so once more if it is ``always``."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool, tracks: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.out = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.first, self.out, self.always = nn.Linear(4, 3), nn.Linear(3, 1), always
+        self.norm = nn.BatchNorm1d(3, track_running_stats=tracks)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.first(x)
         if bool((x > 100).any()):
             h = self.norm(h)
-        h = self.norm(h) if len(x) else h
+        h = self.norm(h) if self.always else h
         return F.mse_loss(self.out(h).squeeze(-1), y)
 
 
+@pytest.mark.parametrize("tracks", [True, False])
+@pytest.mark.parametrize("always", [True, False])
 @pytest.mark.parametrize("large", [[True, False], [False, True]])
-def test_a_batchnorm_in_a_branch_raises_and_does_not_hang(large: list[bool]) -> None:
+def test_a_batchnorm_in_a_branch_raises_and_does_not_hang(large: list[bool], always: bool, tracks: bool) -> None:
     given = batch(8)
-    subject = Subject(NormInBranch(), given)
+    subject = Subject(NormInBranch(always, tracks), given)
     sharded_run(subject, 2)  # all ranks take the same branch
     for half, one in zip((slice(0, 4), slice(4, 8)), large, strict=True):
         subject.batch["x"][half] += 1000.0 * one

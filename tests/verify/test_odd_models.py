@@ -293,3 +293,27 @@ def test_even_numbers_of_rows(p: float, branches: bool) -> None:
     batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
     report = verify(Pairs(p, branches), [batch] * 2, data_parallel(Plan.of(), 1 if branches else 2))
     assert report.passed, report.worst[:3]
+
+
+class Square(nn.Module):
+    """It draws a number for each pair of rows."""
+
+    def __init__(self, dropout: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.dropout = nn.Linear(4, 3), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        pairs = h @ h.T
+        if self.dropout:
+            return nn.functional.dropout(pairs, 0.5).square().mean()
+        return (pairs * torch.rand(x.shape[0], x.shape[0])).square().mean()
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_draws_of_which_two_dims_are_rows(dropout: bool) -> None:
+    """The first is the batch dim, for the engine as for the oracle."""
+    batch = {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))}
+    report = verify(Square(dropout), [batch] * 2, data_parallel(Plan.of(), 2))
+    assert report.passed, report.worst[:3]

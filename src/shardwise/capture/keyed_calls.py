@@ -38,7 +38,7 @@ class Draw:
 
 
 def batch_dims(
-    draws: Callable[[int], Sequence[Draw]], numbers: Sequence[int], whole: bool = False
+    draws: Callable[[int], Sequence[Draw]], numbers: Sequence[int], whole: bool = False, several: bool = False
 ) -> list[tuple[str, keyed.Batch | None]]:
     """Return each draw's name and batch dim, as :func:`batch_of` finds them; ``draws(rows)`` runs a forward.
 
@@ -51,20 +51,21 @@ def batch_dims(
         except Exception as error:  # the user's code may take no such number of rows
             failed = error
             continue
-        return batch_of(*found, few, more, whole)
+        return batch_of(*found, few, more, whole, several)
     if failed is not None and draws(numbers[-1]):
         raise failed
     return []
 
 
 def batch_of(
-    few: Sequence[Draw], more: Sequence[Draw], rows: int, larger: int, whole: bool = False
+    few: Sequence[Draw], more: Sequence[Draw], rows: int, larger: int, whole: bool = False, several: bool = False
 ) -> list[tuple[str, keyed.Batch | None]]:
     """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with a ``larger`` number: the dim
     that grew.
 
     Raises :class:`ConfigError` where the number of draws, or more than one dim, depends on the batch. If draws are
-    always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim.
+    always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim. Where ``several`` dims
+    may grow, the first is the batch dim.
     """
     if [d.name for d in few] != [d.name for d in more]:
         only = next(a or b for a, b in zip_longest(few, more) if not (a and b and a.name == b.name))
@@ -79,7 +80,7 @@ def batch_of(
             found.append((a.name, None))
             continue
         minor, rest = divmod(b.shape[grown[0]] - a.shape[grown[0]], larger - rows)
-        if len(grown) > 1 or rest or a.shape[grown[0]] != rows * minor:
+        if len(grown) > 1 and not several or rest or a.shape[grown[0]] != rows * minor:
             if whole and len(grown) == 1:
                 found.append((a.name, None))
                 continue

@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from shardwise.capture.running import raised_in
+from shardwise.graph.captured import Uncapturable
 
 LENGTH = 300  # the most characters of what torch says
 _SYMBOL = re.compile(r"\bs\d+\b")  # torch's name for the number of rows
@@ -19,9 +20,12 @@ def not_captured(error: BaseException, model: nn.Module) -> str:
     place = raised_in(error, model)
     if "data-dependent" in str(error):
         return f"it reads values of tensors in Python, as a number, a size or a branch{place}"
+    if "fake tensor in the exported program" in str(error):
+        return f"it does what no graph holds: autograd inside forward, or a write to data of a tensor{place}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = _SYMBOL.sub("rows", lines[0]) if lines else ""
-    return f"{type(error).__name__}: {said}"[:LENGTH] + place
+    kind = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+    return f"{kind}{said}"[:LENGTH] + place
 
 
 def fixed_rows(error: BaseException, model: nn.Module) -> str:

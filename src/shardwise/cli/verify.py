@@ -116,6 +116,8 @@ def _show(console: Console, report: Mapping[str, Any]) -> None:
     if largest > tolerance and not beyond:
         limit = "within the limits above"
     verdict = "same as one device" if report["passed"] else "NOT the same as one device"
+    if report["microbatches"] > 1:
+        verdict += f" that takes {report['microbatches']} microbatches (see the notes)"
     error = "infinite" if math.isinf(largest) else f"{largest:.1e}"
     console.print(Text(
         f"{verdict}: largest error {error} {limit}, {report['compared']} comparisons in "

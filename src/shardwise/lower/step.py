@@ -45,8 +45,12 @@ def lower(
         wrong = f"the loss counts its targets with {trace.sums.leaves[0]}, which one stage has"
         raise ConfigError.on("pp", wrong, "pp = 1")
     if not trace.divisible and parts > 1:
-        wrong = "the model was not captured, and how the losses of a batch's parts make that of the whole is not known"
-        legal = '"rows", "sum", "targets:FIELD" for a field with -100 where it ignores; or dp = 1 and microbatches = 1'
+        wrong = (
+            "the model was not captured, and a trial did not show that its loss is a mean over rows, a sum, or a mean "
+        )
+        wrong += "over targets that are not -100"
+        legal = 'such a loss, or dp = 1 and microbatches = 1; "rows", "sum" or "targets:FIELD" where you know better '
+        legal += "than the trial (it is not checked)"
         raise ConfigError.on("model.loss_weight", wrong, legal)
     if trace.unknown_buffers and parts > 1:
         wrong = (

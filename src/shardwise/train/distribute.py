@@ -235,7 +235,9 @@ class Optimizer:
         if closure is not None:
             raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         if self._steps.due is None:
-            raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
+            raise ShardwiseError(
+                "optimizer.step() without a backward since the last step or zero_grad; legal: after loss.backward()"
+            )
         self._steps.watch.check_kept()
         self._steps.check_waiting()
         (loss, batch), self._steps.due = self._steps.due, None
@@ -257,8 +259,19 @@ class Optimizer:
         """Say that the gradients of the last step are no longer needed; every step computes its own anew."""
         self._steps.zero_grad()
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that was given: a learning rate that is changed there acts."""
+        if self._theirs is None:
+            _refuse(
+                "optimizer", "param_groups", "an optimizer of torch's for distribute(), whose learning rate may change"
+            )
+        return self._theirs.param_groups
+
     def __getattr__(self, name: str) -> NoReturn:
-        _refuse("optimizer", name, "step and zero_grad")
+        _refuse(
+            "optimizer", name, "step, zero_grad and param_groups; state_dict by shardwise.Checkpoints(model.trainer)"
+        )
 
 
 class _Steps:
@@ -280,6 +293,15 @@ class _Steps:
         if self._trainer is None:
             raise ShardwiseError("the model is not captured yet; legal: after the first batch")
         return self._trainer
+
+    def _give_back(self) -> None:
+        self.watch.end(self.trainer.state_dict())
+
+    def _leave(self) -> None:
+        """Close the trainer at the end of the process: nobody sees the module any more."""
+        if self._give_back in self.trainer.before_close:
+            self.trainer.before_close.remove(self._give_back)
+        self.trainer.close()
 
     def zero_grad(self) -> None:
         """Take back the last ``loss.backward()``, if its step was not run, as setting its gradients to zero does."""
@@ -306,9 +328,9 @@ class _Steps:
         if self._trainer is None:
             with torch.inference_mode(False):
                 self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
-            atexit.register(self._trainer.close)
             self.watch.begin()
-            self._trainer.before_close.append(self.watch.end)
+            self._trainer.before_close.append(self._give_back)
+            atexit.register(self._leave)
         _compare(self._trainer, whole)
         mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self._trainer.comm.rank

@@ -18,10 +18,10 @@ from shardwise.graph.torch_private import module_hooks, step_hooks, without_torc
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
-    "zero_grad of the optimizer that distribute returned",
-    "requires_grad": "parameters are frozen before the first batch",
-    "other": "its value is in the engine; legal: model.state_dict() for the values, a write before the first "
-    "batch or after model.trainer.close()",
+    "step and zero_grad of the optimizer that distribute returned",
+    "requires_grad": "the plan was made for what it was at the first batch; legal: before that",
+    "other": "its value is in the engine; legal: model(...) of what distribute returned to evaluate, "
+    "model.state_dict() for the values, a write before the first batch or after model.trainer.close()",
 }
 
 
@@ -103,12 +103,15 @@ class Watch:
         yield from self.module.named_parameters()
         yield from self.module.named_buffers()
 
-    def end(self) -> None:
-        """Give the module back: its tensors have the values that they had when training began."""
-        for _, tensor in self._tensors():
+    def end(self, state: Mapping[str, Tensor]) -> None:
+        """Give the module back, with the values of ``state``."""
+        for name, tensor in self._tensors():
             if isinstance(tensor, _Kept):
                 kind: type = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
                 tensor.__class__ = kind
+            if name in state:
+                with torch.no_grad():
+                    tensor.copy_(state[name])
         self._state = None
 
     def check(self, training: bool) -> None:

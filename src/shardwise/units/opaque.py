@@ -191,6 +191,8 @@ class OpaqueCall:
         self.own = threading.local()
         self.batches: Any = None
         self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
+        norms = [m for m in wrapped.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.norms = any(m.training for m in norms)  # whether a rank may come to one
         self.lock = threading.Lock()
 
     def __call__(self, env: Env, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -247,7 +249,7 @@ class OpaqueCall:
     ) -> Tensor:  # fmt: skip
         wrapped = self.begin(env)
         random.begin(env.step, env.offset + env.range()[0])
-        norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, met)
+        norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, self.norms or bool(self.met), met)
         writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
         with Intercept(writes, random, norms_layer, *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
@@ -339,17 +341,17 @@ class _SyncBatchNorms:
     Each rank runs the model's own code, which may branch by values: before each BatchNorm, and at the end, all ranks
     tell each other where they are, so that none waits for a rank that does not come."""
 
-    def __init__(self, env: Env, places: dict[str, None] | None = None) -> None:
-        self.env, self.calls, self.met, self.places = env, 0, False, places
+    def __init__(self, env: Env, expected: bool, places: dict[str, None] | None = None) -> None:
+        self.env, self.calls, self.expected, self.places = env, 0, expected, places
 
     def end(self) -> None:
-        """Say that this rank runs no further BatchNorm; without any, nothing could hang."""
-        if self.met:
+        """Say that this rank runs no further BatchNorm; without any in the model, nothing could hang."""
+        if self.expected and self.env.parts > 1:
             self.meet(0)
 
     def meet(self, channels: int) -> None:
         """Raise :class:`ShardwiseError` on all ranks unless all are at the same BatchNorm."""
-        self.met, self.calls = True, self.calls + 1
+        self.expected, self.calls = True, self.calls + 1
         here = torch.tensor([self.calls, channels], device=self.env.comm.device)
         every = collectives.gathered(self.env, here, (ROWS,), "place in the model").tolist()
         if any(one != every[0] for one in every):

@@ -254,7 +254,7 @@ class Oracle:
         no so few, with those of the batch and with more."""
         promotions = self.promotions
         draws, whole = partial(self._draws, fields), self.microbatches == 1
-        self._random.batches = batch_dims(draws, (2, _rows(fields)), whole)
+        self._random.batches = batch_dims(draws, (2, _rows(fields)), whole, several=True)
         self.promotions = promotions
         self._probed = True
 

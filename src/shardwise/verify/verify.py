@@ -63,7 +63,9 @@ class VerifiedStep:
 
 @dataclass
 class Report:
-    """This is the verdict, and what it rests on."""
+    """This is the verdict, and what it rests on.
+
+    ``microbatches`` is in how many pieces one device took each batch: several where a note says that they matter."""
 
     passed: bool
     largest: float
@@ -76,6 +78,7 @@ class Report:
     seconds: float
     notes: list[str] = field(default_factory=list)
     low_precision: dict[str, float] | None = None
+    microbatches: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for ``--json``."""
@@ -166,6 +169,7 @@ def verify(
     return Report(
         passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
+        max(pieces) if compiled.general.meets else pieces.microbatches,
     )  # fmt: skip
 
 
