@@ -222,7 +222,7 @@ def test_rows_that_depend_on_each_other_meet() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (lambda x, layer: Noise.apply(layer(x)), "Noise_0 gives another result each time"),
+        (lambda x, layer: Noise.apply(layer(x)), "Noise gives another result each time"),
         (lambda x, layer: Through.apply(x, layer), "Through takes an object of Linear"),
     ],
 )

@@ -110,7 +110,7 @@ class Look:
             names = _names(function.__code__)
             for name in sorted(set(named_globals(function.__code__)) & function.__globals__.keys()):
                 for at, one in _read(name, function.__globals__[name], names):
-                    yield (str(function.__module__), at), self(one)
+                    yield ("" if "." in at else str(function.__module__), at), self(one)
 
 
 def named_globals(code: CodeType) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _read(name: str, value: Any, names: Container[str]) -> Iterator[tuple[str, A
         if of_user(getattr(home, "__file__", None) or "<frozen"):
             for key, one in list(vars(value).items()):
                 if key in names and not isinstance(one, type | ModuleType):
-                    yield f"{name}.{key}", one
+                    yield f"{value.__qualname__ if isinstance(value, type) else name}.{key}", one
     elif not isinstance(value, nn.Module):
         yield name, value
 

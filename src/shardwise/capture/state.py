@@ -77,7 +77,7 @@ class PythonState:
         found = {(path, name): look(value) for path, name, value in _attributes(self.module)}
         for kind in dict.fromkeys(base for one in parts for base in type(one).__mro__):
             if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
-                found |= {(kind.__qualname__, name): look(value) for name, value in _of_class(kind)}
+                found |= {("", f"{kind.__qualname__}.{name}"): look(value) for name, value in _of_class(kind)}
         for function in self.functions:
             look(function)
         return found | dict(look.of_functions())

@@ -189,6 +189,9 @@ class Trainer:
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
         the host does not wait.
         """
+        if not isinstance(batch, Batch):
+            legal = "a batch of trainer.loader(...); for dicts of tensors, shardwise.distribute"
+            raise ShardwiseError(f"Trainer.step(...) of a {type(batch).__name__}; legal: {legal}")
         at = self.engine.step_index
         if self._record is not None:
             self._record.begin(at)

@@ -137,7 +137,7 @@ def first_run(
         missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
         legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
         raise ConfigError(
-            f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}"
+            f"model: its forward fails in a trial with {rows} rows of the example batch: {describe(error)}{legal}"
         ) from error
     for name, leaf, content in zip(parameters, leaves, before, strict=True):
         if not torch.equal(told(leaf), content):  # written where torch does not see it

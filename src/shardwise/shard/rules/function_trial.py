@@ -82,7 +82,7 @@ class Trial:
             return
         if all(_close(*pair) for pair in zip(once, again, strict=True)):
             return
-        what = f"the autograd.Function {self.function.__name__} gives another result each time"
+        what = f"the autograd.Function {self.function.function.__name__} gives another result each time"
         if watch.draws:
             raise Uncapturable(what)
         legal = "a Function that keeps nothing from call to call, and draws from torch's generator alone"
