@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ import torch
 import torch.nn.utils.prune
 from torch import Tensor, nn
 
-from harness import TOLERANCE, Subject, errors, sharded_run
+from harness import TOLERANCE, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -41,6 +44,7 @@ class Keeping(nn.Module):
         self.seen, self.history, self.ready = 0, list[float](), False
         self.memory: list[Tensor] = []
         self.queue = deque([1])
+        self.factors, self.numbers, self.counter = itertools.cycle([1.0, 2.0]), array("d", [1.0]), Counter()
         self.options = SimpleNamespace(factor=1.0, numbers=np.random.default_rng(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,6 +174,35 @@ def table_of_parameters(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
     return (h - m.plain).square().mean()
 
 
+class Counter:
+    """It counts in its class, which no attribute of a module is."""
+
+    calls = 0
+
+    def __call__(self) -> int:
+        Counter.calls += 1
+        return Counter.calls
+
+
+def by_an_iterator(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    return h.square().mean() * next(m.factors)
+
+
+def by_an_array(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    m.numbers[0] += 1
+    return h.square().mean() * m.numbers[0]
+
+
+def by_a_class_elsewhere(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    return h.square().mean() * m.counter()
+
+
+def by_a_clock(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    return h.square().mean() * (1 + time.perf_counter())
+
+
+UNSEEN = r"depends on something that no look .*, which it changes \(.*test_state.py:\d+\)"
+
 REFUSED: dict[str, tuple[Body, str]] = {
     "an object": (
         in_an_object,
@@ -198,6 +231,10 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "a number": (scheduled, r"depends on seen \(from 0 to 1\), which it changes"),
     "random": (lambda m, x, h: h.square().mean() * random.random(), "depends on the generator of random"),
     "numpy.random": (lambda m, x, h: h.square().mean() * np.random.rand(), "depends on the generator of numpy.random"),
+    "an iterator": (by_an_iterator, UNSEEN),
+    "an array of Python's": (by_an_array, UNSEEN),
+    "the class of an object": (by_a_class_elsewhere, "depends on "),
+    "a clock": (by_a_clock, UNSEEN),
     "a buffer with a gradient": (
         with_gradient,
         r"tensor with a gradient to the buffer centre; legal",
@@ -234,6 +271,19 @@ def test_what_the_graph_does_not_depend_on() -> None:
         "and the steps see no later values",
         "forward draws from random: what it computes does not depend on it; the steps draw none",
     ]
+
+
+def counted_rows(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
+    m.seen += 1
+    chosen = [h[(x[:, 0] > 0.1 * i).nonzero()[:, 0]] for i in range(6)]  # sizes that depend on data
+    return torch.cat(chosen).sum() + h.square().mean()
+
+
+def test_a_count_beside_sizes_that_depend_on_data() -> None:
+    subject = Subject(Keeping(counted_rows), batch())
+    assert any("forward changes seen (from 0 to 1): what it computes is the same" in one for one in subject.trace.notes)
+    truth = plain_run(subject)
+    assert max(errors(sharded_run(subject, 2), truth).values()) <= TOLERANCE
 
 
 def table(m: Keeping, x: Tensor, h: Tensor) -> Tensor:

@@ -119,6 +119,14 @@ def evaluated(loop: Loop) -> None:
     loop.model.train()
 
 
+def evaluated_in_inference_mode(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.inference_mode():
+        found = loop.model(**batch(9)).detach()
+    loop.seen.append(found.clone())
+    loop.model.train()
+
+
 def evaluated_by_their_module(loop: Loop) -> None:
     loop.net.eval()
     with torch.no_grad():
@@ -152,6 +160,7 @@ HABITS: dict[str, Callable[[Loop], object]] = {
     "weights to a list": lambda loop: loop.net.second.bias.tolist(),
     "an evaluation": evaluated,
     "an evaluation by their module's mode": evaluated_by_their_module,
+    "an evaluation in inference mode": evaluated_in_inference_mode,
     "their state again": lambda loop: loop.theirs.load_state_dict(loop.theirs.state_dict()),
     "a forward for nothing": lambda loop: loop.model(**batch(8)),
     "a hook on a part": lambda loop: loop.net.first.register_forward_hook(lambda *_: None),
@@ -163,6 +172,7 @@ HABITS: dict[str, Callable[[Loop], object]] = {
 ACTS = (
     "nothing", "another learning rate", "another learning rate in what is stepped", "sizes", "print the module",
     "names", "an evaluation", "an evaluation by their module's mode", "their state again", "a forward for nothing",
+    "an evaluation in inference mode",
 )  # fmt: skip
 
 
@@ -285,6 +295,117 @@ def test_what_a_loss_function_reads() -> None:
             model(**batch(1))
     finally:
         SCALE[0] = 1.0
+
+
+class Settings:
+    factor = 1.0
+
+    class Inner:
+        factor = 1.0
+
+    @classmethod
+    def read(cls) -> float:
+        return TABLE["factor"]
+
+
+TABLE, CRITIC = {"factor": 1.0}, nn.Linear(3, 1)
+
+
+class Schedule:
+    """Its method reads a class, which no attribute shows."""
+
+    def __call__(self) -> float:
+        return Settings.factor
+
+
+class Criterion:
+    def __init__(self) -> None:
+        self.factor, self.steps = 1.0, 0
+
+    def __call__(self, output: Tensor, fields: Any) -> Tensor:
+        return F.cross_entropy(output, fields["y"]) * self.factor
+
+    def method(self, output: Tensor, fields: Any) -> Tensor:
+        return self(output, fields) * self.scale()
+
+    def scale(self) -> float:
+        return self.factor
+
+
+class Scores(Net):
+    """A forward without targets, which the loss alone reads; ``mask`` has a default."""
+
+    schedule = Schedule()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self.second(self.first(x).tanh() if mask is None else self.first(x * mask))
+
+
+CRITERION = Criterion()
+ELSEWHERE: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[], object], str]] = {
+    "the class of an object's method": (
+        lambda z, f: F.cross_entropy(z, f["y"]) * Scores.schedule(),
+        lambda: setattr(Settings, "factor", 2.0),
+        "Settings.factor",
+    ),
+    "a class in a class": (
+        lambda z, f: F.cross_entropy(z, f["y"]) * Settings.Inner.factor,
+        lambda: setattr(Settings.Inner, "factor", 2.0),
+        "Settings.Inner.factor",
+    ),
+    "what a class method reads": (
+        lambda z, f: F.cross_entropy(z, f["y"]) * Settings.read(),
+        lambda: TABLE.update(factor=2.0),
+        r"TABLE\['factor'\]",
+    ),
+    "another network": (
+        lambda z, f: CRITIC(z).mean() + f["y"].sum() * 0,
+        lambda: nn.init.ones_(CRITIC.weight),
+        r"CRITIC._parameters\['weight'\]",
+    ),
+    "another network by .data": (
+        lambda z, f: CRITIC(z).mean() + f["y"].sum() * 0,
+        lambda: setattr(CRITIC.weight, "data", torch.zeros(1, 3)),
+        r"CRITIC._parameters\['weight'\]",
+    ),
+    "the loss itself": (CRITERION, lambda: setattr(CRITERION, "factor", 2.0), "Criterion.factor"),
+    "a method as a loss": (CRITERION.method, lambda: setattr(CRITERION, "factor", 3.0), "method.factor"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_read_elsewhere(name: str) -> None:
+    loss, change, named = ELSEWHERE[name]
+    net = Scores()
+    model, optimizer = distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss)
+    for step in range(2):
+        model(**batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        CRITERION.steps += name == "a method as a loss"  # which that does not read
+    change()
+    with pytest.raises(ShardwiseError, match=f"{named} .*changed after the first batch"):
+        model(**batch(1))
+
+
+def test_fields_of_the_loss_alone_and_arguments_that_are_none() -> None:
+    losses = dict[str, list[float]]()
+    for kind in ("plain", "ours"):
+        net = Scores()
+        theirs = torch.optim.SGD(net.parameters(), lr=0.1)
+        weigh = lambda z, f: F.cross_entropy(z, f["y"], weight=torch.tensor([1.0, 2.0, 5.0]))  # noqa: E731
+        model, optimizer = (
+            (net, theirs) if kind == "plain" else distribute(net, theirs, Plan.of(microbatches=2), loss=weigh)
+        )
+        found = losses.setdefault(kind, [])
+        for step in range(3):
+            given = batch(step)
+            loss = weigh(net(given["x"]), given) if kind == "plain" else model(given["x"], mask=None, y=given["y"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+    assert losses["ours"] == pytest.approx(losses["plain"], rel=1e-5)
 
 
 def test_an_optimizer_and_a_logger_that_the_model_holds() -> None:

@@ -201,6 +201,14 @@ MASKED: dict[str, tuple[Body, dict[str, Tensor]]] = {
         lambda z, y, n: F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 3.0]).to(z)),
         batch() | {"y": torch.zeros(8, dtype=torch.int64)},
     ),
+    "the weight of a class that the example lacks": (
+        lambda z, y, n: F.cross_entropy(z, y, weight=torch.tensor([1.0, 1.0, 3.0]).to(z)),
+        batch() | {"y": torch.tensor([0, 1] * 4)},
+    ),
+    "a table of classes that count": (
+        lambda z, y, n: (per_row(z) * torch.tensor([1, 1, 0]).to(z)[y]).sum() / torch.tensor([1, 1, 0]).to(z)[y].sum(),
+        batch() | {"y": torch.tensor([0, 1] * 4)},
+    ),
 }
 
 

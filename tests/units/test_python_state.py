@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,6 +142,25 @@ def test_one_rank_goes_on_as_one_device_and_others_are_refused(name: str) -> Non
             sharded_run(subject, dp, microbatches)
     with pytest.raises(ConfigError, match="recomputation would change it again"):
         sharded_run(subject, 1, recompute="full")
+
+
+CALLS = [0]
+
+
+def of_a_global(m: Keeping, h: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return h.square().mean() * CALLS[0]
+
+
+def of_a_clock(m: Keeping, h: Tensor) -> Tensor:
+    return h.square().mean() * (1 + 1000 * time.perf_counter() % 1)
+
+
+@pytest.mark.parametrize("body", [of_a_global, of_a_clock])
+def test_what_no_copy_of_the_module_has_for_itself(body: Body) -> None:
+    """The trials have changed it, so that not even one rank goes on as one device."""
+    with pytest.raises(ConfigError, match=r"depend on .*outside of the module .*legal: buffers"):
+        assert Subject(Keeping(body), batch()).trace
 
 
 def independent(m: Keeping, h: Tensor) -> Tensor:

@@ -24,13 +24,14 @@ from shardwise.capture.intercept import Intercept
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import Change, PythonState, assigned_buffers, kept_tensors
-from shardwise.capture.trial import Found, apart, generators_kept, runs
+from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
 from shardwise.core.errors import ConfigError, describe
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import exports_modules_unhooked, import_export
 from shardwise.initial.copies import copied
 
+UNSEEN = "something that no look into its attributes shows (an iterator, a clock, a state elsewhere)"
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
@@ -170,24 +171,25 @@ def capture(
     with generators_kept():
         wrapped = watched()
         captured = _captured(wrapped, batch, rows)
-        if wrapped.noted.changes or wrapped.noted.drawn:
-            _check_state(captured, wrapped, watched(), batch)
+        _check_state(captured, wrapped, watched(), batch)
     return captured
 
 
 def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor]) -> None:
     """Raise :class:`ConfigError` where what forward computes depends on what it changes in Python, or on numbers of
     generators that are not torch's: a trial with another shadow, ``again``, shows that. Leave notes where it does not.
-    """
+
+    The trial runs also where no change was seen: iterators, clocks and the like cannot be looked into."""
     changes, drawn = wrapped.noted.changes, wrapped.noted.drawn
     found: list[Found] = []
+    number = RUNS if changes or drawn else RUNS_UNSEEN
     try:
-        found = runs(again, again.module, _example(again, batch, captured.rows), bool(drawn))
+        found = runs(again, again.module, _example(again, batch, captured.rows), bool(drawn), number)
         line = apart(found)
     except Exception as error:  # the user's code may do anything with what an earlier forward has left behind
-        line = describe(error)
+        line = describe(error) if changes or drawn else None
     if line is not None:
-        what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)])
+        what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)]) or UNSEEN
         legal = "buffers (self.register_buffer) in place of attributes, torch's random functions in place of Python's"
         place = f" ({line})" if line else ""
         raise ConfigError(f"model: what forward computes depends on {what}, which it changes{place}; legal: {legal}")

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import of_user
-from shardwise.graph.torch_private import version
+from shardwise.graph.torch_private import has_storage, storage_key, version
 
+BASES = ("torch", "builtins", "abc", "typing")  # packages of classes that are not looked into
 DEPTH = 8  # of lists in lists
 LARGE = 10_000  # the most items of a list or dict that are looked at
 SAMPLE = 1 << 16  # of the elements of an array that are looked at
-CLOSED = ("torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
+CLOSED = ("torch", "shardwise", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """The packages whose objects (optimizers, loggers, locks) are not looked into."""
 PLAIN = (
     int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size, torch.layout,
@@ -57,12 +58,13 @@ class Difference(NamedTuple):
 
 
 class Look:
-    """One look at many values; ``own`` has the ids of tensors that are looked at by others, and ``functions`` the
-    user's functions that were met."""
+    """One look at many values; ``own`` has the ids of tensors that are looked at by others, ``functions`` the user's
+    functions that were met, and ``kinds`` the classes."""
 
     def __init__(self, own: Container[int]) -> None:
         self._own, self._seen = own, set[int]()
         self.functions: list[FunctionType] = []
+        self.kinds: dict[type, None] = {}
 
     def pass_by(self, values: Iterable[Any]) -> None:
         """Do not look into these, for others do."""
@@ -71,7 +73,8 @@ class Look:
     def __call__(self, value: Any, depth: int = DEPTH) -> Any:
         """Return a value as it is now, as plain values, :class:`Itself` and :class:`Parts`."""
         if isinstance(value, Tensor):
-            return "its own" if id(value) in self._own else Itself(value, version(value))
+            place = storage_key(value) if has_storage(value) else 0  # ``.data = …`` gives a tensor another
+            return "its own" if id(value) in self._own else Itself(value, (version(value), place))
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, weakref.ref):
@@ -86,15 +89,23 @@ class Look:
             if of_user(value.__code__.co_filename):
                 self.functions.append(value)
             return Itself(value)
+        if of_user(_file(type(value))):
+            self.kinds.update(dict.fromkeys(type(value).__mro__))
         items = _items(value)
         if items is None or len(items) > LARGE:
             return Itself(value, None if items is None else len(items))
         return Parts(value, {key: self(one, depth - 1) for key, one in items.items()})
 
     def of_functions(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        """Yield what the functions that were met read beside their arguments, by (where, name)."""
-        count = Counter[str]()
-        while self.functions:
+        """Yield what the functions and classes that were met have or read beside arguments, by (where, name)."""
+        count, known = Counter[str](), set[type]()
+        while self.functions or self.kinds.keys() - known:
+            for kind in [one for one in self.kinds if one not in known]:
+                known.add(kind)
+                if kind.__module__.partition(".")[0] not in BASES:
+                    yield from ((("", f"{kind.__qualname__}.{name}"), self(one)) for name, one in _of_class(kind))
+            if not self.functions:
+                continue
             function = self.functions.pop()
             count[function.__qualname__] += 1  # a factory makes several of one name
             place = function.__qualname__
@@ -127,16 +138,47 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _read(name: str, value: Any, names: Container[str]) -> Iterator[tuple[str, Any]]:
+def _read(name: str, value: Any, names: Container[str], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield what a function reads of a global: of a user's class or file that is what its code names."""
-    if isinstance(value, type | ModuleType):
-        home = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-        if of_user(getattr(home, "__file__", None) or "<frozen"):
-            for key, one in list(vars(value).items()):
-                if key in names and not isinstance(one, type | ModuleType):
-                    yield f"{value.__qualname__ if isinstance(value, type) else name}.{key}", one
-    elif not isinstance(value, nn.Module):
-        yield name, value
+    if not isinstance(value, type | ModuleType):
+        yield name, _plain_function(value)
+    elif depth and of_user(_file(value)):
+        for key, one in list(vars(value).items()):
+            if key in names:
+                place = value.__qualname__ if isinstance(value, type) else name
+                yield from _read(f"{place}.{key}", one, names, depth - 1)
+
+
+def _file(value: type | ModuleType) -> str:
+    """Return the file in which a class or a Python module stands."""
+    home = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    return getattr(home, "__file__", None) or "<frozen"
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the values and functions that stand in a class."""
+    for name, value in list(vars(kind).items()):
+        if name == "__call__" or not name.startswith(("__", "_abc_")):
+            yield name, _plain_function(value)
+
+
+def _plain_function(value: Any) -> Any:
+    """Return the function in a property, or in a static or class method; any other value as it is."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+
+
+def _reached(method: MethodType) -> set[str]:
+    """Return the names that a method reads, and other methods of its object that it may call."""
+    names, due = set[str](), [method.__func__]
+    while due:
+        code = getattr(due.pop(), "__code__", None)
+        new = _names(code) - names if isinstance(code, CodeType) else set[str]()
+        names |= new
+        kinds = [vars(kind) for kind in type(method.__self__).__mro__]
+        due += [_plain_function(kind[name]) for name in new for kind in kinds if name in kind]
+    return names
 
 
 def _state(value: Any) -> Any:
@@ -170,7 +212,8 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
     if closed or isinstance(value, (type, ModuleType)):
         return None
     if isinstance(value, MethodType):
-        return {".__self__": value.__self__, ".__func__": value.__func__}
+        reached, items = _reached(value), _items(value.__self__) or {}
+        return {".__func__": value.__func__} | {k: v for k, v in items.items() if str(k).lstrip(".") in reached}
     if isinstance(value, partial):
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]

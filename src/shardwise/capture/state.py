@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -75,23 +75,14 @@ class PythonState:
         parts = list(self.module.modules())
         look.pass_by(parts)
         found = {(path, name): look(value) for path, name, value in _attributes(self.module)}
-        for kind in dict.fromkeys(base for one in parts for base in type(one).__mro__):
-            if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
-                found |= {("", f"{kind.__qualname__}.{name}"): look(value) for name, value in _of_class(kind)}
+        look.kinds.update(dict.fromkeys(base for one in parts for base in type(one).__mro__))
         for function in self.functions:
-            look(function)
+            found["", getattr(function, "__name__", type(function).__name__)] = look(function)
         return found | dict(look.of_functions())
 
     def drawn(self) -> list[str]:
         """Return the names of the generators that have drawn since."""
         return [name for name, state in _generators().items() if self.generators.get(name) != state]
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the values and functions that stand in a class."""
-    for name, value in list(vars(kind).items()):
-        if not name.startswith(("__", "_abc_")):
-            yield name, value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
 def assigned_buffers(

@@ -23,9 +23,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.running import users_line
-from shardwise.graph.torch_private import TorchDispatchMode, exporting, fake_mode, schema, storage_key, without_modes
+from shardwise.graph.torch_private import (
+    TorchDispatchMode,
+    exporting,
+    fake_mode,
+    renamed,
+    schema,
+    storage_key,
+    without_modes,
+)
 
-RUNS = 3
+RUNS, RUNS_UNSEEN = 3, 2  # the second where no change was seen, as in most models
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # a size that depends on data
 WORDS, EXTREME = 624, 64  # the words of a Mersenne twister's state, and how many of them give an extreme number
 
@@ -70,7 +78,7 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _plain(self, value: Any) -> str:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return SYMBOL.sub(lambda found: self._symbols.get(found.group(), found.group()), str(value))
+            return renamed(value, self._symbols)
         return repr(value)
 
     def __torch_dispatch__(
@@ -99,15 +107,15 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool):
                 self._symbol(one, whole, number)
             elif isinstance(one, Tensor):
-                for size in one.shape:
+                for dim, size in enumerate(one.shape):
                     if isinstance(size, torch.SymInt):
-                        self._symbol(size, whole, number)
+                        self._symbol(size, whole, number, dim)
                 if storage_key(one) not in shared:
                     self._set(one, _digest(whole, number), constant)
 
-    def _symbol(self, value: Any, whole: str, number: int) -> None:
-        for name in SYMBOL.findall(str(value)):
-            self._symbols.setdefault(name, _digest(whole, number, len(self._symbols)))
+    def _symbol(self, value: Any, *place: Any) -> None:
+        for index, name in enumerate(SYMBOL.findall(str(value))):
+            self._symbols.setdefault(name, _digest(*place, index))
 
     def _set(self, value: Tensor, name: str, constant: bool) -> None:
         at = storage_key(value)
@@ -137,13 +145,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def runs(
-    forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor], drawing: bool
-) -> list[Found]:
-    """Run ``forward`` of ``fields`` several times; with ``drawing`` also where generators give extreme numbers."""
+    forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor], drawing: bool,
+    number: int = RUNS,
+) -> list[Found]:  # fmt: skip
+    """Run ``forward`` of ``fields`` ``number`` times; with ``drawing`` also where generators give extreme numbers."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with fake_mode():
         names = Names(values | {f"field {key}": one for key, one in fields.items()})
-        found = [_one(names, forward, module, fields) for _ in range(RUNS)]
+        found = [_one(names, forward, module, fields) for _ in range(number)]
         for word in (0, 0xFFFFFFFF) if drawing else ():
             with _generators_give(word):
                 found.append(_one(names, forward, module, fields))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from types import ModuleType
@@ -86,6 +86,14 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, which a trial alone needs
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> str:
+    """Return what a symbolic number is in words, with other ``names`` for its symbols, which decide on the order."""
+    expression = value.node.expr
+    symbols = {one: type(one)(names[str(one)], integer=one.is_integer) for one in expression.free_symbols
+               if str(one) in names}  # fmt: skip
+    return str(expression.xreplace(symbols))
 
 
 @contextmanager

@@ -175,6 +175,7 @@ class Engine:
         self.step_index += 1
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
+    @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
         """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()

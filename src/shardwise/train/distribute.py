@@ -176,10 +176,10 @@ class DistributedModel:
         training = self._steps.module.training
         self._steps.watch.check(training)
         try:
-            bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
+            fields = self._steps.fields(args, kwargs)
         except TypeError as error:
             raise ConfigError(f"model(...): {error}; legal: the arguments of the model's forward") from None
-        batch = self._steps.part(_flat(bound))
+        batch = self._steps.part(fields)
         if not training:
             self._steps.check_waiting()
             return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
@@ -303,6 +303,14 @@ class _Steps:
             self.trainer.before_close.remove(self._give_back)
         self.trainer.close()
 
+    def fields(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the model by name; with a loss function, those that it alone reads, too."""
+        signature = inspect.signature(self.module.forward)
+        every = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        beside = set() if every or not self._options.get("loss") else kwargs.keys() - signature.parameters.keys()
+        bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name not in beside})
+        return _flat(bound) | {name: kwargs[name] for name in kwargs if name in beside}
+
     def zero_grad(self) -> None:
         """Take back the last ``loss.backward()``, if its step was not run, as setting its gradients to zero does."""
         if self.due is not None:
@@ -377,7 +385,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return arguments by name, those of ``**kwargs`` among them."""
+    """Return arguments by name, those of ``**kwargs`` among them, but none that is ``None`` as by default."""
     kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -386,7 +394,8 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
                 f"model(...): forward(*{name}) has no names for the fields of a batch; legal: named arguments"
             )
         found |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return found
+    by_default = {name for name, parameter in bound.signature.parameters.items() if parameter.default is None}
+    return {name: value for name, value in found.items() if value is not None or name not in by_default}
 
 
 def _check(batch: Mapping[str, Any]) -> None:

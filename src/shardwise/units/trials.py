@@ -68,6 +68,11 @@ class Kept(NamedTuple):
         """What lets a forward run but once a batch, on one rank."""
         return (*(self.changes if self.depend else ()), *(f"the generator of {name}" for name in self.drawn))
 
+    @property
+    def outside(self) -> str:
+        """What copies of a module may have in common, in words."""
+        return f"{', '.join(self.changes)}, outside of the module (a global, a clock)"
+
     def notes(self) -> list[str]:
         """Say what forward changes."""
         if self.once:
@@ -161,8 +166,9 @@ class Trials:
         return self.batch if rows_of(self.batch) > 1 else repeated(self.batch, 2)
 
     def kept(self) -> Kept:
-        """Return what forward keeps in Python; without ``training`` raise :class:`ConfigError` where evaluation and
-        training would change each other, for each has a module of its own."""
+        """Return what forward keeps in Python; raise :class:`ConfigError` where it keeps that outside of the module,
+        which the trials have changed, and without ``training`` where evaluation and training would change each other,
+        for each has a module of its own."""
         found = self._after(self.unit, self.unit)
         if not self.training:
             learning = self.unit_in(True, self.precision)
@@ -179,18 +185,22 @@ class Trials:
     def _after(self, one: Unit, then: Unit) -> Kept:
         """Compare a forward of ``then`` after one of ``one``, on the same copy, with one on a new copy."""
         rows, fresh = self._runnable(then)
-        copy, seen = call_of(one).copied(), []
+        copy, seen, outcomes = call_of(one).copied(), [], list[Outcome]()
         for unit in (one, then):
             for mine, like in zip(copy.modules(), call_of(unit).wrapped.modules(), strict=False):
                 mine.training = like.training
             with generators_kept():
                 state = PythonState(copy.module)
-                after = self._forward(unit, rows, copy)
+                outcomes.append(self._forward(unit, rows, copy))
                 seen.append((*_changed(state), state.drawn()))
         (numbers, others, drawn), (again, _, _) = seen
-        if not after.differs(fresh):
+        if not outcomes[1].differs(fresh):
             return Kept(tuple(again), False, tuple(drawn))
-        return Kept(tuple(numbers + others) or ("what it keeps in Python",), True, tuple(drawn))
+        found = Kept(tuple(numbers + others) or ("what it keeps in Python",), True, tuple(drawn))
+        if one is then and outcomes[0].differs(fresh):
+            wrong = f"not captured, and two copies of it compute different things: they depend on {found.outside}"
+            raise ConfigError.on("model", wrong, "buffers (self.register_buffer), or attributes of the module")
+        return found
 
     def _runnable(self, unit: Unit) -> tuple[Fields, Outcome]:
         """Return a few rows, or all where a model takes no others, and what a forward of them makes."""

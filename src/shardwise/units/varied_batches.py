@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise.graph.torch_private import TorchDispatchMode, schema
 
+ABSENT = 4  # the most numbers that a field does not have of which trials see batches
 IGNORED = -100  # torch's own number for a target that does not count
 Fields = Mapping[str, Tensor]
 Numbers = frozenset[float]
@@ -88,7 +90,15 @@ def _marks(value: Tensor, numbers: Numbers) -> list[float]:
     limits = torch.iinfo(value.dtype)
     whole = {int(one) for one in numbers if one == one // 1 and limits.min <= one <= limits.max}
     small = {one for one in (IGNORED, -1, 0, 1) if one >= limits.min}
-    return [float(one) for one in sorted(small | whole)]
+    absent = {one for one in _absent(value) if one <= limits.max}
+    return [float(one) for one in sorted(small | whole | absent)]
+
+
+def _absent(value: Tensor) -> list[int]:
+    """Return numbers that a field does not have and later batches may: that above its largest, and some below."""
+    there = set(value.reshape(-1).tolist())
+    top = max(there, default=0) + 1
+    return list(islice((one for one in range(top, -1, -1) if one not in there), ABSENT))
 
 
 def _with(value: Tensor, mark: float) -> Tensor:
