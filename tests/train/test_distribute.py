@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler as rates
 from processes import run_processes
 from shardwise import Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.train.distribute import choice_of, distribute
+from shardwise.train.distribute import distribute
+from shardwise.train.optimizers import choice_of
 
 
 class Net(nn.Module):
