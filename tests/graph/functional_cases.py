@@ -371,7 +371,7 @@ def refused(reason: str) -> Callable[[Forward], Forward]:
     return register
 
 
-@refused("fake tensor")
+@refused("a write to data of a tensor")
 def data_of_an_activation(m: Any, h: Tensor, x: Tensor) -> Tensor:
     h = h * 1
     h.data.mul_(2)
