@@ -362,22 +362,47 @@ def the_same_loop(folder: Path, words: list[str], tp: int, pp: int, dp: int, zer
         assert off < 1e-10
 
 
+def losses_of(module: nn.Module, theirs: torch.optim.Optimizer, distributed: bool) -> list[float]:
+    """Of three steps."""
+    model, optimizer = distribute(module, theirs) if distributed else (module, theirs)
+    found = []
+    for step in range(3):
+        loss: Any = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def test_an_optimizer_with_frozen_parameters_and_a_rate_that_is_a_tensor() -> None:
-    losses = []
-    for distributed in (False, True):
+    def losses(distributed: bool) -> list[float]:
         module = net()
         module.first.bias.requires_grad_(False)
         theirs = torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-2))
-        model, optimizer = distribute(module, theirs) if distributed else (module, theirs)
-        found = []
-        for step in range(3):
-            loss = model(**batch(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        return losses_of(module, theirs, distributed)
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+class Recurrent(nn.Module):
+    """Its LSTM holds its own parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.out = nn.LSTM(2, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.out(self.cell(x.view(-1, 2, 2))[0][:, -1]) - y).square().mean()
+
+
+def test_a_model_that_holds_its_parameters_twice() -> None:
+    def losses(distributed: bool) -> list[float]:
+        module = Recurrent()
+        return losses_of(module, torch.optim.SGD(module.parameters(), lr=0.1), distributed)
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
 
 
 @pytest.mark.filterwarnings("error")

@@ -73,8 +73,10 @@ class Look:
     def __call__(self, value: Any, depth: int = DEPTH) -> Any:
         """Return a value as it is now, as plain values, :class:`Itself` and :class:`Parts`."""
         if isinstance(value, Tensor):
+            if id(value) in self._own:  # it may be one that raises wherever it is used
+                return "its own"
             place = storage_key(value) if has_storage(value) else 0  # ``.data = …`` gives a tensor another
-            return "its own" if id(value) in self._own else Itself(value, (version(value), place))
+            return Itself(value, (version(value), place))
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, weakref.ref):
