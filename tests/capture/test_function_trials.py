@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_functions import Body, Model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -19,7 +20,6 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel
 
-Body = Callable[[Tensor, nn.Linear], Tensor]
 PLANS = {
     "one": Plan.of(),
     "two ranks": data_parallel(Plan.of(), 2),
@@ -47,16 +47,6 @@ def backward_of(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
             return change(grads[0])
 
     return Changed.apply
-
-
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.first, self.layer, self.out = body, nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(self.body(self.first(x), self.layer)), y)
 
 
 def batch() -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.own_copy import OwnCopy
-from shardwise.capture.running import users_line
+from shardwise.capture.running import at_line
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
@@ -113,7 +113,7 @@ class _RefuseReads(TorchFunctionMode):
             for one in tree_leaves((args, kwargs)):
                 name, held = self.tensors.get(id(one), ("", None))
                 if held is not None and held() is one:
-                    wrong = f"its hook reads {name}, whose value is in the engine{_at()}"
+                    wrong = f"its hook reads {name}, whose value is in the engine{at_line()}"
                     legal = "a hook that reads what it is given, and tensors that are not the module's"
                     raise ConfigError.on(f"parameter {self.name}", wrong, legal)
         return func(*args, **(kwargs or {}))
@@ -136,13 +136,8 @@ class _RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def draws(name: str, generator: str) -> ConfigError:
     """Return the error that the hook of a parameter draws from a generator that all code shares."""
-    wrong = f"its hook draws from the generator of {generator}: one device and each rank would draw others{_at()}"
+    wrong = f"its hook draws from the generator of {generator}: one device and each rank would draw others{at_line()}"
     return ConfigError.on(f"parameter {name}", wrong, "a hook with a generator of its own, with a seed")
-
-
-def _at() -> str:
-    line = users_line()
-    return f" ({line})" if line else ""
 
 
 class RefuseTensorHooks(TorchFunctionMode):

@@ -28,8 +28,14 @@ def running_module() -> str:
 
 def here() -> str:
     """Return where a model is, for messages: `` in blocks.0.drop (model.py:12)``, or less where less is known."""
-    path, line = running_module(), users_line()
-    return (f" in {path}" if path else "") + (f" ({line})" if line else "")
+    path = running_module()
+    return (f" in {path}" if path else "") + at_line()
+
+
+def at_line() -> str:
+    """Return the innermost line of the user's code that is running, for messages: `` (model.py:12)``; "" if none is."""
+    line = users_line()
+    return f" ({line})" if line else ""
 
 
 def raised_in(error: BaseException, model: nn.Module) -> str:

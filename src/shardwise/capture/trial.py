@@ -146,7 +146,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 def runs(
     forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor], drawing: bool,
-    number: int = RUNS,
+    number: int,
 ) -> list[Found]:  # fmt: skip
     """Run ``forward`` of ``fields`` ``number`` times; with ``drawing`` also where generators give extreme numbers."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
