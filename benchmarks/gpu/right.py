@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,7 @@ def _marked_tests(part: Part, folder: Path) -> None:
     with part.guarded(what):
         report = folder / "tests.xml"
         # The project's options are left out, since they name plugins that may not be installed.
+        side_by_side = ["-n", "6"] if find_spec("xdist") else []
         command = [
             sys.executable,
             "-m",
@@ -277,6 +279,7 @@ def _marked_tests(part: Part, folder: Path) -> None:
             "-q",
             "-m",
             "gpu",
+            *side_by_side,
             f"--junitxml={report}",
             *map(str, files),
         ]
