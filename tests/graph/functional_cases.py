@@ -285,13 +285,6 @@ def average_read_before(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 @case
-def average_with_gradient(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    m.passing.mul_(0.5)
-    m.passing += h.mean((0, 1))
-    return h * m.passing
-
-
-@case
 def codebook(m: Any, h: Tensor, x: Tensor) -> Tensor:
     """Vector quantisation with codes that follow the mean of what they are chosen for (van den Oord et al. 2017)."""
     flat = h.reshape(-1, 4)
@@ -323,7 +316,7 @@ def frozen(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * m.frozen + (m.w @ m.frozen).square().mean()
 
 
-ONE_STEP = {"average_with_gradient"}  # plain PyTorch cannot take a second: the buffer holds on to a graph that is gone
+DRAWN = {"drawn_by_default_"}  # plain PyTorch draws other numbers than the keyed ones
 
 
 @case
@@ -358,6 +351,12 @@ def out_(m: Any, h: Tensor, x: Tensor) -> Tensor:
         torch.gt(h[..., ::2], 0, out=parts[..., ::2])
         parts[..., 1::2] = 0
     return h * m.state + m.passing * parts + m.memory[2]
+
+
+def average_with_gradient(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.passing.mul_(0.5)
+    m.passing += h.mean((0, 1))
+    return h * m.passing
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {}

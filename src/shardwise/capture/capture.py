@@ -188,6 +188,12 @@ def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Ma
         line = apart(found)
     except Exception as error:  # the user's code may do anything with what an earlier forward has left behind
         line = describe(error) if changes or drawn else None
+    kept = " and ".join(name for name, one in again.module.named_buffers() if one.requires_grad)
+    if line is not None and kept:
+        raise ConfigError(
+            f"model: forward leaves its graph in the buffer {kept} ({line}): ordinary PyTorch cannot take a second "
+            "step either, for that graph has gone by then; legal: detach() what is written there"
+        )
     if line is not None:
         what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)]) or UNSEEN
         legal = "buffers (self.register_buffer) in place of attributes, torch's random functions in place of Python's"

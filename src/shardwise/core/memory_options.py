@@ -11,6 +11,8 @@ from shardwise.core.options import check_options, word
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 
+LEAST_OFFLOAD = 1 << 16  # bytes: a smaller tensor is not worth a transfer
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:

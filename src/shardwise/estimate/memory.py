@@ -205,6 +205,17 @@ class ProgramSizes:
         saves = one.op is not Op.FORWARD or any(b.kind == BufferKind.SAVED for b in one.writes)
         return memory.none if saves else Way(memory.alone)
 
+    def hosted(self) -> int:
+        """Return the most bytes of offloaded activations that the host has at once."""
+        now = most = 0
+        for one in self.program:
+            if any(b.kind == BufferKind.SAVED for b in one.writes):
+                now += self.way(one).hosted
+                most = max(most, now)
+            elif one.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                now -= self.way(one).hosted
+        return most
+
     def made(self, one: Instruction) -> Made:
         """Return the bytes that the instruction leaves, by buffer and part."""
         batch = {BufferKind.BATCH.of(version=self.begins[one]): {"": self.batch}} if one in self.begins else {}

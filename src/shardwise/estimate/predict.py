@@ -132,6 +132,7 @@ class _Memory(Subject):
             "microbatches": len(self.sizes), "batch": self.rows, "index": envs[0].index, "split": split,
             "gradient_dtypes": gradient_dtypes(trace, plan),
             "tensor": envs[0].tensor, "recompute": plan.memory.recompute,
+            "offload": plan.memory.offloads_activations,
         }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
@@ -152,6 +153,7 @@ class _Memory(Subject):
         if host:
             kept = sum(on_host.changed.values()) if plan.post_validates and program.batches > 1 else 0
             host[Category.TEMPORARY] = max(on_host.steps.values(), default=0) + kept
+            host[Category.ACTIVATIONS] = walked.hosted()
         unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
         at = describe(found.instructions[found.at], trace)
         return Prediction(rank, program, found, on_device.persistent, host, at, unknown)

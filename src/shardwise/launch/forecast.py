@@ -185,7 +185,7 @@ class Forecast:
         needed = self.worst.host_bytes
         if needed > free:
             wrong = f"rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} free for it"
-            legal = "fewer ranks a host, or parallel.zero of at least 1, which shards what is offloaded"
+            legal = "fewer ranks a host, or parallel.zero of at least 1, which shards an offloaded optimizer"
             raise ConfigError.on(f'parallel.offload = "{self.plan.memory.offload}"', wrong, legal)
 
     def misfit(self) -> str:

@@ -44,7 +44,8 @@ class Way:
     """These are the bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live
     outputs, and ``saved`` what BACKWARD finds, including ``kept``; the two are equal where nothing is computed again.
     ``deferred`` is what the first part of a backward in two parts leaves for the second, and ``inputs`` and ``weights``
-    are the peaks of these parts.  All other fields are peaks."""
+    are the peaks of these parts.  ``hosted`` is what the host has beside these bytes, where activations are
+    offloaded.  All other fields are peaks."""
 
     forward: int = 0
     kept: int = 0
@@ -54,6 +55,7 @@ class Way:
     inputs: int = 0
     deferred: int = 0
     weights: int = 0
+    hosted: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Profile:
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
     gradient_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False,
-    tensor: Places | None = None, recompute: str = "none", batch: int | None = None,
+    tensor: Places | None = None, recompute: str = "none", batch: int | None = None, offload: bool = False,
 ) -> Profile:  # fmt: skip
     """Return the bytes of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
@@ -101,8 +103,8 @@ def profile(
     parallelism, by default the last.  ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the
     number in a step, whose batch has ``batch`` rows (by default as many in each).  ``gradient_dtypes`` maps parameters
     to the dtypes of the buffers to which backward writes their gradients, where these are not the bucket's ``wide``;
-    with ``split``, backwards in two parts are run too; ``recompute`` is a plan's.  Raises :class:`ConfigError` for
-    numbers that the trace cannot take.
+    with ``split``, backwards in two parts are run too; ``recompute`` is a plan's, and ``offload`` says whether it
+    offloads activations.  Raises :class:`ConfigError` for numbers that the trace cannot take.
     """
     places = check_numbers("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
@@ -115,7 +117,7 @@ def profile(
         batch=batch,
     )  # fmt: skip
     with largest_sizes():
-        profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute)
+        profiler = _Profiler(trace, run, microbatches, gradient_dtypes, split, recompute, offload)
         whole = replace(run.env, rows=batch or rows * microbatches, window=None) if trace.cuts_batch else run.env
         sums = SUM_BYTES * sum(stage.numel(whole) for stage in (trace.sums.stages if trace.sums is not None else ()))
         return Profile(tuple(profiler.measured()), _count(trace, run), sums)
@@ -190,13 +192,14 @@ class _Profiler:
         gradient_dtypes: Mapping[str, torch.dtype],
         split: bool,
         recompute: str,
+        offload: bool,
     ) -> None:
         self.trace, self.run, self.split = trace, run, split
         self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
         self.gradient_dtypes = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(gradient_dtypes)
         backend = Backend.of_kind("gpu" if run.device == "gpu" else "cpu")
         kernels = Kernels.of(backend, COMPUTE_DTYPE.get(trace.precision))
-        self.step = MetaStep(trace, run, microbatches, self.gradient_dtypes, kernels)
+        self.step = MetaStep(trace, run, microbatches, self.gradient_dtypes, kernels, offload)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
@@ -291,7 +294,7 @@ class _Profiler:
             if recompute != "none":
                 again, more = work.forward("again")
             backward, grads = work.backward(given, before)
-            found[name] = Way(forward, kept, again, kept + more, backward)
+            found[name] = Way(forward, kept, again, kept + more, backward, hosted=work.hosted)
             unknown |= work.unit_run.unknown
         return {**found, "unknown": tuple(sorted(unknown))}, grads
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.core.memory_options import LEAST_OFFLOAD
+from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.flop_counter import DeviceForms
 from shardwise.measure.meta_run import META, MetaRun, UnitRun, failed_op, storages, without
 from shardwise.measure.storage_tracker import StorageTracker
@@ -25,13 +29,22 @@ from shardwise.units.weight_products import Operand, expose, find
 
 @dataclass(frozen=True)
 class MetaStep:
-    """This is what the units of a step share; ``gradient_dtypes`` are those of the buffers of parameters' gradients."""
+    """This is what the units of a step share; ``gradient_dtypes`` are those of the buffers of parameters' gradients;
+    with ``offload`` the host has what autograd keeps."""
 
     trace: Trace
     run: MetaRun
     microbatches: int
     gradient_dtypes: Mapping[str, torch.dtype]
     kernels: Kernels
+    offload: bool = False
+
+
+class Hosted(NamedTuple):
+    """This stands for a copy on the host of a tensor that is kept for backward."""
+
+    form: Tensor
+    learns: bool
 
 
 class UnitWork(UnitBackward):
@@ -43,6 +56,9 @@ class UnitWork(UnitBackward):
         self.unit, self.arguments, self.kernels = unit, arguments, step.kernels
         self.unit_run = UnitRun(step.run, unit)
         self.forms, self.tracker = DeviceForms(step.run.device), StorageTracker(META.type)
+        self.offload, self.gpu = step.offload, step.run.device == "gpu"
+        self.hosted = 0  # the bytes that are on the host until backward
+        self.resident = {storage_key(p) for p in arguments[: len(unit.parameters)]} if step.offload else set()
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: list[Saved] = []
@@ -86,17 +102,41 @@ class UnitWork(UnitBackward):
             self.forms,
             self.tracker,
             self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
+            saved_tensors_hooks(lambda value: self.keep(value.detach()), self.resolve)
+            if keep and self.offload
+            else nullcontext(),
         ):
             outputs = self.unit_run.forward(graph, unit.merged(self.arguments))
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
                 leaves = self.arguments[: len(unit.parameters)]
-                self.saved = [Saved.of(unit, outputs, [*map(Operand._make, operands)], leaves)]
+                kept = [one._replace(x=self.keep(one.x)) for one in map(Operand._make, operands)]
+                self.saved = [Saved.of(unit, outputs, kept, leaves)]
+                del kept
             if what != "again":
                 self.publish(outputs)
         del outputs, operands
         env.tape, env.again = None, False
         return self.tracker.peak - before, self.tracker.current - before
+
+    def keep(self, value: Tensor) -> Any:
+        """Return what is kept of ``value`` for backward: what stands for a copy on the host, where it is offloaded."""
+        if not self.offload or value.nbytes < LEAST_OFFLOAD or storage_key(value) in self.resident:
+            return value
+        with self.tracker.paused():
+            form = torch.empty_like(value, requires_grad=False)
+        size = form.untyped_storage().nbytes()
+        self.hosted += 1 << (size - 1).bit_length() if self.gpu else size  # torch rounds pinned memory so
+        return Hosted(form, value.requires_grad)
+
+    def resolve(self, kept: Any) -> Any:
+        """Return what :meth:`keep` was given, or a copy of it."""
+        return torch.empty_like(kept.form).requires_grad_(kept.learns) if isinstance(kept, Hosted) else kept
+
+    def take(self) -> Saved:
+        """Return what a forward has saved, with operands that the host had back on the device."""
+        outputs, operands, leaves = self.saved.pop()
+        return Saved(outputs, [one._replace(x=self.resolve(one.x)) for one in operands], leaves)
 
     def made(self) -> tuple[int, int]:
         """Return the bytes of live outputs, and those of new values of buffers."""
@@ -129,9 +169,7 @@ class UnitWork(UnitBackward):
                 self.pass_on(place, old)
         start = self.tracker.mark()
         with self.forms, self.tracker:
-            self.run_backward(
-                unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
-            )
+            self.run_backward(unit, self.take, live, partial(self.seed, pending), None if held is None else held.append)
         return self.tracker.peak - start, [self.pending.pop(place, None) for place in live]
 
     def backward_weight(self, held: deque[GradientFactors]) -> int:

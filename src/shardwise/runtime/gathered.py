@@ -18,11 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
+from shardwise.core.memory_options import LEAST_OFFLOAD
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
-
-LEAST_OFFLOAD = 1 << 16  # bytes: a smaller tensor is not worth a transfer
 
 
 class Reference(NamedTuple):
