@@ -7,11 +7,13 @@ extension of torch registers go through the same door.  What torch itself has fo
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -315,6 +317,11 @@ class Backend:
         has = multiplies_wide(into_float32, torch.device(self.type), dtype) if started else self.type == CUDA
         return into_float32 if has else None
 
+    @property
+    def triton(self) -> bool:
+        """Return whether kernels written in Triton run on it; this is believed of devices that are not here."""
+        return self.type in (CUDA, "xpu") and (self.count == 0 or _has_triton(self))
+
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     @property
@@ -389,3 +396,9 @@ class Backend:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
+
+
+@functools.cache
+def _has_triton(backend: Backend) -> bool:
+    old = backend.type == CUDA and not backend.rocm and torch.cuda.get_device_capability(0) < (7, 0)
+    return not old and find_spec("triton") is not None

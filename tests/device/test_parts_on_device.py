@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.atoms import Piece
@@ -16,7 +17,9 @@ from shardwise.core.layout import Box
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
-from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_randint, keyed_uniform
+from shardwise.ops.cross_entropy import MEAN, cross_entropy
+from shardwise.ops.env import Env
+from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_randint, keyed_uniform, keyed_uniform_bits
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
@@ -43,6 +46,39 @@ def test_random_numbers_are_the_cpus(device: torch.device) -> None:
     assert torch.equal(keyed_uniform(*args, device=device).cpu(), keyed_uniform(*args))
     assert torch.equal(keyed_randint(0, 1000, *args, device=device).cpu(), keyed_randint(0, 1000, *args))
     torch.testing.assert_close(keyed_normal(*args, device=device).cpu(), keyed_normal(*args))
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_row", "first"), [(1, 1, 0), (3, 2049, 7), (40, 3, 2**31 - 10), (5, 70_001, 2**32 - 2)]
+)
+def test_random_words_are_the_cpus_at_any_place(rows: int, per_row: int, first: int, device: torch.device) -> None:
+    columns = torch.randint(0, 1 << 30, (per_row,), generator=torch.Generator().manual_seed(0))
+    args = (1, 2, 3, first, rows, per_row)
+    assert torch.equal(keyed_uniform_bits(*args, device=device).cpu(), keyed_uniform_bits(*args))
+    there = keyed_uniform_bits(*args, device=device, columns=columns.to(device))
+    assert torch.equal(there.cpu(), keyed_uniform_bits(*args, columns=columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "classes"), [(5, 7), (7, 4097), (64, 32_000)])
+def test_cross_entropy_is_plain_torchs(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> None:
+    """With ignored targets, and classes that are masked away: in one row the first 4,096."""
+    torch.manual_seed(0)
+    scores, target = torch.randn(rows, classes), torch.randint(classes // 2, classes, (rows,))
+    scores[2, : min(4096, classes // 2)] = scores[3, classes // 3] = -torch.inf
+    target[3], target[1] = classes - 1, -100
+    scores = scores.to(device, dtype).requires_grad_()
+    target = target.to(device)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    exact = F.cross_entropy(scores.double(), target)
+    (goal,) = torch.autograd.grad(exact, scores)
+    options = {"ignore_index": -100, "smoothing": 0.0, "count": rows - 1, "log_probabilities": False, "share": None}
+    ours = cross_entropy(Env(), scores, target, None, reduction=MEAN, summand=True, **options)
+    (found,) = torch.autograd.grad(ours, scores)
+    assert ours.dtype is wide and found.dtype is dtype
+    limit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), exact, rtol=8 * torch.finfo(wide).eps, atol=0)
+    torch.testing.assert_close(found, goal, rtol=8 * limit, atol=limit / rows)
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -4,7 +4,8 @@ A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c = w_c ((1 
 class c, for C classes with weights w, target probabilities t (1 for the class that an integer target names) and label
 smoothing s. Forward has all that the gradient Σ a · softmax(z) - a needs, so forward computes it, with one exponential
 for each score in all, and saves it in place of the log-probabilities. If the scores are in lower precision than fp32,
-nothing of their size is held in fp32.
+nothing of their size is held in fp32. On a GPU with Triton the plain case, integer targets without weights and
+smoothing whose classes are all here, is one launch (``triton_kernels.py``).
 """
 
 from __future__ import annotations
@@ -201,6 +202,23 @@ class _Probabilities:
         return losses * self.keep if self.weight is None else losses * self.keep * self.weight
 
 
+def _in_one_launch(logits: Tensor, wanted: _Named, scale: Tensor, kind: str, gradient: Tensor, losses: Tensor) -> bool:
+    """Compute ``gradient`` and ``losses`` by Triton, if that can be; return whether it could."""
+    plain = wanted.named is None and wanted.every is None and logits.dim() == 2 and logits.stride(1) == 1
+    if not plain or not (Backend.of_kind("gpu") if kind == "gpu" else Backend.of(logits.device)).triton:
+        return False
+    (named,) = wanted.sums(slice(None), logits)  # it also fails on a target that is no class
+    if logits.is_meta:
+        every = torch.empty_like(losses)
+    else:
+        from shardwise.ops.triton_kernels import softmax_loss
+
+        index, valid = wanted.index.squeeze(1), wanted.valid.squeeze(1)
+        every = softmax_loss(logits, index, valid, scale, gradient).unsqueeze(1)
+    torch.sub(every, named, out=losses)
+    return True
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Computes the cross-entropies of the rows of ``logits`` (n, classes, ...) in the dtype of ``scale``: their sum
     times ``scale``, or, with ``by_row``, all of them (n, ...).
@@ -219,10 +237,15 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         target_gradient = torch.empty_like(target) if ctx.needs_input_grad[2] else None
         losses = torch.empty_like(wanted.valid, dtype=wide)
+        whole = (
+            not axes
+            and isinstance(wanted, _Named)
+            and _in_one_launch(logits, wanted, scale, env.kind, gradient, losses)
+        )
         # The most scores of a row on any rank, so that all ranks have the same number of pieces.
         most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])
         step = max(1, PIECE.get(where, PIECE["gpu"]) // max(most, 1))
-        starts = range(0, rows, step)
+        starts = range(0, 0 if whole else rows, step)
         # If only memory is measured, two pieces are enough.
         for start in starts[:2] if logits.is_meta and where != "meta" else starts:
             piece = slice(start, start + step)

@@ -8,8 +8,8 @@ numbers again.
 The hash is counter based. (seed, step, ordinal) are digested to four 32-bit keys on the host (BLAKE2b, about a
 microsecond). A row index gives, through a 32-bit bijective mixer, an offset ``R`` and an odd factor ``A``; a column
 index gives ``C``; an element is ``mix((C ^ R) * A)``. Only this expression is evaluated for every element: ten cheap
-integer passes over a block that stays in the cache. The mixer is a multiply-xorshift one, with the constants of Chris
-Wellons' "lowbias32" (public domain).
+integer passes over a block that stays in the cache, or one launch on a GPU with Triton (``triton_kernels.py``). The
+mixer is a multiply-xorshift one, with the constants of Chris Wellons' "lowbias32" (public domain).
 
 In all functions ``batch`` says which dim has the rows (None: there is none, and every rank draws the same numbers), and
 ``row_start`` is the index of the first row in the global batch. ``columns`` are the indices of the elements in a
@@ -95,13 +95,8 @@ def _blocks(
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
 
     The words are in scratch memory and must be read before the next block is asked for. On meta the first two columns
-    of blocks are enough, for they allocate as much as all. Raises :class:`ShardwiseError` if a sample has 2^31
-    elements or more.
+    of blocks are enough, for they allocate as much as all.
     """
-    if per_row >= _WORD // 2:
-        raise ShardwiseError(
-            f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed"
-        )
     limit = _CPU_BLOCK if (kind or device.type) == "cpu" else _DEVICE_BLOCK
     width = min(per_row, limit)
     height = min(rows, max(1, limit // width))
@@ -125,6 +120,36 @@ def _blocks(
             yield slice(top, bottom), slice(left, right), words
 
 
+def _fill(
+    out: Tensor,
+    keys: tuple[int, int, int, int],
+    row_start: int,
+    kind: str,
+    columns: Tensor | None,
+    threshold: int = 0,
+) -> None:
+    """Fill ``out`` (rows, per_row) with words, or, if it is boolean, with whether they reach ``threshold``.
+
+    Raises :class:`ShardwiseError` if a sample has 2^31 elements or more.
+    """
+    (rows, per_row), device = out.shape, out.device
+    if per_row >= _WORD // 2:
+        raise ShardwiseError(
+            f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed"
+        )
+    if (Backend.of_kind("gpu") if kind == "gpu" else Backend.of(device)).triton:
+        if device.type != "meta":
+            from shardwise.ops.triton_kernels import fill_words
+
+            fill_words(out, keys, _signed(row_start % _WORD), columns, threshold)
+        return
+    for r, c, words in _blocks(keys, row_start, rows, per_row, device, kind, columns):
+        if out.dtype is torch.bool:
+            torch.ge(words, threshold, out=out[r, c])
+        else:
+            out[r, c] = words
+
+
 def keyed_uniform_bits(
     seed: int,
     step: int,
@@ -143,8 +168,7 @@ def keyed_uniform_bits(
     device = torch.device(device)
     result = torch.empty((rows, per_row), dtype=torch.int32, device=device)
     if result.numel() and (kind or device.type != "meta"):
-        for r, c, words in _blocks(_keys(seed, step, ordinal), row_start, rows, per_row, device, kind, columns):
-            result[r, c] = words
+        _fill(result, _keys(seed, step, ordinal), row_start, kind, columns)
     return result
 
 
@@ -211,8 +235,7 @@ def keyed_mask(
         return torch.full(tuple(shape), threshold == 0, dtype=torch.bool, device=device)
     mask = torch.empty((rows, per_row), dtype=torch.bool, device=device)
     start = row_start if batch is not None else 0
-    for r, c, words in _blocks(_keys(seed, step, ordinal), start, rows, per_row, device, kind, columns):
-        torch.ge(words, threshold - _WORD // 2, out=mask[r, c])
+    _fill(mask, _keys(seed, step, ordinal), start, kind, columns, threshold - _WORD // 2)
     return _arrange(mask, shape, batch)
 
 
