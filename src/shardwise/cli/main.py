@@ -154,6 +154,26 @@ def memory(
         run(path, overrides, json, device, picture)
 
 
+@app.command()
+def config(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [section.key=value]... | [section.key | section]...",
+            help="A config, or keys to explain.",
+            show_default=False,
+        ),
+    ] = None,
+    reference: Annotated[bool, typer.Option("--reference", help="Print the page of all keys, as Markdown.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the values of a config with all its defaults, or what keys mean."""
+    with reported(json):
+        from .config import run
+
+        run(arguments or [], reference, json)
+
+
 Schedules = Annotated[
     list[str] | None,
     typer.Option(
@@ -277,6 +297,13 @@ def launch(
         run(script, arguments or [], ranks, threads, run_dir, json, hang_timeout)
 
 
+def _with_keys_to_explain(arguments: list[str]) -> list[str]:
+    """Return the arguments of the command: ``… --help section.key`` is ``config section.key``."""
+    if len(arguments) >= 2 and arguments[-2] in ("--help", "-h") and "launch" not in arguments:
+        return ["config", arguments[-1]]
+    return arguments
+
+
 def main() -> None:
     """Run the command.
 
@@ -284,7 +311,7 @@ def main() -> None:
     been ended.
     """
     try:
-        app()
+        app(_with_keys_to_explain(sys.argv[1:]))
     except SystemExit as end:
         if end.code in (None, 0):
             raise

@@ -24,9 +24,13 @@ class Rule:
     read: Callable[[Any], Any]
 
 
-def key(rule: Rule, default: Any = None) -> Any:
-    """Return a dataclass field with a rule; the default None means "not given"."""
-    return field(default=default, metadata={"rule": rule})
+def key(rule: Rule, default: Any = None, *, does: str, otherwise: str = "", legal: str = "") -> Any:
+    """Return a dataclass field with a rule; the default None means "not given".
+
+    The rest is for the reference (`reference.py`), in Markdown: ``does`` says what the key does, ``otherwise`` what
+    holds where it is not given, and ``legal`` what is legal, where that is more than the rule can say by itself.
+    """
+    return field(default=default, metadata={"rule": rule, "does": does, "otherwise": otherwise, "legal": legal})
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Rule:

@@ -1,0 +1,113 @@
+"""The keys of the section ``[data]``."""
+
+# ruff: noqa: RUF009 - each call of `key` makes a new field
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.data.sources import LEGAL as LEGAL_SOURCE
+
+from ..rules import (
+    choice,
+    integer,
+    key,
+    number,
+    reference,
+    table,
+    tables,
+    text,
+    texts,
+)  # fmt: skip
+
+SOURCE = texts(LEGAL_SOURCE)
+MIX = tables(
+    "a list of tables such as {source = \"stdlib\", weight = 0.5}",
+    {"source": SOURCE, "weight": number(0, open_=True)},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``[data]``: the data is text (``source`` or ``mix``) or a dataset (``factory``); without any
+    of them it is ``source = "stdlib"``, the source code of Python's library.
+    """
+
+    source: str | tuple[str, ...] | None = key(
+        SOURCE,
+        does="text",
+        otherwise='`"stdlib"`',
+        legal=(
+            '`"stdlib"`, a file, a folder, a glob of .txt, .md, .py, .jsonl or .parquet files, the folder'
+            " of a Hugging Face dataset, or a list of these"
+        ),
+    )
+    mix: tuple[Mapping[str, Any], ...] | None = key(
+        MIX,
+        does="several sources by weight",
+        otherwise="none",
+        legal='a list of tables such as `{source = "stdlib", weight = 0.5}`',
+    )
+    text_field: str | None = key(
+        text("the name of the column of text in .jsonl, .parquet and datasets"),
+        does="the column of .jsonl, .parquet and datasets that has the text",
+        otherwise='`"text"`',
+        legal="the name of a column",
+    )
+    tokenizer: str | None = key(
+        text('"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)'),
+        does="what turns text into tokens",
+        otherwise='`"bytes"`',
+        legal='`"bytes"`, or the path of a `tokenizer.json`',
+    )
+    end_token: str | None = key(
+        text("the token of data.tokenizer that ends a document"),
+        does="for a `tokenizer.json`: the token that ends every document (for bytes it is byte 0)",
+        otherwise="the first that it has of <code>&lt;&#124;endoftext&#124;&gt;</code>, `</s>`, `<eos>`, `[SEP]`",
+        legal="a token of `tokenizer`",
+    )
+    validation: float = key(
+        number(0, below=1),
+        does="the fraction of the documents that is set apart for evaluations",
+        otherwise="0.01; with a `factory` 0",
+        legal="from 0 to below 1; with a `factory` 0",
+    )
+    attention: str | None = key(
+        choice("full", "document"),
+        does="whether attention crosses document boundaries, or stays within a document",
+        otherwise='`"full"`',
+    )
+    cache_dir: str | None = key(
+        text("the path of a folder for tokens"),
+        does="the folder that keeps tokens, so that text is tokenised once",
+        otherwise="`$XDG_CACHE_HOME/shardwise/tokens`, else `~/.cache/shardwise/tokens`",
+    )
+    factory: str | None = key(
+        reference("a function that returns a map-style dataset of dicts of tensors,"),
+        does="a function that returns a map-style dataset of dicts of tensors",
+        otherwise="none",
+        legal="as `model.factory`",
+    )
+    arguments: Mapping[str, Any] | None = key(
+        table("a table of keyword arguments of the factory"),
+        does="keyword arguments of the factory",
+        otherwise="none",
+        legal="a table",
+    )
+    batch_size: int = key(
+        integer(1),
+        16,
+        does="the number of rows in a step, over all ranks and microbatches",
+        legal="a multiple of `parallel.dp` × `parallel.microbatches`",
+    )
+    sequence_length: int = key(
+        integer(1),
+        128,
+        does="the number of tokens in a row",
+    )
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the data is text, which is tokenised, and not a dataset of the user."""
+        return self.factory is None

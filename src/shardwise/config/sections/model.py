@@ -1,0 +1,134 @@
+"""The keys of the section ``[model]``."""
+
+# ruff: noqa: RUF009 - each call of `key` makes a new field
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..rules import (
+    choice,
+    integer,
+    key,
+    number,
+    reference,
+    switch,
+    table,
+    text,
+)  # fmt: skip
+
+
+def _weighs(text: str) -> bool:
+    return text in ("rows", "sum") or (text.startswith("targets:") and len(text) > len("targets:"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: a model is given by one of ``name``, ``factory`` and ``transformers``; without any of
+    them it is ``name = "gpt"``. The sizes belong to ``name``.
+    """
+
+    name: str | None = key(
+        choice("gpt", "llama"),
+        does="a model that comes with shardwise",
+        otherwise='`"gpt"`',
+    )
+    factory: str | None = key(
+        reference("a function that returns an nn.Module,"),
+        does="a function that returns the `nn.Module`, as `file.py:function` or `package.module:function`",
+        otherwise="none",
+        legal="a function that can be imported",
+    )
+    transformers: str | None = key(
+        text('the name of a model class, such as "LlamaForCausalLM"', str.isidentifier),
+        does="the name of a model class of transformers",
+        otherwise="none",
+        legal='such as `"LlamaForCausalLM"`',
+    )
+    loss: str | None = key(
+        reference("a function loss(output, batch),"),
+        does="a function `loss(output, batch)`, for a model whose `forward` does not return the loss",
+        otherwise="none",
+        legal="as for `factory`",
+    )
+    loss_weight: str | None = key(
+        text('"rows", "sum" or "targets:FIELD"', _weighs),
+        does=(
+            "for a model that cannot be captured: what its loss is of its rows, where a trial at the "
+            "start does not show that"
+        ),
+        otherwise="found by trial",
+        legal=(
+            '`"rows"` (a mean over rows), `"sum"`, or `"targets:FIELD"` (a mean over the entries of a '
+            "field that are not -100)"
+        ),
+    )
+    vocabulary: int | None = key(
+        integer(1),
+        does="the number of tokens in the embedding table",
+        otherwise="the tokenizer's; with a `data.factory` that of bytes",
+        legal="1 or more, at least the tokenizer's",
+    )
+    width: int | None = key(
+        integer(1),
+        does="elements of a token's hidden state",
+        otherwise="192",
+        legal="1 or more, a multiple of `heads`",
+    )
+    layers: int | None = key(
+        integer(1),
+        does="the number of blocks",
+        otherwise="4",
+    )
+    heads: int | None = key(
+        integer(1),
+        does="the number of attention heads in a block",
+        otherwise="6",
+        legal="a divisor of `width`; for llama, heads of an even size",
+    )
+    kv_heads: int | None = key(
+        integer(1),
+        does="llama only: the number of key and value heads, each of which serves `heads / kv_heads` query heads",
+        otherwise="`heads`",
+        legal="a divisor of `heads`",
+    )
+    hidden: int | None = key(
+        integer(1),
+        does="elements of a token inside the MLP",
+        otherwise="4 × `width`; for llama 8/3 × `width`, rounded up to a multiple of 32",
+    )
+    context: int | None = key(
+        integer(1),
+        does="the number of positions that the model knows",
+        otherwise="`data.sequence_length`",
+        legal="at least `data.sequence_length`",
+    )
+    dropout: float | None = key(
+        number(0, below=1),
+        does="gpt only: the probability that an element is dropped",
+        otherwise="0",
+    )
+    tied: bool | None = key(
+        switch(),
+        does="llama only: whether embeddings and output projection are one parameter",
+        otherwise="false",
+    )
+    config: Mapping[str, Any] | None = key(
+        table("a table of values for the transformers config class"),
+        does="the values of the transformers config class",
+        otherwise="none",
+        legal="a table",
+    )
+    arguments: Mapping[str, Any] | None = key(
+        table("a table of keyword arguments of the factory"),
+        does="keyword arguments of the factory",
+        otherwise="none",
+        legal="a table",
+    )
+    weights: str | None = key(
+        text("the path of a safetensors file, or of a folder of them, to start from"),
+        does="weights to start from, instead of random ones",
+        otherwise="none",
+        legal="a safetensors file, or a folder of them",
+    )

@@ -1,0 +1,164 @@
+"""The keys of the section ``[parallel]``."""
+
+# ruff: noqa: RUF009 - each call of `key` makes a new field
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.core import plan
+from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
+from shardwise.core.memory_options import Offload, Recompute
+from shardwise.core.numeric_options import Precision
+from shardwise.core.pipeline_options import Norm
+from shardwise.core.tensor_options import Tensor, TensorPlan
+from shardwise.parallel.data import ZERO
+
+from ..rules import (
+    choice,
+    integer,
+    key,
+    several,
+    switch,
+    text,
+    words,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """``[parallel]``: the number of ranks is ``pp`` × ``dp`` × ``tp``. docs/pipelines.md and docs/tensor.md explain the
+    words.
+    """
+
+    pp: int = key(
+        integer(1),
+        1,
+        does="the number of ranks in a pipeline",
+    )
+    schedule: str = key(
+        choice(*plan.CHOICES["schedule"]),
+        "1f1b",
+        does="the order in which these ranks compute",
+    )
+    stages_per_rank: int | None = key(
+        integer(1),
+        does="the number of stages on each rank of a pipeline",
+        otherwise="what the schedule takes",
+        legal="1 or more, as the schedule takes",
+    )
+    stages: tuple[int, ...] | None = key(
+        several(integer(1)),
+        does="the number of units in each stage",
+        otherwise="so that the stages' costs are balanced",
+        legal="a number for each stage",
+    )
+    norm: Norm = key(
+        choice(*plan.CHOICES["norm"]),
+        "barrier",
+        does="whether stages wait for the norm of all gradients before they update",
+    )
+    window: int = key(
+        integer(1),
+        32,
+        does="the number of steps after which the pipeline is drained, where batches overlap",
+    )
+    vertical_sync: bool = key(
+        switch(),
+        False,
+        does="pipedream only: whether all stages use the same version of the weights for a microbatch",
+    )
+    timetable: tuple[str, ...] | None = key(
+        several(text('a text for each rank, such as "F0.0 F0.1 B0.0 B0.1"')),
+        does='with schedule `"auto"`: an order of your own',
+        otherwise="what the search finds",
+        legal='a text for each rank, such as `"F0.0 F0.1 B0.0 B0.1"`',
+    )
+    tp: int = key(
+        integer(1),
+        1,
+        does="the number of ranks that share each layer",
+        legal="1 or more, as `tensor` takes",
+    )
+    tensor: Tensor = key(
+        choice(*plan.CHOICES["tensor"]),
+        "1d",
+        does="the recipe by which these ranks share a layer",
+    )
+    tensor_plan: TensorPlan = key(
+        choice(*plan.CHOICES["tensor_plan"]),
+        "recipe",
+        does="what decides how tensors are sharded",
+    )
+    pins: Mapping[str, str] | None = key(
+        words('a table of patterns, such as "*.q_proj.weight" = "column"'),
+        does='with `"propagate"` and `"table"`: which dims of tensors to shard',
+        otherwise="none",
+        legal='a table of patterns, such as `"*.q_proj.weight" = "column"`',
+    )
+    dp: int = key(
+        integer(1),
+        does="the number of data-parallel ranks",
+        otherwise="all devices / (`pp` × `tp`)",
+    )
+    dp_replicate: int = key(
+        integer(1),
+        1,
+        does="the number of groups of data-parallel ranks, each of which holds everything that `zero` shards",
+        legal="a divisor of `dp`",
+    )
+    zero: int = key(
+        integer(0, most=len(ZERO) - 1),
+        0,
+        does="what data-parallel ranks shard: nothing, the optimizer's state, gradients too, parameters too",
+        legal="0, 1, 2, 3",
+    )
+    gathered: Gathered | None = key(
+        choice(*plan.CHOICES["gathered"]),
+        does="ZeRO-3 only: how long gathered parameters stay",
+        otherwise="what communicates least and fits",
+    )
+    prefetch: int | None = key(
+        integer(0),
+        does="how many units ahead of their use parameters are gathered",
+        otherwise="1; on GPUs what hides gathers, if that fits",
+    )
+    reduced: Reduced | None = key(
+        choice(*plan.CHOICES["reduced"]),
+        does="ZeRO-2 and 3 only: when gradients go to their shards",
+        otherwise="what communicates least and fits",
+    )
+    reduce: ReduceDtype = key(
+        choice(*plan.CHOICES["reduce"]),
+        "auto",
+        does='the dtype in which gradients are summed over ranks; `"auto"` is the dtype in which they are kept',
+    )
+    offload: Offload = key(
+        choice(*plan.CHOICES["offload"]),
+        "none",
+        does="what the host keeps",
+    )
+    microbatches: int = key(
+        integer(1),
+        1,
+        does="the number of parts of a batch, which are computed one after the other",
+    )
+    rows: Rows = key(
+        choice(*plan.CHOICES["rows"]),
+        "microbatch",
+        does=(
+            "which rows meet where a model lets rows meet (BatchNorm, in-batch negatives): those of a "
+            "microbatch, or those of the batch, for which all microbatches run up to there first"
+        ),
+        legal='`"microbatch"`, `"batch"` (with `pp` = 1)',
+    )
+    recompute: Recompute = key(
+        choice(*plan.CHOICES["recompute"]),
+        "none",
+        does="which part of a unit's forward is computed again before its backward",
+    )
+    precision: Precision = key(
+        choice(*plan.CHOICES["precision"]),
+        "fp32",
+        does="the dtype that computes",
+    )
