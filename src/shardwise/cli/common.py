@@ -13,6 +13,12 @@ import typer
 from shardwise.core.errors import ConfigError, ShardwiseError
 
 INTERRUPTED = 130
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interruption, with words on what it has left."""
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -36,11 +42,12 @@ def reported(json: bool) -> Iterator[None]:
     except ShardwiseError as error:
         _print_error(error, json)
         raise typer.Exit(exit_code(error)) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
+        words = str(interruption) or "interrupted"
         if json:
-            _print_json_error("interrupted", "interrupted", None)
+            _print_json_error(words, "interrupted", None)
         else:
-            print("interrupted", file=sys.stderr)
+            print(words, file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -6,9 +6,9 @@ import atexit
 import json as jsonlib
 import os
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,33 @@ from rich.console import Console
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, build_data, build_plan, load_config
+from shardwise.config import Config, build_data, build_plan, check_callbacks, load_config
 from shardwise.data.progress import shown
+from shardwise.launch.begin import begun, stage
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
-from shardwise.launch.folder import CHECKPOINTS, FoundRun, prepare_folder, read_lines
-from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
+from shardwise.launch.folder import CHECKPOINTS, FoundRun, look, read_lines
+from shardwise.launch.local import interruptible, launch_local, run_folder, under_torchrun
 from shardwise.launch.rank import end_now, message_of, stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.launch.subject import check_plan
 from shardwise.report.display import Display, show_result
-from shardwise.report.files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, SCHEDULE
-from shardwise.report.tables import make_console, print_json
+from shardwise.report.files import METRICS, RESULT
+from shardwise.report.loggers import check_loggers
+from shardwise.report.observers import HOOKS
+from shardwise.report.starting import Phases
+from shardwise.report.tables import make_console, plural, print_json
 from shardwise.runtime.progress import Progress, record_path
 
-from .common import INTERRUPTED, exit_code
+from .common import INTERRUPTED, Interrupted, exit_code
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun, where nobody watches and ranks may start at different times
-STALE = (SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
-    """Train as the config and its overrides say, or go on with the run in its folder."""
-    start = time.monotonic()
+    """Train as the config and its overrides say, or go on with the run in its folder, or show that it has finished."""
     adopt(os.environ)
     Backend.built().prepare(os.environ)  # before this process, which may be a rank, asks for devices
     warnings = check_torch()
@@ -54,38 +56,97 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     check_ranks(
         config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
     )
+    check_loggers(config.train.loggers)
     first = not under_torchrun() or os.environ["RANK"] == "0"
-    folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
-    notices = [*warnings, *config.notices, *_prepare_data(config, console if first else None)]
-    with console.status("capturing the model") if first and not json else nullcontext():
-        # All ranks under torchrun check, so that none waits for another that fails.
-        check_plan(config, torch.device(backend.type))
-    with run_folder(folder) if first else nullcontext():
-        found = _prepare(config) if first else FoundRun()
-        notices += found.notices
-        if first and not json:
-            for notice in notices:
-                # A warning may hold a command to copy, so it is not broken into lines.
-                console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)
-        ranks = config.train.devices
+    phases = Phases(console if first and not json else None)
+    with interruptible():
+        config, notices = _with_data(config, console if first else None, phases)
+        # All ranks under torchrun look and check, so that none waits for another that fails or has nothing to do.
+        found = look(config)
+        if found.finished:
+            if first:
+                _tell_finished(config, console if not json else None)
+            return
+        check_callbacks(config, HOOKS)
+        with phases.phase("checking the plan"):
+            check_plan(config, torch.device(backend.type))
+        _run(config, found, Shown(console, json, first, phases, [*warnings, *notices]), warnings)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the user sees, and where: of all ranks under torchrun only the ``first`` shows anything."""
+
+    console: Console
+    json: bool
+    first: bool
+    phases: Phases
+    notices: list[str]
+
+
+def _run(config: Config, found: FoundRun, shown: Shown, warnings: Sequence[str]) -> None:
+    """Start the ranks, or be one, and tell how the run has ended."""
+    folder, console = Path(config.train.run_dir), shown.console
+    quiet = shown.json or not shown.first
+    with run_folder(folder) if shown.first else nullcontext():
+        if shown.first:
+            stage(folder, config.resolved(), anew=found.checkpoint is None)
+        notices = [*shown.notices, *found.notices]
+        for notice in () if quiet else notices:
+            # A warning may hold a command to copy, so it is not broken into lines.
+            console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)
         display = Display(
-            console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step
-        )
-        with nullcontext() if json or not first else display:
-            if under_torchrun():
-                stopped = _train_here(config, display if first and not json else None)
-            else:
-                _train_local(config, display, quiet=json)
-                stopped = not (folder / RESULT).exists()
-    extra = {"notes": notices, "resumed_from": found.step or None}
+            console, folder, config.train.steps, f"starting {plural(config.train.devices, 'rank')}", found.step,
+            shown.phases,
+        )  # fmt: skip
+        extra = {"notes": notices, "resumed_from": found.step or None}
+        try:
+            with nullcontext() if quiet else display:
+                if under_torchrun():
+                    stopped = _train_here(config, None if quiet else display)
+                else:
+                    stopped = _train_local(config, display, quiet=shown.json)
+        except KeyboardInterrupt:
+            if begun(folder):
+                raise
+            raise Interrupted(f"interrupted before the first step; {folder} is as it was") from None
     if stopped:
-        if first:
-            _tell_stopped(folder, console if not json else None, extra)
+        if shown.first:
+            _tell_stopped(folder, console if not shown.json else None, extra)
         raise typer.Exit(INTERRUPTED)
-    if first:
+    if shown.first:
         result = jsonlib.loads((folder / RESULT).read_text(encoding="utf-8"))
-        print_json({**result, **extra}) if json else show_result(console, result, time.monotonic() - start)
+        print_json({**result, **extra}) if shown.json else show_result(console, result, shown.phases.seconds)
+
+
+def _with_data(config: Config, console: Console | None, phases: Phases) -> tuple[Config, tuple[str, ...]]:
+    """Tokenise text that is not in the cache, before ranks have to wait for it, and count the steps of epochs; return
+    the config with the number of steps, and notices for the user."""
+    if not config.data.is_text and config.train.epochs is None:
+        return config, config.notices
+    with (
+        phases.phase("reading the text" if config.data.is_text else "opening the data", quiet=True),
+        nullcontext() if console is None else shown("reading the text", console) as progress,
+    ):
+        data = build_data(config, progress)
+        config = config.for_samples(len(data.train))
+    return config, (*config.notices, *data.notices)
+
+
+def _tell_finished(config: Config, console: Console | None) -> None:
+    """Show the result of a run that has finished already."""
+    folder = Path(config.train.run_dir)
+    result = jsonlib.loads((folder / RESULT).read_text(encoding="utf-8"))
+    if console is None:
+        print_json({**result, "already_finished": True, "notes": [], "resumed_from": None})
+        return
+    words = f"this run has finished: {plural(result['steps'], 'step')}, in {folder}"
+    console.print(words, markup=False)
+    show_result(console, result, None)
+    console.print(
+        "More train.steps go on from there; to train again: another train.run_dir, or train.resume=never", markup=False
+    )
 
 
 def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:
@@ -113,30 +174,9 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
     console.print(f"stopped after {done} step{'s' if done != 1 else ''}, {words}", markup=False)
 
 
-def _prepare(config: Config) -> FoundRun:
-    """Prepare the folder: unless this run goes on with an earlier one, delete logs and results that are left there."""
-    folder = Path(config.train.run_dir)
-    found = prepare_folder(config)
-    if found.checkpoint is None:
-        clear_logs(folder)
-        for name in STALE:
-            (folder / name).unlink(missing_ok=True)
-    for name in (RESULT, ABOUT):
-        (folder / name).unlink(missing_ok=True)
-    (folder / CONFIG).write_text(config.resolved(), encoding="utf-8")
-    return found
-
-
-def _prepare_data(config: Config, console: Console | None) -> tuple[str, ...]:
-    """Tokenise text that is not in the cache, before ranks have to wait for it; return notices about it."""
-    if not config.data.is_text:
-        return ()
-    with nullcontext() if console is None else shown("reading the text", console) as progress:
-        return build_data(config, progress).notices
-
-
-def _train_local(config: Config, display: Display, quiet: bool) -> None:
-    """Train in processes that this one starts and watches, and starts again if one is lost."""
+def _train_local(config: Config, display: Display, quiet: bool) -> bool:
+    """Train in processes that this one starts and watches, and starts again if one is lost; return whether they were
+    asked to stop before the last step."""
     folder = Path(config.train.run_dir).absolute()
 
     def start() -> bool:
@@ -150,6 +190,7 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
         display.say("stopping after this step, with a checkpoint (once more: at once)")
 
     run_with_restarts(start, folder, config.train.max_restarts, display.say)
+    return not begun(folder) or not (folder / RESULT).exists()
 
 
 def _train_here(config: Config, display: Display | None) -> bool:

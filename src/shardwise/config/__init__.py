@@ -1,6 +1,7 @@
 """The configuration of a run, which is checked before anything starts."""
 
 from .build import Data, build_data, build_loss_scale, build_model, build_optimizer, build_plan
+from .callbacks import build_callbacks, check_callbacks
 from .config import Config, load_config
 from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -16,10 +17,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainConfig",
+    "build_callbacks",
     "build_data",
     "build_loss_scale",
     "build_model",
     "build_optimizer",
     "build_plan",
+    "check_callbacks",
     "load_config",
 ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class Config:
     """A valid configuration with every default filled in; :func:`load_config` makes one.
 
     ``notices`` are remarks for the user, and ``origins`` says where each key that the user set comes from; neither
-    counts when configurations are compared.
+    counts when configurations are compared.  With ``train.epochs`` the number of steps is not known yet:
+    ``train.steps`` and what follows from it are defaults, until :meth:`for_samples`.
     """
 
     model: ModelConfig
@@ -34,6 +36,11 @@ class Config:
     checkpoint: CheckpointConfig
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    _again: Callable[..., Config] | None = field(default=None, compare=False, repr=False)
+
+    def for_samples(self, samples: int) -> Config:
+        """Return the configuration for so many training samples: with ``train.steps`` in place of ``train.epochs``."""
+        return self if self.train.epochs is None or self._again is None else self._again(samples=samples)
 
     def resolved(self) -> str:
         """Return the whole configuration as TOML with absolute paths; loading it gives this configuration again."""
@@ -56,25 +63,31 @@ class Config:
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None
+    path: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    hardware: Hardware | None = None,
+    samples: int | None = None,
 ) -> Config:
     """Load the configuration in the TOML file ``path`` (None: all defaults) with ``section.key=value`` overrides.
 
     Relative paths in the file are relative to its folder, and in overrides to the current folder. ``hardware`` (by
-    default this machine) sets the defaults and limits of devices. :class:`ConfigError` lists every problem, one on a
+    default this machine) sets the defaults and limits of devices. ``samples`` is the number of training samples, for
+    ``train.epochs``. :class:`ConfigError` lists every problem, one on a
     line: the key, its value, where it comes from, and what is legal.
     """
-    draft = ConfigDraft()
+    draft, overrides, hardware = ConfigDraft(), tuple(overrides), hardware or Hardware.here()
     if path is not None:
         draft.add_tables(_read(Path(path)), str(path), Path(path).absolute().parent)
     for override in overrides:
         draft.add_override(override, "command line", Path.cwd())
-    complete(draft, hardware or Hardware.here())
+    complete(draft, hardware, samples)
     if draft.problems:
         raise ConfigError("\n".join(line for _, line in draft.problems))
     return Config(
-        **{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins
-    )
+        **{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins,
+        _again=partial(load_config, path, overrides, hardware=hardware),
+    )  # fmt: skip
 
 
 def _read(path: Path) -> dict[str, Any]:

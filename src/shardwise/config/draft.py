@@ -17,6 +17,8 @@ from .sections import SECTIONS, rules
 from .toml import parse, shown
 
 REFERENCES = ("model.factory", "model.loss", "data.factory")
+RENAMED = {"train.tensorboard": 'train.loggers = ["tensorboard"]'}
+"""Keys of earlier versions, and what to write instead."""
 PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 
 
@@ -72,6 +74,10 @@ class ConfigDraft:
 
     def _add(self, section: str, name: str, value: Any, origin: str, folder: Path) -> None:
         legal = rules(section)
+        if f"{section}.{name}" in RENAMED:
+            line = f"{section}.{name} = {shown(value)} ({origin}): legal: {RENAMED[f'{section}.{name}']}"
+            self.problems.append(("", line))
+            return
         if name not in legal:
             self._unknown(name, origin, "key", legal, f"{section}.")
             return
@@ -84,8 +90,9 @@ class ConfigDraft:
             self.refuse(key, legal[name].legal, str(error))
             return
         if key in REFERENCES:
-            place, _, function = read.rpartition(":")
-            read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
+            read = _absolute_reference(read, folder)
+        elif key == "train.callbacks":
+            read = tuple(_absolute_reference(one, folder) for one in read)
         elif key == "data.source":
             read = _absolute_source(read, folder)
         elif key == "data.mix":
@@ -129,6 +136,12 @@ class ConfigDraft:
         if not self.given(key) and self.sound(key):
             self._values[key] = value
 
+    def put_for(self, given: str, key: str, value: Any) -> None:
+        """Set ``key`` to what the user has asked for by the key ``given``, which is left out from now on."""
+        self._values[key] = self._raw[key] = value
+        self._values[given] = None
+        self._origins[key] = self._origins.pop(given)
+
     def refuse(self, key: str, legal: str, hint: str = "") -> None:
         """Note that the value of ``key`` is wrong, and what is legal."""
         self._bad.add(key)
@@ -169,6 +182,11 @@ def _merged(before: Any, value: Any) -> Any:
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{name: _merged(before.get(name), item) for name, item in value.items()}}
+
+
+def _absolute_reference(reference: str, folder: Path) -> str:
+    place, _, function = reference.rpartition(":")
+    return f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else reference
 
 
 def _absolute_source(source: str | tuple[str, ...], folder: Path) -> str | tuple[str, ...]:

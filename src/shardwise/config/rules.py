@@ -153,6 +153,21 @@ def several(each: Rule) -> Rule:
     return Rule(f"a list, each {each.legal}", read)
 
 
+def distinct(each: Rule) -> Rule:
+    """Return the rule for a list of texts under one rule, none of them twice, which becomes a tuple."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise Illegal(f"It is no list; [{value!r}] is one" if isinstance(value, str) else "")
+        found = tuple(str(each.read(item)) for item in value)
+        twice = [item for item in found if found.count(item) > 1]
+        if twice:
+            raise Illegal(f"{twice[0]} is there twice")
+        return found
+
+    return Rule(f"a list, each {each.legal}", read)
+
+
 def texts(legal: str) -> Rule:
     """Return the rule for a text that can be written to a file, or a list of such texts, which becomes a tuple."""
     one = text(legal)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import psutil
 
 from shardwise.backend import Backend
-from shardwise.core.plan import Plan
-from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady_batches
-from shardwise.report.files import ABOUT, MEMORY
+from shardwise.report.files import ABOUT, MEMORY, current
 from shardwise.train.checkpoints import Checkpoints
-from shardwise.units.trace import Trace
 
 from .measuring import write_memory
-from .mfu import mfu, model_flops, peak_flops
 from .ready import Ready
 from .results import write_json
 
@@ -31,19 +29,20 @@ def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
     folder; all ranks call it together before step ``first``."""
     trainer = run.trainer
     phases = _phases(run.side.progress.timeline)
-    log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
+    words = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases)
+    log.info("ready after %.1f s (%s): process %d on %s", age(), words, os.getpid(), trainer.comm.device)
     ceiling = checkpoints.prepare()
     log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
     if trainer.comm.rank != 0:
         return
     compiled, plan = trainer.compiled, trainer.plan
     programs = compiled.programs(compiled.general, plan.microbatches, steady_batches(plan))
-    (run.folder / "program.txt").write_text(
+    current(run.folder, "program.txt").write_text(
         "\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8"
     )
     about = _about(run) | {"start_seconds": age(), "first_step": first, "staging_bytes": ceiling, "phases": phases}
-    write_json(run.folder / ABOUT, about)
-    write_memory(run.folder / MEMORY, run.forecast)
+    write_memory(current(run.folder, MEMORY), run.forecast)
+    write_json(current(run.folder, ABOUT), about)
     for line in (*about["notes"], *([str(run.matmul)] if run.matmul else [])):
         log.info(line)
     log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
@@ -65,28 +64,23 @@ def _about(run: Ready) -> dict[str, Any]:
     }
 
 
-def utilisation(run: Ready) -> Callable[[int, float], float] | None:
-    """Return a function from a step's rows and seconds to its MFU; None if peak or FLOPs of the model are unknown."""
-    trainer, rows = run.trainer, run.config.data.batch_size
-    peak = peak_flops(trainer.comm.device, trainer.plan.numeric.precision)
-    flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
-    if peak is None or flops is None:
-        return None
-    return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
+def facts(run: Ready, first: int) -> dict[str, Any]:
+    """Return what observers of a run are told once step ``first`` has worked."""
+    config, about = run.config, _about(run)
+    return {
+        "run_dir": str(run.folder),
+        "config": tomllib.loads(config.resolved()),
+        "steps": config.train.steps,
+        "first_step": first,
+        **{key: about[key] for key in ("ranks", "device", "parameters")},
+    }
 
 
-def _whole(compiled: Compiled) -> Trace:
-    """Return the trace of the whole model, as a single rank would compute it."""
-    if not compiled.general.tensor:
-        return compiled.general
-    return compiled.under(Plan(numeric=compiled.plan.numeric)).general
-
-
-def _phases(timeline: Sequence[tuple[str, float]]) -> str:
-    """Return ``starting 2.1 s, connecting 0.1 s, …``; "starting" includes the interpreter and its imports."""
+def _phases(timeline: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return the phases so far, with their seconds; the first, "starting", includes the interpreter and its imports."""
     began = time.time() - age()
     marks = [(timeline[0][0], began), *timeline[1:], ("", time.time())]
-    return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
+    return [(text, after - at) for (text, at), (_, after) in pairwise(marks)]
 
 
 def age() -> float:

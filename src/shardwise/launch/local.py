@@ -21,10 +21,11 @@ from types import FrameType
 from typing import Any
 
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.report.files import LOGS, logs
 from shardwise.runtime.progress import ask_to_stop, read_record
 
 from . import flight
-from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
+from .monitor import MONITOR, RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
 # By default glibc returns freed activations to the system and faults them in again, 100 MB per step of a small GPT.
@@ -69,7 +70,7 @@ def under_torchrun() -> bool:
 def run_folder(run_dir: Path) -> Iterator[None]:
     """Make a run's folder and lock it for this process; raise :class:`ConfigError` if another run writes to it."""
     try:
-        for name in ("logs", "monitor"):
+        for name in (LOGS, MONITOR):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
@@ -145,11 +146,11 @@ def launch_local(
     )
     watcher.pipes = Path(tempfile.mkdtemp(prefix="shardwise-"))  # not every file system has pipes
     recorder = Backend.built().flight_recorder(
-        *(str(at.absolute() / flight.STEM) for at in (run_dir / "monitor", watcher.pipes))
+        *(str(at.absolute() / flight.STEM) for at in (run_dir / MONITOR, watcher.pipes))
     )
     agent = _Agent(command, ranks, run_id, threads, recorder)
     asked = False
-    with _signals():
+    with interruptible():
         try:
             agent.start()
             try:
@@ -226,7 +227,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         rank = hang.culprits[0] if hang.culprits else None
         where = watcher.report()
         stacks = [line for culprit in hang.culprits for line in _stack(watcher, culprit)]
-        collectives = flight.report(flight.collect(watcher.run_dir / "monitor", watcher.pipes))
+        collectives = flight.report(flight.collect(watcher.run_dir / MONITOR, watcher.pipes))
         return _failed(watcher, hang.message, "hang", rank, [*where, *collectives, *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
@@ -266,11 +267,11 @@ def _place(run_dir: Path, rank: int) -> str:
 
 
 def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None, details: list[str]) -> RunFailed:
-    logs = watcher.run_dir / "logs"
+    where = logs(watcher.run_dir)
     if rank is not None and cause != "config":
         lines = last_lines(log_path(watcher.run_dir, rank))
         details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
-    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"], watcher.failed_at)
+    return RunFailed(message, cause, rank, [*details, f"logs: {where}"], watcher.failed_at)
 
 
 def last_lines(path: Path) -> list[str]:
@@ -368,7 +369,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does; only the main thread can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield

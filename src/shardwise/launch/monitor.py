@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.report.files import write_whole
+from shardwise.report.files import logs, write_whole
 from shardwise.runtime.call import CommunicationError
 from shardwise.runtime.progress import record_path
 
+MONITOR = "monitor"  # a folder in that of the run: the records of its ranks
 RANKS_LOCK = ".ranks"  # a file in the run's folder: each rank holds a shared lock on it until it ends
 
 Kind = Literal["config", "shardwise", "non-finite", "overflow", "communication", "other"]
@@ -23,7 +24,7 @@ Kind = Literal["config", "shardwise", "non-finite", "overflow", "communication",
 
 def log_path(run_dir: Path, rank: int) -> Path:
     """Return the path of the log that gets everything rank ``rank`` prints."""
-    return run_dir / "logs" / f"rank_{rank}.log"
+    return logs(run_dir) / f"rank_{rank}.log"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RankError:
 def read_errors(run_dir: Path) -> list[RankError]:
     """Return the errors of all ranks, the earliest first."""
     found = [
-        RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in (run_dir / "monitor").glob("rank_*.error")
+        RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in (run_dir / MONITOR).glob("rank_*.error")
     ]
     return sorted(found, key=lambda error: (error.time, error.rank))
 

@@ -30,7 +30,7 @@ from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.report.files import PLAN, SCHEDULE
+from shardwise.report.files import PLAN, SCHEDULE, current
 from shardwise.report.tables import size
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.alone import AloneCommunicator
@@ -39,7 +39,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
 
-from .folder import plan_of
+from .folder import plan_to_keep
 from .forecast import Forecast
 from .results import write_json
 
@@ -121,7 +121,7 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
 def _kept(forecast: Forecast, folder: Path) -> str:
     """Return the plan to go on with, with the order of an earlier start of this run; return an empty string if that
     order does not suit this config, and :data:`TOO_LARGE` if it does not fit."""
-    before = plan_of(folder)
+    before = plan_to_keep(folder)
     if before is None:
         return ""
     now, given = forecast.plan, forecast.config.parallel
@@ -247,7 +247,8 @@ def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path)
     counted = replace(chosen.costs, activations=(), weight_activations=())
     note = _note(chosen, forecast.config.parallel.pp)
     write_json(
-        folder / SCHEDULE, {"name": f"{AUTO}: {chosen.found.words}", "note": note, "costs": vars(counted), "plan": plan}
+        current(folder, SCHEDULE),
+        {"name": f"{AUTO}: {chosen.found.words}", "note": note, "costs": vars(counted), "plan": plan},
     )
     return {"plan": plan, "note": note}
 

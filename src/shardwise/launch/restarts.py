@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint.reader import latest
+from shardwise.report.files import begins_anew, logs
 
 from .folder import CHECKPOINTS
 from .local import RunFailed
@@ -47,10 +48,10 @@ def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say:
 
 
 def _log(run_dir: Path, text: str) -> None:
-    """Append a line with its time to ``logs/launcher.log``; a full disk does not end the run."""
-    with suppress(OSError), (run_dir / "logs" / "launcher.log").open("a", encoding="utf-8") as file:
+    """Append a line with its time to ``launcher.log``; a full disk does not end the run."""
+    with suppress(OSError), (logs(run_dir) / "launcher.log").open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
 def _last(run_dir: Path) -> Path | None:
-    return latest(run_dir / CHECKPOINTS)
+    return None if begins_anew(run_dir) else latest(run_dir / CHECKPOINTS)

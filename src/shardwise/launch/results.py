@@ -9,26 +9,23 @@ import os
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.optim import OptimizerChoice
-from shardwise.models import generate
+from shardwise.report import speed
 from shardwise.report.files import METRICS, write_whole
-from shardwise.report.tensorboard import TensorBoard
+from shardwise.report.observers import Observers
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.whole_state import WholeState
-
-SAMPLE_TOKENS = 400
-TEMPERATURE = 0.8
 
 Metrics = dict[str, Any]
 OnStep = Callable[[Metrics], object]
@@ -38,28 +35,35 @@ OnStep = Callable[[Metrics], object]
 class MetricsWriter:
     """This appends one JSON object per step to ``file``, a step late: on a GPU, reading a value waits for its step.
 
-    ``tokens_per_row`` is the number of tokens of a sample.  ``step_seconds`` is the time from the beginning of a step,
-    where its batch is read, to the beginning of the next, or to the end of the window for its last step.
-    ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with what
-    earlier parts of the run have written.
+    Without a file, and until :meth:`begin` gives one, the objects wait: nobody is told of them.  ``tokens_per_row`` is
+    the number of tokens of a sample; if it is None the data is no text, and samples count.  ``step_seconds`` is the
+    time from the beginning of a step, where its batch is read, to the beginning of the next, or to the end of the
+    window for its last step.  ``utilisation(rows, seconds)`` gives a step's TFLOP/s and MFU, if they are known, and
+    ``observers`` look on.  ``history`` begins with what earlier parts of the run have written.
     """
 
-    file: TextIO
+    file: TextIO | None
     optimizer: OptimizerChoice
-    tokens_per_row: int
+    tokens_per_row: int | None
     device: torch.device
     on_step: OnStep | None = None
     history: list[Metrics] = field(default_factory=list)
     warn: Callable[[str], object] = print
-    utilisation: Callable[[int, float], float] | None = None
-    board: TensorBoard | None = None
+    utilisation: Callable[[int, float], Metrics] | None = None
+    observers: Observers = field(default_factory=Observers)
     _pending: tuple[int, int, StepResult, float] | None = None
     _failed: bool = False
     _earlier: int = 0
+    _waiting: list[Metrics] = field(default_factory=list)
     _peak: int = 0
 
     def __post_init__(self) -> None:
         self._earlier = len(self.history)
+
+    @property
+    def speed_key(self) -> str:
+        """Return the key of the speed: that of tokens, or of samples if the data is no text."""
+        return speed.SAMPLES if self.tokens_per_row is None else speed.TOKENS
 
     def add(self, step: int, rows: int, result: StepResult, seconds: float) -> None:
         """Take a step of ``rows`` rows that has been issued and took ``seconds``, and write the step before it."""
@@ -76,10 +80,9 @@ class MetricsWriter:
         come; what a full disk has refused is lost, and a warning has said so."""
         if flush:
             self.flush()
-        with suppress(OSError):
-            self.file.close()
-        if self.board is not None:
-            self.board.close()
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.close()
 
     def _write(self, item: tuple[int, int, StepResult, float] | None) -> None:
         if item is None:
@@ -95,7 +98,7 @@ class MetricsWriter:
             "grad_norm": _number(found.grad_norm),
             "lr": self.optimizer.learning_rate(step),
             "step_seconds": seconds,
-            "tokens_per_second": rows * self.tokens_per_row / seconds,
+            self.speed_key: rows * (self.tokens_per_row or 1) / seconds,
             "peak_memory_bytes": self._peak,
         }
         if found.scale is not None:
@@ -103,19 +106,31 @@ class MetricsWriter:
         if result.repeated is not None:
             values["repeated"] = int(result.repeated)
         if self.utilisation is not None:
-            values["mfu"] = self.utilisation(rows, seconds)
+            values |= self.utilisation(rows, seconds)
         self.history.append(values)
-        self._append(values)
-        if self.board is not None:
-            self.board.add(values)
-        if self.on_step is not None:
-            self.on_step(values)
+        self._waiting.append(values)
+        self._tell()
 
-    def _append(self, values: Metrics) -> None:
+    def begin(self, file: TextIO) -> None:
+        """From now on write into ``file``; what has waited goes first."""
+        self.file = file
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.file is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for values in waiting:
+            self._append(values, self.file)
+            self.observers.tell("on_step", values)
+            if self.on_step is not None:
+                self.on_step(values)
+
+    def _append(self, values: Metrics, file: TextIO) -> None:
         """Write a line; a full disk loses metrics, but does not end the run."""
         try:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
+            file.write(json.dumps(values) + "\n")
+            file.flush()
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -129,9 +144,9 @@ class MetricsWriter:
             "steps": len(self.history),
             "loss_first": self.history[0]["loss"] if self.history else None,
             "loss_last": self.history[-1]["loss"] if self.history else None,
-            "tokens_per_second": _median(steady, "tokens_per_second"),
+            self.speed_key: _median(steady, self.speed_key),
             "step_seconds": _median(steady, "step_seconds"),
-            **({"mfu": _median(steady, "mfu")} if steady and "mfu" in steady[-1] else {}),
+            **{key: _median(steady, key) for key in ("tflops_per_second", "mfu") if steady and key in steady[-1]},
             **(
                 {"repeated": sum(repeated)}
                 if (repeated := [one["repeated"] for one in self.history if "repeated" in one])
@@ -169,24 +184,15 @@ def save_weights(whole: WholeState, path: Path) -> None:
     part.replace(path)
 
 
-def sample_text(module: nn.Module, prompt: Sequence[int], decode: Callable[[Any], str], seed: int) -> str:
-    """Return ``prompt`` and the text that a language model writes after these tokens."""
-    device = next(module.parameters()).device
-    ids = torch.tensor([list(prompt)], device=device)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    found = generate(module, ids, SAMPLE_TOKENS, TEMPERATURE, generator)
-    return decode(found[0].tolist())
-
-
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON object atomically."""
     write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
-def tokens_per_row(example: Mapping[str, Tensor]) -> int:
-    """Return the number of tokens in a row of ``input_ids`` (rows, tokens); a row of other data counts as one."""
+def tokens_per_row(example: Mapping[str, Tensor]) -> int | None:
+    """Return the number of tokens in a row of ``input_ids`` (rows, tokens); None for data that is no text."""
     ids = example.get("input_ids")
-    return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
+    return ids.shape[1] if ids is not None and ids.dim() == 2 else None
 
 
 def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], object]) -> None:

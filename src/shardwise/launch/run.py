@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from shardwise import __version__
 from shardwise.backend import Backend
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
-from shardwise.initial.values import Values
 from shardwise.lower.versions import steady_batches
-from shardwise.report.files import EVALUATIONS, MEMORY, METRICS, RESULT, SAMPLE, SAMPLES, WEIGHTS
-from shardwise.report.tensorboard import TensorBoard
+from shardwise.report.files import (
+    EVALUATIONS,
+    MEMORY,
+    METRICS,
+    RESULT,
+    SAMPLE,
+    SAMPLES,
+    WEIGHTS,
+    begins_anew,
+    current,
+)
+from shardwise.report.observers import Observers
+from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.trainer import LossScaleError, NonFiniteError
 
-from .about import utilisation, write_about
+from .about import facts, write_about
+from .begin import settle
 from .evaluation import evaluate
-from .folder import CHECKPOINTS, keep_lines, read_lines
+from .folder import CHECKPOINTS, read_lines
 from .measuring import StepMemory, write_memory
 from .ready import Ready
 from .repeatable import repeatable
@@ -41,11 +50,11 @@ from .results import (
     MetricsWriter,
     append_line,
     peak_memory,
-    sample_text,
     save_weights,
     tokens_per_row,
     write_json,
 )
+from .sampling import Sampler
 
 log = logging.getLogger("shardwise")
 
@@ -55,6 +64,9 @@ class Run(Ready):
     """This is the training of one rank, from its first step to its last."""
 
     metrics: MetricsWriter | None = None
+    utilisation: Callable[[int, float], Metrics] | None = None
+    observers: Observers = field(default_factory=Observers)
+    _settled: bool = False
     _to_measure: int = -1  # the first step whose memory may be measured; -1 once it has been
 
     def train(self) -> bool:
@@ -63,7 +75,7 @@ class Run(Ready):
         loader = trainer.loader(self.data.train, self.config.data.batch_size)
         with loader, self._checkpoints() as checkpoints:
             self.side.progress.phase("looking for a checkpoint")
-            first = checkpoints.restore(loader) or 0
+            first = 0 if self._anew() else checkpoints.restore(loader) or 0
             write_about(self, checkpoints, first)
             trainer.comm.barrier(what="what rank 0 writes down before the first step")
             same = repeatable(trainer.comm.device, self.config.train.deterministic)
@@ -73,6 +85,28 @@ class Run(Ready):
                 if trainer.engine.step_index > first:
                     self._save(checkpoints, loader, wait=True)
         return trainer.engine.step_index >= self.config.train.steps
+
+    def _anew(self) -> bool:
+        """Return on all ranks whether the run does not go on with the one that is still in its folder, as rank 0 sees
+        it."""
+        comm = self.trainer.comm
+        mine = torch.tensor([float(comm.rank == 0 and begins_anew(self.folder))])
+        return bool(host_sum(comm, mine, "whether the run begins anew").any())
+
+    def _settle(self, first: int) -> None:
+        """Make the folder that of this run, now that step ``first`` has worked; only the first call counts."""
+        if self._settled:
+            return
+        self.trainer.finish()
+        self._settled, comm = True, self.trainer.comm
+        comm.barrier(what="the first step of all ranks")
+        if comm.rank == 0:
+            for line in settle(self.folder, first):
+                self.side.tell(line)
+            assert self.metrics is not None
+            self.observers.tell("on_start", facts(self, first))
+            self.metrics.begin((self.folder / METRICS).open("a", encoding="utf-8"))
+        comm.barrier(what="the folder that rank 0 makes ready")
 
     @contextmanager
     def _told(self, checkpoints: Checkpoints) -> Iterator[None]:
@@ -96,10 +130,12 @@ class Run(Ready):
                 stop = self._window(step)
                 with self._watched(step, stop) as measuring:
                     self._train(step, stop, loader, measuring)
+                self._settle(first)
                 step = stop
                 if self._after(step, checkpoints, loader):
                     self._clock = time.perf_counter()  # what was done since then is no part of the next step
             trainer.finish()
+            self._settle(first)  # where no step was left
         except (NonFiniteError, LossScaleError):
             self.save_weights()
             raise
@@ -145,7 +181,7 @@ class Run(Ready):
     def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:
         """Record the steps from ``step`` to ``stop``, or measure their memory, if it is their turn."""
         if traced := self._traced(step, stop):
-            with self._recorded(traced[0]):
+            with self._recorded(traced[0], step):
                 yield None
             return
         if not self._measures(step):
@@ -159,12 +195,13 @@ class Run(Ready):
             yield measuring
 
     @contextmanager
-    def _recorded(self, step: int) -> Iterator[None]:
-        """Let every rank record the times of its instructions in a step, or in the window that contains the step."""
+    def _recorded(self, step: int, first: int) -> Iterator[None]:
+        """Let every rank record when its instructions run in a step, or in its window, which begins with ``first``."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
             yield
+        self._settle(first)
         self.side.progress.phase(f"writing down what step {step} did when")
         found = recorder.found(step, peak_memory(trainer.comm.device))
         with suppress(OSError):  # append_line warns of the same error
@@ -213,6 +250,8 @@ class Run(Ready):
     def _log_saved(self, checkpoints: Checkpoints) -> None:
         for one in checkpoints.poll():
             if one.error is None:
+                told = {"step": one.step, "path": str(one.path), "bytes": one.nbytes, "seconds": one.seconds}
+                self.observers.tell("on_checkpoint", told)
                 words = "checkpoint of step %d: %.1f MiB, training stood still for %.3f s, on disk after %.2f s"
                 log.info(words, one.step, one.nbytes / 2**20, one.stall_seconds, one.seconds)
 
@@ -231,42 +270,22 @@ class Run(Ready):
                 found["rows"],
                 found["seconds"],
             )
-            if self.metrics is not None and self.metrics.board is not None:
-                self.metrics.board.add({key: value for key, value in values.items() if key not in ("rows", "seconds")})
+            self.observers.tell("on_evaluation", values)
         trainer.comm.barrier(what="the evaluation's record")
 
     def _sample(self, done: int) -> None:
         """Collect the state from all ranks, and let rank 0 write a sample."""
         self.side.progress.phase(f"writing a sample after step {done - 1}")
-        state = self.trainer.state_dict(rank=0) if self._writes_samples else {}
-        text = self._text(state) if self._writes_samples and self.trainer.comm.rank == 0 else None
-        if text is not None:
-            append_line(self.folder / SAMPLES, {"step": done, "text": text}, self.side.tell)
-            if self.metrics is not None and self.metrics.board is not None:
-                self.metrics.board.text(done, "sample", text)
-        if self._writes_samples:
-            # Others wait here, where they are patient, and not in the next step's first collective.
-            self.trainer.comm.barrier(what="the sample of rank 0")
-
-    @property
-    def _writes_samples(self) -> bool:
-        """Return whether the model is one of shardwise's own, trained on text, so that it can write a sample."""
-        return self.data.decode is not None and self.data.encode is not None and self.config.model.name is not None
-
-    def _text(self, state: Mapping[str, Tensor]) -> str:
-        """Return a sample of text that the model with the whole ``state`` writes."""
-        assert self.data.decode is not None and self.data.encode is not None
-        module = Values.of_mapping(self.module, state).whole()
-        prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
-        return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
-
-    def _roomy(self) -> torch.device:
-        """Return the device if the whole model fits there into the memory that training has taken, else the CPU."""
-        device = self.trainer.comm.device
-        backend, described = Backend.of(device), self.trainer.engine.whole.describe().values()
-        needed = sum(math.prod(one.shape) * one.dtype.itemsize for one in described)
-        room = backend.most_allocated(device) - backend.allocated(device) if backend.asynchronous else needed
-        return device if needed <= room else torch.device("cpu")
+        sampler = Sampler(self)
+        if not sampler.able:
+            return
+        state = self.trainer.state_dict(rank=0)
+        if self.trainer.comm.rank == 0:
+            values = {"step": done, "text": sampler.text(state)}
+            append_line(self.folder / SAMPLES, values, self.side.tell)
+            self.observers.tell("on_sample", values)
+        # Others wait here, where they are patient, and not in the next step's first collective.
+        self.trainer.comm.barrier(what="the sample of rank 0")
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint
@@ -286,14 +305,11 @@ class Run(Ready):
         if self.trainer.comm.rank != 0:
             yield None
             return
-        history = keep_lines(self.folder / METRICS, first)
-        for name in (EVALUATIONS, SAMPLES):  # of the weights after a step; metrics count from 0
-            keep_lines(self.folder / name, first + 1)
+        history = [one for one in read_lines(self.folder / METRICS) if one["step"] < first]
         tokens = tokens_per_row(self.trainer.compiled.example)
         self.metrics = MetricsWriter(
-            (self.folder / METRICS).open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,
-            self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=utilisation(self),
-            board=TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None,
+            None, self.trainer.engine.optimizer, tokens, self.trainer.comm.device, self.side.on_step, history,
+            warn=self.side.tell, utilisation=self.utilisation, observers=self.observers,
         )  # fmt: skip
         pending = False
         try:
@@ -309,16 +325,17 @@ class Run(Ready):
     def save_weights(self) -> None:
         """Collect the weights from all ranks, tensor by tensor, and let rank 0 write them."""
         self.side.progress.phase("saving the weights")
-        save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
+        save_weights(self.trainer.engine.whole, current(self.folder, WEIGHTS))
         self.trainer.comm.barrier(what="the weights that rank 0 writes")  # ranks that fail before this end rank 0 too
 
     def finish(self) -> None:
         """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
         written = {"weights": str(folder / WEIGHTS)}
-        if self._writes_samples:
+        sampler = Sampler(self)
+        if sampler.able:
             self.side.progress.phase("writing a sample")
-            text = self._text(load_file(folder / WEIGHTS))
+            text = sampler.text(load_file(folder / WEIGHTS))
             (folder / SAMPLE).write_text(text, encoding="utf-8")
             written["sample"] = str(folder / SAMPLE)
         assert self.metrics is not None
@@ -337,4 +354,5 @@ class Run(Ready):
             if evaluations and key in evaluations[-1]
         }
         write_json(folder / RESULT, result)
+        self.observers.end("finished", result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))

@@ -42,7 +42,8 @@ class LoadedModel:
 
 def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
     """Load a config for a command that does not train: this machine's devices set defaults, and are no limit."""
-    return load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
+    config = load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
+    return config if config.train.epochs is None else config.for_samples(len(build_data(config).train))
 
 
 def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:

@@ -14,7 +14,15 @@ from torch import nn
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.weights import fit_weights
-from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
+from shardwise.config import (
+    Config,
+    build_callbacks,
+    build_data,
+    build_loss_scale,
+    build_model,
+    build_optimizer,
+    build_plan,
+)
 from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
 from shardwise.core.garbage import without_gc
@@ -25,13 +33,15 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import stages_in_words
 from shardwise.parallel.tensor import across_hosts
-from shardwise.report.files import PLAN
+from shardwise.report.files import PLAN, current
+from shardwise.report.loggers import make_logger
+from shardwise.report.observers import Observers
 from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, explain_out_of_memory, mixed
-from .folder import plan_of
+from .folder import plan_to_keep
 from .forecast import Forecast
 from .left_open import EarlierChoice
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
@@ -41,6 +51,7 @@ from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
 from .subject import example_of, initial_values
+from .utilisation import utilisation
 
 DEVICE_TIMEOUT = 600.0
 """The number of seconds that a collective may be pending on a device.  It is longer than any phase for which a host is
@@ -79,24 +90,37 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     _start_log(comm.rank, Path(config.train.run_dir))
     backend = Backend.of(comm.device)
     with backend.allow_tf32() if config.train.tf32 and backend.asynchronous else nullcontext():
+        observers = Observers()
         try:
-            run = _build(config, plan, comm, side)
+            observers = _observers(config, comm, side)
+            run = _build(config, plan, comm, side, observers)
             done = run.train()
             progress.phase("waiting for the last step of all ranks")
             comm.barrier(what="the end of training")
             if done:
                 run.save_weights()
-        except BaseException:
+        except BaseException as error:
             progress.leave()
             comm.abort()
+            observers.end("failed", {"error": str(error) or type(error).__name__})
             raise
         comm.close()
         if comm.rank == 0 and done:
             run.finish()
+        observers.end("stopped")  # if it has not ended already
     return done
 
 
-def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
+def _observers(config: Config, comm: Communicator, side: Surroundings) -> Observers:
+    """Return the loggers and callbacks of the config on rank 0, and none on the others."""
+    if comm.rank != 0:
+        return Observers()
+    folder, names = Path(config.train.run_dir), config.train.loggers
+    loggers = [(f'train.loggers = ["{name}"]', make_logger(name, folder)) for name in names]
+    return Observers([*loggers, *build_callbacks(config)], side.tell)
+
+
+def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings, observers: Observers) -> Run:
     """Build the model, the data and the trainer; without ``model.weights`` the weights depend on the seed alone."""
     progress = side.progress
     with explain_out_of_memory(comm.device):
@@ -110,7 +134,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     example = example_of(data.train)
     progress.phase("choosing kernels")
     rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
-    matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
+    matmul = _choose_matmul(module, rows * (tokens_per_row(example) or 1), plan, comm)
     progress.phase("capturing the model")
     per_host = ranks_of_a_host(comm)
     with without_gc():
@@ -129,8 +153,9 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
-        (Path(config.train.run_dir) / PLAN).write_text(forecast.plan.to_toml(), encoding="utf-8")
-    return Run(config, trainer, data, matmul, side, forecast)
+        current(Path(config.train.run_dir), PLAN).write_text(forecast.plan.to_toml(), encoding="utf-8")
+    use = utilisation(trainer, config.data.batch_size)
+    return Run(config, trainer, data, matmul, side, forecast, utilisation=use, observers=observers)
 
 
 def _slowest(cards: Sequence[Card]) -> DeviceModel | None:
@@ -146,7 +171,7 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     """Predict what the plan needs on the rank with the least memory; raise ConfigError on all ranks if it is more."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
-    kept = plan_of(Path(config.train.run_dir)) if comm.rank == 0 else None
+    kept = plan_to_keep(Path(config.train.run_dir)) if comm.rank == 0 else None
     way, nbytes = (0, 0) if kept is None else (EarlierChoice.of(kept).way + 1, kept.tensor.bytes)
     mine = torch.tensor([device.budget, device.memory, host.budget, way, nbytes], dtype=torch.float64)
     budgets, memories, hosts, ways, kept_bytes = host_gather(comm, mine, "the memory of all ranks").T.tolist()

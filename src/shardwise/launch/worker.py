@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.core.garbage import without_gc
-from shardwise.report.files import CONFIG
+from shardwise.report.files import CONFIG, current
 
 from .rank import rank_process, record_error, stop_on
 
@@ -27,7 +27,7 @@ def main() -> None:
 
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this rank.
         asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
-        config = load_config(run_dir / CONFIG)
+        config = load_config(current(run_dir, CONFIG))
         # The absolute path stays right if a factory changes the working directory.
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
         failed = partial(record_error, run_dir, int(os.environ["RANK"]), progress)

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,11 +16,17 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from .files import ABOUT, EVALUATIONS, METRICS, parsed_line
-from .tables import count, decimal, duration, pairs, show, size
+from shardwise.runtime.progress import Record, read_record
+
+from . import speed
+from .files import ABOUT, EVALUATIONS, METRICS, STARTING, current, parsed_line
+from .starting import Phases, in_words
+from .tables import count, decimal, duration, flops, pairs, show, size
 
 RECENT = 20  # the number of steps whose median speed is shown
 LINE_INTERVAL = 10.0  # seconds between two lines where there is no terminal
+RANKS, FIRST_STEP = "starting the ranks", "the first step"  # phases of a start
+WIDE = 100  # columns
 SAMPLE_LINES = 24  # the lines of generated text that are shown at the end
 
 Metrics = dict[str, Any]
@@ -52,13 +59,19 @@ class Follower:
 
 
 class Display:
-    """Shows a progress bar on a terminal, else a line now and then; :meth:`update` reads what is new and shows it."""
+    """Shows a progress bar on a terminal, else a line now and then; :meth:`update` reads what is new and shows it.
 
-    def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
+    Before the first step, that is the phase of the start that rank 0 is in; ``phases`` are those before the ranks.
+    """
+
+    def __init__(
+        self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0, phases: Phases | None = None
+    ) -> None:
         self._console, self._steps, self._start = console, steps, start
         self._evaluations, self._evaluated, self._first = Follower(run_dir / EVALUATIONS), first, first
-        self._about = run_dir / ABOUT
-        self._described = False
+        self._run_dir, self._phases = run_dir, phases or Phases(None)
+        self._about: Metrics = {}
+        self._phase, self._since = "", time.monotonic()
         self._follower = Follower(run_dir / METRICS)
         self._recent: deque[Metrics] = deque(maxlen=RECENT)
         self._shown = float("-inf")
@@ -81,7 +94,10 @@ class Display:
 
     def update(self) -> None:
         """Show what the run has written since the last call."""
-        self.show([one for one in self._follower.read() if one["step"] >= self._first])
+        begun = not (self._run_dir / STARTING).exists()  # else the files are those of an earlier run
+        self.show([one for one in self._follower.read() if one["step"] >= self._first] if begun else [])
+        if not self._recent:
+            self._show_phase(read_record(self._run_dir, 0))
 
     @property
     def steps_done(self) -> int:
@@ -90,19 +106,51 @@ class Display:
 
     def show(self, new: list[Metrics]) -> None:
         """Show these steps, the newest last."""
-        if not self._described and self._about.exists():
-            self._described = True
-            for line in describe(json.loads(self._about.read_text(encoding="utf-8"))):
-                self.say(line)
+        self._describe()
+        if new and not self._recent:
+            self._show_start(new[0])
         self._recent.extend(new)
-        self._show_evaluations()
+        if not (self._run_dir / STARTING).exists():
+            self._show_evaluations()
         if self._bar is not None:
             if new:
-                self._bar.show(new[-1], self._speed, self._left)
+                self._bar.show(new[-1], _numbers(new[-1], self._speed, self._left, self._wide))
             self._bar.refresh()
         elif new and self._due(new[-1]["step"]):
             self._shown = time.monotonic()
             self.say(self._line(new[-1]))
+
+    def _describe(self) -> None:
+        """Show what the run says of itself before its first step, once it does."""
+        if self._about:
+            return
+        with suppress(OSError, ValueError):  # it is written, or moved, just now
+            self._about = json.loads(current(self._run_dir, ABOUT).read_bytes())
+            for line in describe(self._about):
+                self.say(line)
+
+    def _show_phase(self, record: Record | None) -> None:
+        """Show what rank 0 does before its first step: on a terminal always, else if it takes long."""
+        if record is None:
+            return
+        phase = FIRST_STEP if record.step >= 0 else record.doing
+        if phase != self._phase:
+            self._phase, self._since = phase, time.monotonic()
+            self._shown = max(self._shown, self._since)
+        seconds = time.monotonic() - self._since
+        if self._bar is not None:
+            self._bar.phase(f"{phase} {seconds:.0f} s")
+            self._bar.refresh()
+        elif time.monotonic() > self._shown + LINE_INTERVAL:
+            self._shown = time.monotonic()
+            self.say(f"{phase}, {seconds:.0f} s")
+
+    def _show_start(self, first: Metrics) -> None:
+        """Show how long the start took, and what of it."""
+        self._shown = float("-inf")
+        ranks = [(RANKS if at == 0 else text, taken) for at, (text, taken) in enumerate(self._about.get("phases", ()))]
+        phases = [*self._phases.done, *ranks, (FIRST_STEP, first["step_seconds"])]
+        self.say(in_words(self._phases.seconds, phases))
 
     def _show_evaluations(self) -> None:
         for one in self._evaluations.read():
@@ -116,7 +164,12 @@ class Display:
 
     @property
     def _speed(self) -> float:
-        return float(statistics.median(one["tokens_per_second"] for one in self._recent))
+        return speed.median(self._recent) or 0.0
+
+    @property
+    def _wide(self) -> bool:
+        """Whether a line has room for everything."""
+        return self._console.width >= WIDE
 
     @property
     def _left(self) -> float:
@@ -125,7 +178,7 @@ class Display:
 
     def _line(self, last: Metrics) -> str:
         digits = len(str(self._steps))
-        return f"step {last['step'] + 1:>{digits}}/{self._steps}  {_numbers(last, self._speed, self._left)}"
+        return f"step {last['step'] + 1:>{digits}}/{self._steps}  {_numbers(last, self._speed, self._left, self._wide)}"
 
 
 def describe(about: Metrics) -> list[str]:
@@ -144,9 +197,16 @@ def describe(about: Metrics) -> list[str]:
     return lines + [f"note: {note}" for note in about["notes"]]
 
 
-def _numbers(last: Metrics, speed: float, left: float) -> str:
-    mfu = f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
-    return f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {mfu}{duration(left)} left"
+def _numbers(last: Metrics, median: float, left: float, wide: bool) -> str:
+    use = _use(last) if wide else _use(last)[-1:]
+    return "  ".join([f"loss {decimal(last['loss'])}", speed.in_words(last, median), *use, f"{duration(left)} left"])
+
+
+def _use(values: Metrics) -> list[str]:
+    """Return the FLOP/s and the MFU of a step or of a run, where they are known."""
+    found = [flops(values["tflops_per_second"] * 1e12)] if values.get("tflops_per_second") is not None else []
+    mfu = values.get("mfu")
+    return found + ([f"{mfu:.{0 if mfu >= 0.1 else 1}%} MFU"] if mfu is not None else [])
 
 
 class _Bar:
@@ -162,32 +222,35 @@ class _Bar:
         self._task = self._progress.add_task(start, total=None, numbers="")
         self.start, self.stop, self.refresh = self._progress.start, self._progress.stop, self._progress.refresh
 
-    def show(self, last: Metrics, speed: float, left: float) -> None:
-        numbers = _numbers(last, speed, left)
+    def phase(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def show(self, last: Metrics, numbers: str) -> None:
         done = last["step"] + 1
         description = f"step {done}/{self._steps}" if done < self._steps else "saving"
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
 
 
-def show_result(console: Console, result: Metrics, seconds: float) -> None:
+def show_result(console: Console, result: Metrics, seconds: float | None) -> None:
     """Print the result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
-    speed = result["tokens_per_second"]
+    median = result.get(speed.key_of(result))
     perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
+    training = f"{duration(result['training_seconds'])} training"
     rows = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
         "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
         "speed": None
-        if speed is None
-        else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
-        "MFU": f"{result['mfu']:.1%}" if result.get("mfu") is not None else None,
-        "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
+        if median is None
+        else f"{speed.in_words(result, median)} ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
+        "model": ", ".join(_use(result)) or None,
+        "time": training if seconds is None else f"{duration(seconds)}, of it {training}",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",
         "files": result["run_dir"],
         "weights": Path(result["weights"]).name,
     }
     show(console, pairs("result", rows))
-    if "sample" in result:
+    if "sample" in result and Path(result["sample"]).exists():
         lines = Path(result["sample"]).read_text(encoding="utf-8").strip("\n").splitlines()
         text = Text("\n".join(_printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
         show(console, Panel(text, title="a sample of what the model writes", title_align="left"))

@@ -14,6 +14,25 @@ CONFIG, PLAN, ABOUT, RESULT = "config.toml", "plan.toml", "about.json", "result.
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
 MEMORY, SCHEDULE = "memory.json", "schedule.json"
 WEIGHTS, SAMPLE = "weights.safetensors", "sample.txt"
+LOGS = "logs"
+STARTING = "starting"
+"""The folder, in that of a run, with what a start writes before its first step, where an earlier run has left files."""
+
+
+def current(run_dir: Path, name: str) -> Path:
+    """Return the path of the file ``name`` of the run that is under way: in ``starting``, until its first step."""
+    start = run_dir / STARTING
+    return (start if start.is_dir() else run_dir) / name
+
+
+def begins_anew(run_dir: Path) -> bool:
+    """Return whether the run that is starting does not go on with the one in its folder, which is still there."""
+    return (run_dir / STARTING / LOGS).is_dir()
+
+
+def logs(run_dir: Path) -> Path:
+    """Return the folder of the logs; those of a run that goes on are added to those that are there."""
+    return (run_dir / STARTING if begins_anew(run_dir) else run_dir) / LOGS
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:

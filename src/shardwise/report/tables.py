@@ -86,6 +86,11 @@ def count(number: float) -> str:
     return _scaled(number, 1000, ("", "K", "M", "G", "T", "P")).rstrip()
 
 
+def flops(rate: float) -> str:
+    """Return a number of FLOP/s with its unit, such as ``41.5 GFLOP/s``."""
+    return f"{_scaled(rate, 1000, ('', 'K', 'M', 'G', 'T', 'P', 'E'))}FLOP/s"
+
+
 def plural(number: int, word: str) -> str:
     """Return a number and its word, such as ``1 rank``, ``2 ranks`` or ``3 microbatches``."""
     return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"

@@ -12,11 +12,13 @@ from shardwise.core.numeric_options import Dropout
 from ..rules import (
     LARGEST,
     choice,
+    distinct,
     either,
     integer,
     integers,
     key,
     number,
+    reference,
     switch,
     text,
 )  # fmt: skip
@@ -32,6 +34,14 @@ class TrainConfig:
         integer(1),
         600,
         does="the number of steps of the run",
+    )
+    epochs: float | None = key(
+        number(0, open_=True),
+        does=(
+            "instead of `steps`: how often the training data is passed; the last step of a pass has the rows that "
+            "are left"
+        ),
+        otherwise="none; the run has `steps`",
     )
     seed: int = key(
         integer(0, most=LARGEST),
@@ -113,10 +123,23 @@ class TrainConfig:
         does="the steps, counted from 0, in which a run records what each rank did when",
         legal="a list of steps from 1 on; `[]`: none",
     )
-    tensorboard: bool = key(
-        switch(),
-        False,
-        does="whether curves are written for TensorBoard too",
+    sample_prompt: str | None = key(
+        text("a text that is not empty"),
+        does="the text that samples continue, those of `sample_every` and the one at the end",
+        otherwise='a line break; with `data.source = "stdlib"` one and `def`',
+        legal="a text, for the models of `model.name` on text",
+    )
+    loggers: tuple[str, ...] = key(
+        distinct(choice("tensorboard", "wandb", "mlflow")),
+        (),
+        does="for what curves, evaluations and samples are written too, beside the files in `run_dir` (docs/runs.md)",
+        legal='a list of `"tensorboard"`, `"wandb"`, `"mlflow"`; each is an extra to install',
+    )
+    callbacks: tuple[str, ...] = key(
+        distinct(reference("a function or class")),
+        (),
+        does="functions and classes of yours that look on while rank 0 trains (docs/runs.md)",
+        legal="a list of functions or classes, each as `model.factory`",
     )
     tf32: bool = key(
         switch(),
