@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from safetensors.torch import load_file
 
 from shardwise.checkpoint import checkpoints
 from shardwise.config import Hardware, load_config
-from shardwise.launch.folder import prepare_folder
+from shardwise.launch.begin import begun, settle, stage
+from shardwise.launch.folder import FoundRun, look
+from shardwise.report.files import current, logs
+from shardwise.runtime.progress import read_record
 
 TINY = [
     "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4",
@@ -216,12 +220,14 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
         command.wait_for_step(45)
         filler = disk / "filler"
         with filler.open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
-        time.sleep(0.5)
+            deadline = time.monotonic() + 60
+            while "was not saved" not in told(folder):  # full until a checkpoint was tried, however slow the machine is
+                assert command.process.poll() is None, command.process.communicate()[0]
+                assert time.monotonic() < deadline
+                with suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+                time.sleep(0.005)
         before = len(checkpoints(folder / "checkpoints"))
         filler.unlink()
         output = command.end()
@@ -234,23 +240,91 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
         subprocess.run(["umount", "--lazy", str(disk)], check=False)
 
 
-def test_what_is_in_the_folder(tmp_path: Path, text: str, short: Path) -> None:
-    """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never"
-    sets it aside.
+def left(folder: Path) -> dict[str, bytes]:
+    """What a run has left in its folder, but for logs, which only grow, and what belongs to whoever runs there."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = {str(path.relative_to(folder)): path for path in files}
+    ours = (".lock", ".ranks", "monitor/", "starting/", "logs/")
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith(ours)}
+
+
+def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
+    """The same command shows its result and exits with 0, at once; more steps go on; another config is refused, with
+    how to go on; "never" sets the run aside once the new one has begun.
     """
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
-    first = Command(folder, text, *ALONE, steps=4)
-    assert "the earlier run is now in" in first.end() and (tmp_path / "run-1" / "weights.safetensors").exists()
-    unfinished = Command(folder, text, *ALONE, steps=8)  # longer than the last checkpoint: it goes on
-    assert "going on from step 4" in unfinished.end() and len(metrics(folder)) == 8
+    before = left(folder)
+    again = Command(folder, text, *ALONE, steps=4)
+    output = again.end()
+    assert again.process.returncode == 0 and f"this run has finished: 4 steps, in {folder}" in output, output
+    assert "result" in output and "train.resume=never" in output and "starting" not in output
+    machine = Command(folder, text, *ALONE, "train.hang_timeout=5", "--json", steps=4)  # changes no result
+    found = json.loads(machine.end())
+    assert found["already_finished"] and found["loss_last"] == json.loads(before["result.json"])["loss_last"]
+    for change, words in (("optimizer.lr=0.1", "optimizer.lr: 0.003 → 0.1"), ("train.steps=3", "train.steps: 4 → 3")):
+        other = Command(folder, text, *ALONE, change, steps=4)
+        output = " ".join(other.end().split())
+        assert other.process.returncode == 2 and "a finished run of another configuration is there" in output, output
+        assert f"({words})" in output and "another train.run_dir" in output and 'train.resume = "never"' in output
+    assert left(folder) == before and not (folder / "starting").exists()
+    longer = Command(folder, text, *ALONE, steps=8)
+    assert "going on from step 4" in longer.end() and len(metrics(folder)) == 8
+    assert json.loads((folder / "result.json").read_text())["steps"] == 8
     (folder / "result.json").unlink()  # as if it had been cut off
     other = Command(folder, text, *ALONE, "model.width=32", steps=12)
     output = " ".join(other.end().split())
     assert other.process.returncode == 2 and "model.width: 16 → 32" in output and "train.resume" in output, output
+    before = left(folder)
     anew = Command(folder, text, *ALONE, "model.width=32", "train.resume=never", steps=4)
     assert "the earlier run is now in" in anew.end() and len(metrics(folder)) == 4
-    assert len(metrics(tmp_path / "run-2")) == 8
+    assert left(tmp_path / "run-1") == before and (tmp_path / "run-1" / "logs" / "rank_0.log").exists()
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert log.count("ready after") == 1 and not (folder / "starting").exists()
+    assert load_config(folder / "config.toml").model.width == 32
+
+
+@pytest.mark.parametrize("more", [("train.resume=never", "model.width=32"), ("train.steps=9",)], ids=["anew", "longer"])
+def test_a_start_that_fails_leaves_the_earlier_run_whole(
+    tmp_path: Path, text: str, short: Path, more: tuple[str, ...]
+) -> None:
+    """In the ranks, by an error, by a kill, and by Ctrl-C; a start that succeeds then finds what was there."""
+    folder = tmp_path / "run"
+    shutil.copytree(short, folder)
+    before, log = left(folder), (folder / "logs" / "rank_0.log").read_text()
+    refused = Command(folder, text, *ALONE, *more, "train.memory_gib=1e-6", steps=4)
+    output = refused.end()
+    assert refused.process.returncode == 2 and "memory" in output, output
+    assert left(folder) == before and not (tmp_path / "run-1").exists()
+    for ends in (Command.kill, lambda one: one.process.send_signal(signal.SIGINT)):
+        command = Command(folder, text, *ALONE, *more, steps=4)
+        wait_for(lambda: doing(folder) == "building the model", command)
+        ends(command)
+        output = command.process.communicate(timeout=60)[0] if command.process.poll() is None else ""
+        assert left(folder) == before and not (tmp_path / "run-1").exists(), output
+    assert command.process.returncode == 130 and f"{folder} is as it was" in " ".join(output.split()), output
+    assert (folder / "logs" / "rank_0.log").read_text().startswith(log)
+    again = Command(folder, text, *ALONE, steps=4)
+    assert "this run has finished" in again.end()
+
+
+def doing(folder: Path) -> str:
+    record = read_record(folder, 0)
+    return "" if record is None else record.doing
+
+
+def told(folder: Path) -> str:
+    """What the ranks have last told the user, which takes no room on the disk."""
+    records = [read_record(folder, rank) for rank in range(2)]
+    return " ".join(one.notice for one in records if one is not None)
+
+
+def wait_for(happens: Callable[[], bool], command: Command, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert command.process.poll() is None, command.process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.mark.full
@@ -314,10 +388,31 @@ def test_setting_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder / "logs").mkdir()
     monkeypatch.chdir(folder)
     for number in (1, 2):
         config = load_config(None, ["train.run_dir=."], hardware=Hardware(cores=2))
         (folder / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
-        assert prepare_folder(config).notices == [f"the earlier run is now in {tmp_path}/run-{number}"]
+        assert look(config) == FoundRun()
+        stage(Path(), config.resolved(), anew=True)
+        assert (folder / "metrics.jsonl").exists() and (folder / "starting" / "config.toml").exists()
+        assert logs(folder) == folder / "starting" / "logs" and not begun(folder)
+        assert settle(Path(), 0) == [f"the earlier run is now in {tmp_path}/run-{number}"]
         assert (tmp_path / f"run-{number}" / "metrics.jsonl").read_text() == f'{{"step": {number}}}\n'
-    assert prepare_folder(config).notices == []
+        assert (folder / "config.toml").exists() and logs(folder) == folder / "logs" and (folder / "logs").is_dir()
+    stage(Path(), config.resolved(), anew=True)
+    assert settle(Path(), 0) == [] and not (tmp_path / "run-3").exists()  # nothing there is worth keeping
+
+
+def test_a_run_that_goes_on_cuts_its_records_only_when_it_has_begun(tmp_path: Path) -> None:
+    for name, count in (("metrics.jsonl", 5), ("evaluations.jsonl", 5)):
+        (tmp_path / name).write_text("".join(f'{{"step": {step}}}\n' for step in range(count)))
+    (tmp_path / "result.json").write_text("{}")
+    stage(tmp_path, "", anew=False)
+    assert logs(tmp_path) == tmp_path / "logs" and current(tmp_path, "plan.toml") == tmp_path / "starting" / "plan.toml"
+    assert len(metrics(tmp_path)) == 5 and (tmp_path / "result.json").exists()
+    current(tmp_path, "plan.toml").write_text("new")
+    assert settle(tmp_path, 3) == [] and len(metrics(tmp_path)) == 3
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 4  # of the weights after a step
+    assert (tmp_path / "plan.toml").read_text() == "new" and not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "starting").exists() and begun(tmp_path)

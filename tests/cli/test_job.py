@@ -59,7 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     done = shardwise(
         "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={folder}", "train.steps=12",
         "train.eval_every=5",
-        "train.tensorboard=true", "data.attention=document",
+        "train.loggers=['tensorboard']", "data.attention=document",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "after step 5: validation loss" in done.stdout and "perplexity" in done.stdout

@@ -78,6 +78,7 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in metrics] == list(range(12))
     keys = ["step", "loss", "grad_norm", "lr", "step_seconds", "tokens_per_second", "peak_memory_bytes"]
+    keys += ["tflops_per_second", "mfu"]
     assert list(metrics[0]) == keys and all(one[key] > 0 for one in metrics for key in keys[1:])
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
     assert metrics[3]["tokens_per_second"] == pytest.approx(4 * 16 / metrics[3]["step_seconds"])

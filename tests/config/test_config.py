@@ -298,7 +298,15 @@ REFUSED = [
     ("train.eval_batches=0", ["train.eval_batches", "at least 1"]),
     ("train.sample_every=x", ["train.sample_every", "an integer"]),
     ("train.max_restarts=-1", ["train.max_restarts", "at least 0"]),
-    ("train.tensorboard=1", ["train.tensorboard", "true or false"]),
+    ("train.tensorboard=true", ["train.tensorboard", 'train.loggers = ["tensorboard"]']),
+    ("train.loggers=wandb", ["train.loggers", '"tensorboard", "wandb", "mlflow"', "It is no list"]),
+    ("train.loggers=['wandbb']", ["train.loggers", 'Did you mean "wandb"?']),
+    ("train.loggers=['mlflow', 'mlflow']", ["train.loggers", "mlflow is there twice"]),
+    ("train.callbacks=['/no/such.py:f']", ["train.callbacks", "There is no /no/such.py"]),
+    ("train.callbacks=['f']", ["train.callbacks", "path/to/file.py:function"]),
+    ("train.epochs=0", ["train.epochs", "above 0"]),
+    ("train.epochs=many", ["train.epochs", "a number above 0"]),
+    ("train.sample_prompt=", ["train.sample_prompt", "a text that is not empty"]),
     ("train.tf32=1", ["train.tf32", "true or false"]),
     ("train.trace_steps=3", ["train.trace_steps", "a list of steps", "[] for none"]),
     ("train.trace_steps=[3, 0]", ["train.trace_steps", "a list of steps", "[] for none"]),
@@ -508,7 +516,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches "
         "sample_every "
-        "max_restarts trace_steps tensorboard tf32 deterministic resume memory_gib",
+        "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every staging_mib",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
@@ -522,6 +530,34 @@ def test_tf32_belongs_to_float32() -> None:
         with pytest.raises(ConfigError, match='train.tf32.*parallel.precision = "fp32"'):
             load("train.tf32=true", f"parallel.precision={precision}")
         assert not load(f"parallel.precision={precision}").train.tf32
+
+
+def test_epochs_stand_for_steps() -> None:
+    """The last step of an epoch, with the rows that are left, counts; what follows from steps follows from them."""
+    config = load("train.epochs=2", "data.batch_size=4", "data.factory=a:b", "optimizer.warmup_steps=700")
+    assert config.train.epochs == 2  # the data is not known yet, and neither are the steps
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps.*at most 5, with train.steps = 6"):
+        config.for_samples(9)
+    config = load("train.epochs=2", "data.batch_size=4", "data.factory=a:b").for_samples(9)
+    assert (config.train.epochs, config.train.steps, config.checkpoint.every) == (None, 6, 1)
+    assert any(
+        one == "train.epochs = 2: 6 steps, 3 an epoch, the last of an epoch with 1 rows" for one in config.notices
+    )
+    assert config.for_samples(1000) is config and "train.epochs" not in config.origins
+    assert "epochs" not in config.resolved()
+    for epochs, samples, steps in ((0.5, 9, 2), (0.1, 9, 1), (1.5, 8, 3), (3, 2, 3), (0.7, 40, 7)):
+        found = load(f"train.epochs={epochs}", "data.batch_size=4", "data.factory=a:b").for_samples(samples)
+        assert found.train.steps == steps, (epochs, samples)
+    with pytest.raises(ConfigError, match="train.epochs = 2 .*left out, or train.steps left out"):
+        load("train.epochs=2", "train.steps=6")
+
+
+def test_a_sample_prompt_belongs_to_models_that_write() -> None:
+    assert load("train.sample_prompt=class ").train.sample_prompt == "class "
+    for other in ("data.factory=a:b", "model.factory=a:b"):
+        assert load(other).train.sample_prompt is None
+        with pytest.raises(ConfigError, match="train.sample_prompt.*left out, for only the models of model.name"):
+            load(other, "train.sample_prompt=x")
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -540,7 +576,8 @@ def test_defaults_of_evaluation_and_checkpoints() -> None:
     assert (config.data.validation, config.train.eval_every, config.checkpoint.every) == (0.01, 60, 120)
     assert (config.checkpoint.keep_last, config.checkpoint.keep_every, config.checkpoint.staging_mib) == (2, None, None)
     assert (config.train.eval_batches, config.train.sample_every, config.train.max_restarts) == (20, 0, 3)
-    assert (config.train.tensorboard, config.train.resume, config.train.trace_steps) == (False, "auto", (3,))
+    assert (config.train.loggers, config.train.callbacks, config.train.resume) == ((), (), "auto")
+    assert (config.train.trace_steps, config.train.sample_prompt) == ((3,), "\ndef ")
     assert (
         load("train.trace_steps=[9, 2, 9]").train.trace_steps == (2, 9)
         and load("train.trace_steps=[]").train.trace_steps == ()
@@ -721,6 +758,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.end_token",
         "data.factory",
         "data.arguments",
+        "train.epochs",
         "parallel.gathered",
         "parallel.prefetch",
         "parallel.stages",

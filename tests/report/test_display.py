@@ -56,9 +56,10 @@ def test_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         shown.update()
     lines = written(out).splitlines()
     assert lines[0] == "starting 2 ranks"
-    assert lines[1] == "step   1/200  loss 2.5000  2,000 tokens/s  1:40 left"
+    assert lines[1] == "the first step ended after 0.5 s: the first step 0.5 s"
+    assert lines[2] == "step   1/200  loss 2.5000  2,000 tokens/s  1:40 left"
     assert lines[-1] == "step 200/200  loss 2.5000  2,000 tokens/s  0:00 left"
-    assert len(lines) == 12  # every ten seconds of a hundred, the first and the last
+    assert len(lines) == 13  # the start, every ten seconds of a hundred, the first and the last
     assert shown.steps_done == 200
 
 

@@ -210,6 +210,19 @@ def test_three_panels_with_units_over_the_same_steps(tmp_path: Path) -> None:
     assert all(one.get_marker() == "o" for axes in figure.axes for one in axes.lines if len(one.get_xdata()))
 
 
+def test_samples_are_the_unit_of_data_that_is_no_text(tmp_path: Path) -> None:
+    def of_images(step: int) -> dict[str, Any]:
+        one = line(step, speed=50.0 + step)
+        return {("samples_per_second" if key == "tokens_per_second" else key): value for key, value in one.items()}
+
+    images = read_run(write(tmp_path / "images", [of_images(step) for step in range(3)]))
+    (axes,) = [one for one in make_figure([images]).axes if "Throughput" in one.get_title("left")]
+    assert axes.get_title("left") == "Throughput (samples/s)" and list(curves(axes)[0].get_ydata()) == [50, 51, 52]
+    assert summary(images)["samples_per_second"] == 51.5 and "tokens_per_second" not in summary(images)
+    text = read_run(write(tmp_path / "text", [line(step) for step in range(3)]))
+    assert make_figure([text, images]).axes[1].get_title("left") == "Throughput (tokens/s and samples/s)"
+
+
 def test_a_long_loss_is_smooth_over_a_faint_raw_curve(tmp_path: Path) -> None:
     loss = make_figure([read_run(write(tmp_path, noisy(500)))]).axes[0]
     raw, smoothed = loss.lines[:2]

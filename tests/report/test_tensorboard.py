@@ -13,8 +13,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.report.tensorboard import TensorBoard
 
 
-def read(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder)).Reload()
+def read(run_dir: Path) -> EventAccumulator:
+    return EventAccumulator(str(run_dir / "tensorboard")).Reload()
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -68,15 +68,13 @@ def test_texts_before_and_after_the_first_step_and_alone(tmp_path: Path) -> None
 
 
 def test_what_adds_nothing_leaves_nothing(tmp_path: Path) -> None:
-    TensorBoard(tmp_path / "runs").close()
-    assert not (tmp_path / "runs").exists()
+    TensorBoard(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"train.tensorboard = true: .*; legal: pip install shardwise\[tensorboard\], or false"
-    ):
+    with pytest.raises(ConfigError, match=r"train.loggers = .*; legal: pip install shardwise\[tensorboard\], or wandb"):
         TensorBoard(tmp_path)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError
 
+from . import speed
 from .files import EVALUATIONS, METRICS, writing
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class PlottedRun:
     metrics: list[Metrics]
     evaluations: list[Metrics]
 
+    @property
+    def speed(self) -> str:
+        """The key of the run's speed: that of tokens, or of samples where the data is no text."""
+        return speed.key_of(self.metrics[-1] if self.metrics else {})
+
     def values(self, key: str) -> tuple[Floats, Floats]:
         """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite."""
         source = self.evaluations if key == "validation_loss" else self.metrics
@@ -75,14 +81,14 @@ def read_run(folder: Path) -> PlottedRun:
         raise ConfigError(f"{folder}: {'is a file' if folder.exists() else 'there is no such folder'}; {legal}")
     if not (folder / METRICS).is_file():
         raise ConfigError(f"{folder}: there is no metrics.jsonl in this folder; {legal}")
-    metrics = _read(folder / METRICS, ("loss", "tokens_per_second", "peak_memory_bytes"))
+    metrics = _read(folder / METRICS, ("loss", *speed.UNITS, "peak_memory_bytes"))
     evaluations = folder / EVALUATIONS
     run = PlottedRun(
         folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else []
     )
     if all(
         np.isnan(run.values(key)[1]).all()
-        for key in ("loss", "validation_loss", "tokens_per_second", "peak_memory_bytes")
+        for key in ("loss", "validation_loss", run.speed, "peak_memory_bytes")
     ):
         steps = f"none of its {len(metrics)} steps has a number" if metrics else "no step yet"
         raise ConfigError(f"{folder / 'metrics.jsonl'}: nothing to draw, {steps}; legal: a run of at least one step")
@@ -149,7 +155,7 @@ def summary(run: PlottedRun) -> Metrics:
         values = run.values(key)[1]
         return [float(value) for value in values[np.isfinite(values)]]
 
-    speeds = run.values("tokens_per_second")[1]
+    speeds = run.values(run.speed)[1]
     steady = [float(s) for s in (speeds[1:] if len(speeds) > 1 else speeds) if math.isfinite(s)]
     evaluation = run.evaluations[-1] if run.evaluations else {}
     return {
@@ -157,7 +163,7 @@ def summary(run: PlottedRun) -> Metrics:
         "steps": len(run.metrics),
         "loss_first": run.metrics[0].get("loss") if run.metrics else None,
         "loss_last": run.metrics[-1].get("loss") if run.metrics else None,
-        "tokens_per_second": statistics.median(steady) if steady else None,
+        run.speed: statistics.median(steady) if steady else None,
         "peak_memory_bytes": max((int(value) for value in finite("peak_memory_bytes")), default=None),
         "validation_loss": evaluation.get("validation_loss"),
         "perplexity": evaluation.get("perplexity"),
@@ -255,7 +261,7 @@ def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    loss, speed, memory = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    loss, throughput, memory = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     labels = [_shortened(name) for name in names([run.folder for run in runs])]
     looks = [{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS]
     styled = list(zip(runs, labels, islice(cycle(looks), len(runs)), strict=True))
@@ -264,7 +270,9 @@ def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
         return [(*run.along(key, over), look) for run, _, look in styled]
 
     _panel(loss, "Loss", curves("loss"), over, smoothed=True, decimals=True, points=curves("validation_loss"))
-    _panel(speed, "Throughput (tokens/s)", curves("tokens_per_second"), over, smoothed=True, from_zero=True)
+    units = " and ".join(unit for key, unit in speed.UNITS.items() if any(run.speed == key for run in runs))
+    speeds = [(*run.along(run.speed, over), look) for run, _, look in styled]
+    _panel(throughput, f"Throughput ({units})", speeds, over, smoothed=True, from_zero=True)
     sizes = [(places, values / GIB, look) for places, values, look in curves("peak_memory_bytes")]
     _panel(memory, "Peak memory (GiB)", sizes, over, from_zero=True, decimals=True)
     memory.set_xlabel(OVER[over])
