@@ -34,6 +34,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which are there on first use."""
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "annotations"})
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: ``shardwise --help`` and config errors need no torch."""
     if name not in _HOMES:

@@ -256,7 +256,7 @@ def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     shutil.copytree(short, folder)
     before = left(folder)
     again = Command(folder, text, *ALONE, steps=4)
-    output = again.end()
+    output = " ".join(again.end().split())
     assert again.process.returncode == 0 and f"this run has finished: 4 steps, in {folder}" in output, output
     assert "result" in output and "train.resume=never" in output and "starting" not in output
     machine = Command(folder, text, *ALONE, "train.hang_timeout=5", "--json", steps=4)  # changes no result

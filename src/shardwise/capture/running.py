@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.core.errors import of_user
+from shardwise.core.errors import ShardwiseError, of_user
 
 
 def users_line() -> str:
@@ -52,3 +53,24 @@ def _modules(frames: Iterable[FrameType]) -> list[nn.Module]:
     """Return the modules whose methods these frames run: their first argument, whatever its name."""
     first = (f.f_locals.get(f.f_code.co_varnames[0]) for f in frames if f.f_code.co_argcount)
     return [one for one in first if isinstance(one, nn.Module)]
+
+
+def fields_in_words(fields: Mapping[str, Tensor]) -> str:
+    """Return the fields of a batch for messages: ``x (4, 8) float32, labels (4,) int64``."""
+    return ", ".join(
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in fields.items()
+    )
+
+
+@contextmanager
+def noting_batch(fields: Callable[[], Mapping[str, Tensor]]) -> Iterator[None]:
+    """Note this rank's batch on an exception of the user's code that is raised inside this context; ``fields`` returns
+    the batch, if there is one."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        if found := fields():
+            error.add_note(f"the batch on this rank: {fields_in_words(found)}")
+        raise

@@ -21,7 +21,7 @@ app = typer.Typer(
     name="shardwise",
     help="Train any PyTorch model on any set of devices as if they were one device.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -103,3 +103,16 @@ def describe(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     theirs = [f for f in frames if of_user(f.filename)] or frames
     return words + (f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else "")
+
+
+def users_lines(error: BaseException) -> list[str]:
+    """Return where in the user's code an exception was raised, the innermost call last, and the exception's notes.
+
+    Each call is ``model.py:12, in forward`` with its line of code below it.  The list is empty if no code of the user
+    was running.
+    """
+    calls = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename) and f.filename[:1] != "<"]
+    if not calls:
+        return []
+    lines = [line for f in calls for line in (f"  {f.filename}:{f.lineno}, in {f.name}", f"    {f.line}")]
+    return [line for line in lines if line.strip()] + [str(note) for note in getattr(error, "__notes__", ())]

@@ -222,7 +222,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
     first = first_cause(errors)
     if first is not None:
         origin = f"{_name(watcher.run_dir, first.rank)} failed at {first.place}: " if first.kind == "other" else ""
-        return _failed(watcher, origin + first.message, first.kind, first.rank, [])
+        return _failed(watcher, origin + first.message, first.kind, first.rank, [], first.lines)
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
         where = watcher.report()
@@ -266,9 +266,15 @@ def _place(run_dir: Path, rank: int) -> str:
     return f" at {record.place}" + (f": {record.notice}" if record.notice else "")
 
 
-def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None, details: list[str]) -> RunFailed:
+def _failed(
+    watcher: Watcher, message: str, cause: Kind | str, rank: int | None, details: list[str], users: Sequence[str] = ()
+) -> RunFailed:
+    """Return the failure with ``details``, and the lines of the ``users`` code that led to it, if there are any, else
+    the end of the culprit's log."""
     where = logs(watcher.run_dir)
-    if rank is not None and cause != "config":
+    if users:
+        details += ["in your code (the innermost call last):", *users]
+    elif rank is not None and cause != "config":
         lines = last_lines(log_path(watcher.run_dir, rank))
         details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
     return RunFailed(message, cause, rank, [*details, f"logs: {where}"], watcher.failed_at)

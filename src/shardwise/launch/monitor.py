@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError, users_lines
 from shardwise.report.files import logs, write_whole
 from shardwise.runtime.call import CommunicationError
 from shardwise.runtime.progress import record_path
@@ -31,7 +31,8 @@ def log_path(run_dir: Path, rank: int) -> Path:
 class RankError:
     """This records the exception that ended a rank at ``time``, in seconds since the epoch.
 
-    ``message`` is for people, and ``place`` says what the rank was doing.
+    ``message`` is for people, ``place`` says what the rank was doing, and ``lines`` show the user's code that raised
+    the exception, if any did.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankError:
     kind: Kind
     message: str
     place: str
+    lines: Sequence[str] = ()
 
     @staticmethod
     def of(rank: int, error: BaseException, place: str, message: str) -> RankError:
@@ -48,7 +50,7 @@ class RankError:
             kind = "communication"
         elif isinstance(error, ShardwiseError):
             kind = error.cause
-        return RankError(rank, time.time(), kind, message, place)
+        return RankError(rank, time.time(), kind, message, place, users_lines(error) if kind == "other" else ())
 
     def save(self, run_dir: Path) -> None:
         """Write the record atomically to where :func:`read_errors` looks; a rank's first error stays."""

@@ -86,10 +86,7 @@ def read_run(folder: Path) -> PlottedRun:
     run = PlottedRun(
         folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else []
     )
-    if all(
-        np.isnan(run.values(key)[1]).all()
-        for key in ("loss", "validation_loss", run.speed, "peak_memory_bytes")
-    ):
+    if all(np.isnan(run.values(key)[1]).all() for key in ("loss", "validation_loss", run.speed, "peak_memory_bytes")):
         steps = f"none of its {len(metrics)} steps has a number" if metrics else "no step yet"
         raise ConfigError(f"{folder / 'metrics.jsonl'}: nothing to draw, {steps}; legal: a run of at least one step")
     return run

@@ -29,6 +29,7 @@ from shardwise.graph.torch_private import note_step
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.optimizers import choice_of, numbers_of
+from shardwise.train.own_rows import check_fields
 from shardwise.train.trainer import Trainer
 
 
@@ -318,7 +319,7 @@ class _Steps:
 
     def part(self, whole: Mapping[str, Tensor]) -> Batch:
         """Return this rank's rows of a batch."""
-        _check(whole)
+        check_fields(whole)
         if self._trainer is None:
             with torch.inference_mode(False):
                 self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
@@ -345,19 +346,6 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
         found |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
     by_default = {name for name, parameter in bound.signature.parameters.items() if parameter.default is None}
     return {name: value for name, value in found.items() if value is not None or name not in by_default}
-
-
-def _check(batch: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` unless all fields are tensors with the same number of rows."""
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
-            raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
-    sizes = {name: value.shape[0] for name, value in batch.items()}
-    if len(set(sizes.values())) != 1:
-        raise ConfigError(
-            f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field"
-        )
 
 
 def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:

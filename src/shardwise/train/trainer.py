@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction, rows_in
+from shardwise.capture.running import noting_batch
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
@@ -23,6 +24,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
+from shardwise.train.own_rows import OwnRows
 
 
 class NonFiniteError(ShardwiseError):
@@ -122,6 +124,7 @@ class Trainer:
         if not shared:
             self.compiled.release()
         self._unseen: tuple[int, Batch, StepResult] | None = None
+        self._own_rows = OwnRows(plan, self.comm)
         self._asked_to_stop = False
         self.stopping = False
         self.before_close: list[
@@ -182,21 +185,24 @@ class Trainer:
             dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
         )  # fmt: skip
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
+
+        ``batch`` is one of :meth:`loader`, or a dict of tensors: the rows that this rank has read.  Then every rank
+        passes the same number of rows, in every step (:class:`OwnRows`); ranks that differ only in other axes than
+        ``dp_replicate`` and ``dp`` pass the same rows.
 
         It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
         the host does not wait.
         """
-        if not isinstance(batch, Batch):
-            legal = "a batch of trainer.loader(...); for dicts of tensors, shardwise.distribute"
-            raise ShardwiseError(f"Trainer.step(...) of a {type(batch).__name__}; legal: {legal}")
+        batch = self._batch(batch, "step")
         at = self.engine.step_index
         if self._record is not None:
             self._record.begin(at)
             self._record.batch(batch.rows)
-        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
+        with noting_batch(lambda: batch.fields):
+            result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
         due = self._unseen
@@ -241,11 +247,12 @@ class Trainer:
                 taken.append(batch)
                 yield batch.fields, batch.rows, self._asked_to_stop
 
-        for at, result in enumerate(self.engine.steps(given(), number), first):
-            due.append((at, taken.popleft(), result))
-            if len(due) > late and self._has_failed((one := due.popleft())[2]):
-                failed = failed or one
-            yield result
+        with noting_batch(lambda: taken[-1].fields if taken else {}):
+            for at, result in enumerate(self.engine.steps(given(), number), first):
+                due.append((at, taken.popleft(), result))
+                if len(due) > late and self._has_failed((one := due.popleft())[2]):
+                    failed = failed or one
+                yield result
         if self._record is not None:
             self._record.phase(f"the end of step {first + number - 1}")
         self._unseen = due.pop() if due else None
@@ -259,12 +266,23 @@ class Trainer:
         """
         self._asked_to_stop = True
 
-    def evaluate(self, batch: Batch) -> StepResult:
-        """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch.
+    def evaluate(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
+        """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch, which is
+        what :meth:`step` takes.
 
         ``weight`` of the result is the amount over which it is a mean, for means over several batches.
         """
-        return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
+        batch = self._batch(batch, "evaluate")
+        with noting_batch(lambda: batch.fields):
+            return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
+
+    def _batch(self, given: Batch | Mapping[str, Tensor], use: str) -> Batch:
+        if isinstance(given, Batch):
+            return given
+        if not isinstance(given, Mapping):
+            legal = "a batch of trainer.loader(...), or a dict of tensors: this rank's rows"
+            raise ShardwiseError(f"Trainer.{use}(...) of a {type(given).__name__}; legal: {legal}")
+        return self._own_rows.batch(given, use)
 
     def finish(self) -> None:
         """Look at the last step; raise :class:`NonFiniteError` if it was not finite."""

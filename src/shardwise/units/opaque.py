@@ -23,7 +23,7 @@ from shardwise.capture.capture import LossFunction, WithLoss, check_assigned, se
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
-from shardwise.capture.running import running_module
+from shardwise.capture.running import fields_in_words, running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.capture.trial import generators_kept
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
@@ -137,7 +137,8 @@ def first_run(
         missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
         legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
         raise ConfigError(
-            f"model: its forward fails in a trial with {rows} rows of the example batch: {describe(error)}{legal}"
+            f"model: its forward fails in a trial with {rows} rows of the example batch ({fields_in_words(batch)}): "
+            f"{describe(error)}{legal}"
         ) from error
     for name, leaf, content in zip(parameters, leaves, before, strict=True):
         if not torch.equal(told(leaf), content):  # written where torch does not see it

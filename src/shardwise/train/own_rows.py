@@ -1,0 +1,70 @@
+"""Batches that a user's loop gives a rank as dicts of tensors: this rank's rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import rank_rows
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, Batch
+from shardwise.runtime.communicator import Communicator, host_gather
+
+
+def check_fields(batch: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` unless all fields are tensors with the same number of rows."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
+    sizes = {name: value.shape[0] for name, value in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise ConfigError(
+            f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field"
+        )
+
+
+class OwnRows:
+    """Makes a :class:`Batch` of the rows that a rank has read by itself.
+
+    Every rank passes the same number of rows, the same in every call: so a rank knows the rows of the whole batch
+    without asking the others.  The first call compares the ranks' numbers, and later ones compare with that of the
+    first, alone.  A lone rank may pass any number.
+    """
+
+    def __init__(self, plan: Plan, comm: Communicator) -> None:
+        self._plan, self._comm = plan, comm
+        self._agreed: dict[str, int] = {}
+
+    def batch(self, fields: Mapping[str, Tensor], use: str) -> Batch:
+        """Return the batch whose part is ``fields``; batches of another ``use`` may have another number of rows.
+
+        Raises :class:`ConfigError`, in the first call of a use on all ranks, where the numbers of rows do not agree.
+        """
+        check_fields(fields)
+        mesh, microbatches = self._plan.mesh, self._plan.microbatches
+        parts, index = mesh.axis_size(AXES), mesh.index(self._comm.rank, AXES)
+        rows = next(iter(fields.values())).shape[0]
+        if mesh.size > 1:
+            self._compare(rows, use)
+        if parts > 1 and rows % microbatches:
+            legal = f"a multiple of the plan's microbatches = {microbatches}, or the batches of trainer.loader"
+            raise ConfigError.on("batch", f"{rows} rows on each of {parts} ranks", legal)
+        ranges = rank_rows(rows * parts, microbatches, parts, index)
+        return Batch(dict(fields), rows * parts, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+    def _compare(self, rows: int, use: str) -> None:
+        """Raise :class:`ConfigError` unless all ranks have so many rows."""
+        legal = "as many on every rank and in every call, or the batches of trainer.loader"
+        if use not in self._agreed:
+            every = host_gather(self._comm, torch.tensor([rows]), "the number of rows on each rank").flatten().tolist()
+            if len(set(every)) > 1:
+                numbers = ", ".join(map(str, every))
+                raise ConfigError.on("batch", f"the ranks pass different numbers of rows: {numbers}", legal)
+            self._agreed[use] = rows
+        elif rows != self._agreed[use]:
+            raise ConfigError.on("batch", f"{rows} rows after {self._agreed[use]} in the first call", legal)
