@@ -296,16 +296,24 @@ def test_a_start_that_fails_leaves_the_earlier_run_whole(
     output = refused.end()
     assert refused.process.returncode == 2 and "memory" in output, output
     assert left(folder) == before and not (tmp_path / "run-1").exists()
-    for ends in (Command.kill, lambda one: one.process.send_signal(signal.SIGINT)):
-        command = Command(folder, text, *ALONE, *more, steps=4)
-        wait_for(lambda: doing(folder) == "building the model", command)
-        ends(command)
-        output = command.process.communicate(timeout=60)[0] if command.process.poll() is None else ""
-        assert left(folder) == before and not (tmp_path / "run-1").exists(), output
-    assert command.process.returncode == 130 and f"{folder} is as it was" in " ".join(output.split()), output
+    building(folder, text, *more).kill()
+    assert left(folder) == before and not (tmp_path / "run-1").exists()
+    stopped = building(folder, text, *more)
+    stopped.process.send_signal(signal.SIGINT)
+    output = " ".join(stopped.end().split())
+    assert stopped.process.returncode == 130 and f"{folder} is as it was" in output, output
+    assert left(folder) == before and not (tmp_path / "run-1").exists()
     assert (folder / "logs" / "rank_0.log").read_text().startswith(log)
     again = Command(folder, text, *ALONE, steps=4)
     assert "this run has finished" in again.end()
+
+
+def building(folder: Path, text: str, *more: str) -> Command:
+    """A run whose rank builds its model."""
+    (folder / "monitor" / "rank_0").unlink(missing_ok=True)  # what an earlier rank did
+    command = Command(folder, text, *ALONE, *more, steps=4)
+    wait_for(lambda: doing(folder) == "building the model", command)
+    return command
 
 
 def doing(folder: Path) -> str:

@@ -553,7 +553,7 @@ def test_epochs_stand_for_steps() -> None:
 
 
 def test_a_sample_prompt_belongs_to_models_that_write() -> None:
-    assert load("train.sample_prompt=class ").train.sample_prompt == "class "
+    assert load('train.sample_prompt="class "').train.sample_prompt == "class "
     for other in ("data.factory=a:b", "model.factory=a:b"):
         assert load(other).train.sample_prompt is None
         with pytest.raises(ConfigError, match="train.sample_prompt.*left out, for only the models of model.name"):

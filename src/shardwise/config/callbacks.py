@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,8 @@ def build_callbacks(config: Config) -> list[tuple[str, Any]]:
         made: Callable[..., Any] = load_function(KEY, reference)
         with blame(KEY, reference):
             one: Any = made() if inspect.isclass(made) else SimpleNamespace(on_step=made)
-        found.append((f"{KEY} = [{shown(reference)}]", one))
+        place, _, name = reference.rpartition(":")
+        found.append((f"callback {Path(place).name}:{name}", one))
     return found
 
 

@@ -98,6 +98,7 @@ class Run(Ready):
         if self._settled:
             return
         self.trainer.finish()
+        self.side.progress.phase("making the folder that of this run")
         self._settled, comm = True, self.trainer.comm
         comm.barrier(what="the first step of all ranks")
         if comm.rank == 0:

@@ -1,7 +1,7 @@
 """Metrics are written for MLflow: https://mlflow.org.
 
-``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` hold as they do in any script; without the first, MLflow's files
-are in the folder of the run, under ``mlruns``.
+``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` hold as they do in any script; without the first, MLflow's
+database is ``mlflow.db`` in the folder of the run, for ``mlflow ui --backend-store-uri sqlite:///…/mlflow.db``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from .loggers import flat, known_id, missing, numbers, remember_id
 
 EXPERIMENT = "shardwise"
+DATABASE, ARTIFACTS = "mlflow.db", "mlflow-artifacts"  # in the folder of the run
 FLUSH_SECONDS = 10.0  # the seconds for which metrics are collected before they are sent
 MOST = 1000  # metrics in one request, which is MLflow's limit
 MOST_PARAMETERS = 100
@@ -38,8 +39,8 @@ class MLflow:
         self._sent = time.monotonic()
 
     def on_start(self, run: Mapping[str, Any]) -> None:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._run_dir.absolute() / "mlruns").as_uri()
-        self._client = self._make(tracking_uri=uri)
+        uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), self._run_dir.absolute()
+        self._client = self._make(tracking_uri=uri or f"sqlite:///{folder / DATABASE}")
         known = known_id(self._run_dir, "mlflow")
         if known is not None:
             self._run = known
@@ -47,7 +48,11 @@ class MLflow:
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
         experiment = self._client.get_experiment_by_name(name)
-        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        if experiment is None:
+            place = {} if uri else {"artifact_location": (folder / ARTIFACTS).as_uri()}
+            number = self._client.create_experiment(name, **place)
+        else:
+            number = experiment.experiment_id
         self._run = self._client.create_run(number, run_name=self._run_dir.name).info.run_id
         remember_id(self._run_dir, "mlflow", self._run)
         parameters = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in flat(run["config"]).items()]
