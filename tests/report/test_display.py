@@ -12,7 +12,9 @@ from rich.console import Console
 
 from shardwise.report import display
 from shardwise.report.display import Display, Follower, describe, show_result
+from shardwise.report.starting import Phases
 from shardwise.report.tables import count, decimal, duration, grid, pairs, print_json, show, size
+from shardwise.runtime.progress import Progress, record_path
 
 
 def metrics(step: int, loss: float | None = 2.5, seconds: float = 0.5) -> dict[str, Any]:
@@ -61,6 +63,83 @@ def test_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert lines[-1] == "step 200/200  loss 2.5000  2,000 tokens/s  0:00 left"
     assert len(lines) == 13  # the start, every ten seconds of a hundred, the first and the last
     assert shown.steps_done == 200
+
+
+def test_a_start_is_shown_phase_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal a phase gets a line only if it is long; at the end a line has them all."""
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    out, progress, phases = console(), Progress(record_path(tmp_path, 0)), Phases(None)
+    with phases.phase("reading the text"):
+        now[0] += 2
+    with Display(out, tmp_path, 10, "starting 2 ranks", phases=phases) as shown:
+        for phase, seconds in (("connecting", 1), ("capturing the model", 25)):
+            progress.phase(phase)
+            for _ in range(seconds):
+                shown.update()
+                now[0] += 1
+        about = {
+            "checkpoint_every": 0, "staging_bytes": 3, "ranks": 2, "device": "cpu", "threads": 1, "parameters": 10,
+            "units": 1, "start_seconds": 30.0, "notes": [], "float32_matmul": None,
+            "phases": [["starting", 3.0], ["connecting", 0.01], ["capturing the model", 25.0]],
+        }  # fmt: skip
+        (tmp_path / "about.json").write_text(json.dumps(about))
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
+        shown.update()
+    lines = written(out).splitlines()
+    assert [one for one in lines if one.startswith("capturing")] == [
+        "capturing the model, 11 s",
+        "capturing the model, 22 s",
+    ]
+    assert max(map(len, lines)) <= 80 and not any(one.startswith("connecting") for one in lines)
+    told = " ".join(" ".join(lines).split())
+    assert "the first step ended after 28.0 s: reading the text 2.0 s, starting the ranks 3.0 s, " in told
+    assert "capturing the model 25.0 s, the first step 0.5 s" in told
+
+
+def test_a_terminal_shows_the_phase_under_way(tmp_path: Path) -> None:
+    out, progress = console(terminal=True), Progress(record_path(tmp_path, 0))
+    with Display(out, tmp_path, 10, "starting 2 ranks") as shown:
+        for phase in ("capturing the model", "predicting the memory"):
+            progress.phase(phase)
+            shown.update()
+        progress.begin(0)
+        shown.update()
+    assert all(
+        f"{phase} 0 s" in written(out) for phase in ("capturing the model", "predicting the memory", "the first step")
+    )
+
+
+def test_an_earlier_run_is_not_shown_as_this_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 5, "validation_loss": 1.0}\n')
+    (tmp_path / "starting").mkdir()
+    out = console()
+    with Display(out, tmp_path, 10, "starting 1 rank") as shown:
+        shown.update()
+        assert written(out).splitlines() == ["starting 1 rank"]
+        (tmp_path / "starting").rmdir()
+        shown.update()
+    assert "step  1/10" in written(out) and "validation loss" in written(out)
+
+
+def test_other_data_than_text_counts_samples(tmp_path: Path) -> None:
+    out = console()
+    one = {
+        "step": 0,
+        "loss": 2.5,
+        "samples_per_second": 8.25,
+        "step_seconds": 0.5,
+        "tflops_per_second": 1.5,
+        "mfu": 0.42,
+    }
+    with Display(out, tmp_path, 2, "starting") as shown:
+        shown.show([one])
+        assert "step 1/2  loss 2.5000  8.2 samples/s  42% MFU  0:00 left" in written(out)
+    wide = Console(file=io.StringIO(), width=120)
+    with Display(wide, tmp_path, 2, "starting") as shown:
+        shown.show([one])
+    assert "8.2 samples/s  1.5 TFLOP/s  42% MFU" in written(wide)
 
 
 def test_bar_on_a_terminal_fits_its_width(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Display:
         """Show what rank 0 does before its first step: on a terminal always, else if it takes long."""
         if record is None:
             return
-        phase = FIRST_STEP if record.step >= 0 else record.doing
+        phase = FIRST_STEP if record.step >= 0 else RANKS if record.doing == "starting" else record.doing
         if phase != self._phase:
             self._phase, self._since = phase, time.monotonic()
             self._shown = max(self._shown, self._since)
