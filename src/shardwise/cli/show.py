@@ -30,7 +30,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import across_hosts, row_parts
 from shardwise.report.collectives import Caused, Sum, of_step, of_units, step_tables, unit_table
 from shardwise.report.picture import picture as draw
-from shardwise.report.plot import check_format
+from shardwise.report.figures import check_format
 from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
 from shardwise.units.trace import Trace
 

@@ -189,10 +189,10 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
     show(console, pairs("result", rows))
     if "sample" in result:
         lines = Path(result["sample"]).read_text(encoding="utf-8").strip("\n").splitlines()
-        text = Text("\n".join(_printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
+        text = Text("\n".join(printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
         show(console, Panel(text, title="a sample of what the model writes", title_align="left"))
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Replace control characters, which an untrained model writes too."""
     return "".join(c if c.isprintable() else "\ufffd" if c != "\t" else "    " for c in line)

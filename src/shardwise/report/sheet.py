@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .files import writing
-from .plot import check_format, save
+from .figures import check_format, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
