@@ -20,12 +20,11 @@ from shardwise.initial.values import Values
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.forecast_shown import account
 from shardwise.launch.measuring import StepMemory, model_states, write_memory
-from shardwise.report.memory import read_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.files import MEMORY
-from shardwise.report.memory import MemoryProfile
+from shardwise.report.memory import MemoryProfile, read_memory
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from shardwise.estimate.devices import Device, named
 from shardwise.launch.forecast_shown import account, headline
 from shardwise.launch.subject import forecast, load_anywhere
-from shardwise.report.memory import MemoryProfile, chart, comparison, draw, read_memory, table
 from shardwise.report.figures import check_format
+from shardwise.report.memory import MemoryProfile, chart, comparison, draw, read_memory, table
 from shardwise.report.tables import WIDTH, make_console, pairs, print_json, show, size
 
 

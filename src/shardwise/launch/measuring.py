@@ -4,7 +4,6 @@ allocator on a GPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.report.files import MEMORY
 from shardwise.report.memory import MemoryProfile
 from shardwise.runtime.engine import Engine
 

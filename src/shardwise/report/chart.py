@@ -14,7 +14,8 @@ import numpy as np
 
 from .memory import COLOURS as OF_CATEGORY
 from .memory import MemoryProfile, columns, present, unit
-from .panels import COLOURS, FEW, Curve, Floats, Panel, smooth
+from .panels import COLOURS, FEW, Curve, Panel, smooth
+from .runs import Floats
 from .tables import count
 from .timetable_picture import round_step
 
@@ -56,16 +57,21 @@ class _Axis:
         return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def panel_chart(panel: Panel, over: str) -> str:
-    """Return the panel of a single run as SVG; ``over`` is the label of its horizontal axis."""
+def run_charts(found: Sequence[Panel], over: str) -> list[str]:
+    """Return the panels of a single run as SVG, all over the same range; ``over`` is the label of that axis."""
+    places = [curve.places[np.isfinite(curve.values)] for panel in found for curve in panel.curves]
+    everything = np.concatenate([np.zeros(0), *places])
+    ends = (float(everything.min()), float(everything.max())) if len(everything) else (0.0, 1.0)
+    return [_panel_chart(panel, over, _Axis(*ends, LEFT + 6, WIDTH - RIGHT - 6)) for panel in found]
+
+
+def _panel_chart(panel: Panel, over: str, across: _Axis) -> str:
     svg = _canvas(panel.title)
     known = [curve for curve in panel.curves if curve.known]
     if not known:
         _text(svg, WIDTH / 2, HEIGHT / 2, "no data", anchor="middle", fill=GREY)
         return _written(svg)
-    places = np.concatenate([curve.places[np.isfinite(curve.values)] for curve in known])
     limits = panel.scale
-    across = _Axis(float(places.min()), float(places.max()), LEFT + 6, WIDTH - RIGHT - 6)
     up = _Axis(limits.low, limits.high, HEIGHT - BOTTOM, TOP, limits.log)
     _frame(svg, across, up, over)
     series = []
@@ -125,7 +131,13 @@ def _frame(svg: ET.Element, across: _Axis, up: _Axis, over: str, width: int = WI
 
 def tick(value: float) -> str:
     """Return a number for an axis: a few digits, thousands parted, millions as ``1.5 M``."""
-    return count(value).replace(".0 ", " ") if abs(value) >= 1e6 else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return (
+        count(value).replace(".0 ", " ")
+        if abs(value) >= 1e6
+        else f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.4g}"
+    )
 
 
 def _curve(svg: ET.Element, curve: Curve, smoothed: bool, across: _Axis, up: _Axis) -> None:
@@ -244,14 +256,14 @@ def _stairs(edges: Floats, heights: Floats) -> list[tuple[float, float]]:
 
 
 def _categories(svg: ET.Element, names: Sequence[str], measured: bool, width: int) -> None:
-    x = float(width - RIGHT)
-    if measured:
-        _text(svg, x, 16, "measured", anchor="end")
-        _line(svg, x - 78, 12, x - 60, 12, "black")
-        x -= 92
-    for name in reversed(names):
-        _text(svg, x, 16, name, anchor="end")
-        x -= 6.4 * len(name) + 16
-        face = {"x": f"{x:.1f}", "y": "6", "width": "11", "height": "11", "fill": OF_CATEGORY[name]}
-        ET.SubElement(svg, "rect", face)
-        x -= 10
+    """Name the colours of categories to the right of the title."""
+    entries = [*names, *(["measured"] if measured else [])]
+    x = float(width - RIGHT - sum(6.6 * len(name) + 32 for name in entries))
+    for name in entries:
+        if name == "measured":
+            _line(svg, x - 4, 12, x + 11, 12, "black")
+        else:
+            face = {"x": f"{x:.1f}", "y": "6", "width": "11", "height": "11", "fill": OF_CATEGORY[name]}
+            ET.SubElement(svg, "rect", face)
+        _text(svg, x + 16, 16, name)
+        x += 6.6 * len(name) + 32

@@ -20,13 +20,13 @@ from shardwise.core.plan import Plan
 from shardwise.runtime.recorder import TRACE
 
 from . import happened, plan_words
-from .chart import memory_chart, panel_chart
+from .chart import memory_chart, run_charts
 from .display import printable
 from .files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, parsed_line
 from .memory import present, read_memory
 from .panels import OVER, panels
 from .recorded import of_recorded, predicted
-from .runs import VALIDATION, PlottedRun, names, read_evaluations, read_run, summary
+from .runs import PlottedRun, names, read_evaluations, read_run, summary
 from .tables import count, decimal, duration, plural, size
 from .timetable_picture import picture
 
@@ -96,7 +96,7 @@ def gathered(folder: Path) -> Facts:
     return Facts(
         name=names([folder])[0], folder=str(folder.resolve()), headline=run.found.headline if run.found else "",
         state=state, state_words=words, cards=_cards(run.found, about.found, found),
-        charts=Part([panel_chart(one, OVER["steps"].lower()) for one in panels([run.found])])
+        charts=Part(run_charts(panels([run.found]), OVER["steps"].lower()))
         if run.found else Part(note=run.note),
         plan=_part(lambda: _plan(folder), folder / PLAN, "the run has not written its plan"),
         memory=_part(lambda: _memory(folder), folder / MEMORY, "the run has not predicted its memory"),
@@ -204,12 +204,20 @@ def _memory(folder: Path) -> MemoryFacts:
         total = category == "total"
         before = ours.peak_bytes if total else ours.peak.get(category, 0)
         after = None if theirs is None else theirs.peak_bytes if total else theirs.peak.get(category, 0)
-        more = "" if after is None else f"{(after - before) / before:+.1%}" if before else "0" if not after else "new"
-        rows.append((category, size(before), "" if after is None else size(after), more))
+        rows.append((category, size(before), "" if after is None else size(after), _more(before, after)))
     budget = values["budget_bytes"]
     notes = [f"The peak is predicted at: {ours.where}. The tensors of a rank may take {size(budget)}."]
     notes.append(f"It is measured at: {theirs.where}." if theirs else "Not measured: the run has not taken two steps.")
     return MemoryFacts(values["title"], memory_chart(ours, theirs, budget), rows, notes)
+
+
+def _more(before: int, after: int | None) -> str:
+    """Return by which share a measured number of bytes is more than the predicted one."""
+    if after is None or after == before:
+        return "" if after is None else "0"
+    return (
+        f"{(after - before) / before:+.1%}".replace("-0.0%", "0.0%").replace("+0.0%", "0.0%") if before else size(after)
+    )
 
 
 def _step(folder: Path) -> str:
@@ -260,7 +268,9 @@ def _environment(folder: Path, about: Mapping[str, Any]) -> Rows:
             value = f"{value:,} ({count(value)})"
         rows.append((key.replace("_", " ").removesuffix(" bytes"), _cell(value)))
     kept = sorted((folder / "checkpoints").glob("step_*"))
-    rows.append(("checkpoints kept", ", ".join(str(int(path.name[5:])) for path in kept if path.name[5:].isdigit()) or "none"))
+    rows.append(
+        ("checkpoints kept", ", ".join(str(int(path.name[5:])) for path in kept if path.name[5:].isdigit()) or "none")
+    )
     return rows
 
 

@@ -164,21 +164,21 @@ def chart(account: MemoryProfile, width: int, limit: int | None = None) -> Text:
     name, scale = unit(top)
     labels = [f"{top * (row + 1) / HEIGHT / scale:.1f} " for row in range(HEIGHT)]
     left = max(map(len, labels))
-    columns, peak = columns(account, max(1, width - left - 1))
+    shown, peak = columns(account, max(1, width - left - 1))
     found = present(account)
     before = left + 1 + peak
-    text = Text(" " * before + "v peak" if peak + 6 <= len(columns) else " " * (before - 5) + "peak v")
+    text = Text(" " * before + "v peak" if peak + 6 <= len(shown) else " " * (before - 5) + "peak v")
     for row in reversed(range(HEIGHT)):
         middle = top * (row + 0.5) / HEIGHT
         marked = limit is not None and limit <= top and row == min(HEIGHT - 1, int(limit * HEIGHT / top))
         text.append(f"\n{labels[row] if row % 3 == 2 else '':>{left}}|")
-        for column in columns:
+        for column in shown:
             category = _category(column, found, middle)
             if category is None:
                 text.append("-" if marked else " ")
             else:
                 text.append(SHADES[category], STYLES[category])
-    text.append(f"\n{name:>{left - 1}} +{'-' * len(columns)}\n{'':>{left}} ")
+    text.append(f"\n{name:>{left - 1}} +{'-' * len(shown)}\n{'':>{left}} ")
     for category in found:
         text.append(SHADES[category], STYLES[category])
         text.append(f" {category} ")

@@ -8,13 +8,14 @@ from shardwise.core.data_options import DATA_PARALLEL_ROWS
 from shardwise.core.plan import CHOICES, COUNTS, OPTIONS, Plan
 from shardwise.core.schedules import traits
 from shardwise.core.tensor_options import tensor_axes
+from shardwise.parallel.data import batch_axes
 
 from .tables import plural
 
 STATES = {
     "DDP": "Every rank holds all parameters, gradients and states of the optimizer.",
-    "ZeRO-1": "The optimizer's state is sharded over the ranks of dp; parameters and gradients are held in full (ZeRO-1).",
-    "ZeRO-2": "Gradients and the optimizer's state are sharded over the ranks of dp; parameters are held in full (ZeRO-2).",
+    "ZeRO-1": "The optimizer's state is sharded over the ranks of dp (ZeRO-1).",
+    "ZeRO-2": "Gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-2).",
     "ZeRO-3": "Parameters, gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-3).",
 }
 RECOMPUTE = {
@@ -45,11 +46,11 @@ def sentences(plan: Plan) -> list[str]:
 
 
 def _rows(plan: Plan) -> Iterator[str]:
-    parts = plan.mesh.axis_size([name for name in ("dp_replicate", "dp") if name in plan.mesh.names])
+    parts = plan.mesh.axis_size(batch_axes(plan.mesh))
     if parts > 1:
         yield f"The rows of each step are divided over {parts} ranks or groups of ranks, whose gradients are summed."
     if plan.microbatches > 1:
-        yield f"They are computed in {plan.microbatches} microbatches, whose gradients add up before the update."
+        yield f"A step is computed in {plan.microbatches} microbatches, whose gradients add up before the update."
 
 
 def _pipeline(plan: Plan) -> Iterator[str]:
@@ -69,7 +70,7 @@ def _pipeline(plan: Plan) -> Iterator[str]:
 
 
 def _tensors(plan: Plan) -> Iterator[str]:
-    size = plan.mesh.axis_size(list(tensor_axes(plan.mesh)))
+    size = plan.mesh.axis_size(tensor_axes(plan.mesh))
     if size > 1:
         by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")
         yield f"Each layer is shared by {size} ranks, {by}."

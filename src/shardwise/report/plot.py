@@ -29,6 +29,9 @@ LONGEST_NAME = 48  # characters of a run's name
 LONGEST_LINE = 135  # characters of a line above the panels
 GREY = "#555555"
 
+DIAMOND: dict[str, Any] = {"marker": "D", "markersize": 6, "markerfacecolor": "white", "markeredgewidth": 1.7}
+"""How a value is marked that was measured now and then, such as a validation loss."""
+
 Styled = Sequence[dict[str, Any]]
 
 
@@ -81,7 +84,9 @@ def _write_header(axes: Axes, lines: Sequence[tuple[str, int]], styles: Styled) 
     for at, (text, run) in enumerate(lines):
         if run >= 0:
             axes.plot([0.02, 0.42], [at + 0.5] * 2, **styles[run], linewidth=2.4, solid_capstyle="butt")
-        look: dict[str, Any] = {"fontsize": 13, "fontweight": "bold"} if at == 0 else {"fontsize": 10, "color": "#222222"}
+        look: dict[str, Any] = (
+            {"fontsize": 13, "fontweight": "bold"} if at == 0 else {"fontsize": 10, "color": "#222222"}
+        )
         left = 0.0 if run == -1 else 0.55
         axes.text(left, at + 0.5, text, va="center", ha="left", parse_math=False, **look)
 
@@ -140,8 +145,7 @@ def _curve(axes: Axes, curve: Curve, style: dict[str, Any], smoothed: bool) -> N
         axes.plot(places, values, color=colour, linewidth=1.4, linestyle=(0, (5, 3)), zorder=2)
     elif curve.look == "points":
         axes.plot(places, values, color=colour, linewidth=1.0, linestyle=":", zorder=4)
-        face = {"marker": "D", "markersize": 6, "markerfacecolor": "white", "markeredgewidth": 1.7}
-        axes.plot(places, values, color=colour, linestyle="", zorder=5, **face)
+        axes.plot(places, values, color=colour, linestyle="", zorder=5, **DIAMOND)
     elif smoothed:
         axes.plot(places, values, color=colour, linewidth=0.6, alpha=0.28, zorder=2)
         axes.plot(*smooth(places, values), **style, linewidth=1.8, zorder=3)
@@ -162,8 +166,7 @@ def _legend(axes: Axes, panel: Panel, styles: Styled) -> None:
     for look, words in there:
         colour = COLOURS[1] if one and look != "curve" else base
         if look == "points":
-            face = {"marker": "D", "markersize": 6, "markerfacecolor": "white", "markeredgewidth": 1.7}
-            handles.append(Line2D([], [], color=colour, linewidth=1.0, linestyle=":", label=words, **face))
+            handles.append(Line2D([], [], color=colour, linewidth=1.0, linestyle=":", label=words, **DIAMOND))
         elif look == "level":
             handles.append(Line2D([], [], color=colour, linewidth=1.4, linestyle=(0, (5, 3)), label=words))
         else:
@@ -234,7 +237,9 @@ def _bars(part: SubFigure, found: Sequence[Bar], labels: Sequence[str]) -> None:
     axes = part.add_subplot()
     most = max(bar.total for bar in found)
     name, scale = unit(most)
-    axes.set_title(f"Memory at the peak of a step, tensors of rank 0 ({name})", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(
+        f"Memory at the peak of a step, tensors of rank 0 ({name})", loc="left", fontsize=11, fontweight="bold"
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
