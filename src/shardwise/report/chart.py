@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 420, 240  # pixels, of which a page may show more or fewer
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 34  # pixels around the curves
 DRAWN = 800  # points of a curve that is not smoothed
 STACKED = 300  # columns of the memory of a step
-GREY, GRID = "#555555", "#e4e4e4"
+GREY, GRID, MARK = "#555555", "#e4e4e4", "#b3261e"
 POINT_COLOUR = COLOURS[1]
 
 
@@ -57,15 +57,17 @@ class _Axis:
         return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def run_charts(found: Sequence[Panel], over: str) -> list[str]:
-    """Return the panels of a single run as SVG, all over the same range; ``over`` is the label of that axis."""
+def run_charts(found: Sequence[Panel], over: str, marks: Sequence[float] = ()) -> list[str]:
+    """Return the panels of a single run as SVG, all over the same range; ``over`` is the label of that axis, on which
+    ``marks`` are marked by dashed lines."""
     places = [curve.places[np.isfinite(curve.values)] for panel in found for curve in panel.curves]
     everything = np.concatenate([np.zeros(0), *places])
     ends = (float(everything.min()), float(everything.max())) if len(everything) else (0.0, 1.0)
-    return [_panel_chart(panel, over, _Axis(*ends, LEFT + 6, WIDTH - RIGHT - 6)) for panel in found]
+    across = _Axis(*ends, LEFT + 6, WIDTH - RIGHT - 6)
+    return [_panel_chart(panel, over, across, [one for one in marks if ends[0] <= one <= ends[1]]) for panel in found]
 
 
-def _panel_chart(panel: Panel, over: str, across: _Axis) -> str:
+def _panel_chart(panel: Panel, over: str, across: _Axis, marks: Sequence[float]) -> str:
     svg = _canvas(panel.title)
     known = [curve for curve in panel.curves if curve.known]
     if not known:
@@ -74,6 +76,8 @@ def _panel_chart(panel: Panel, over: str, across: _Axis) -> str:
     limits = panel.scale
     up = _Axis(limits.low, limits.high, HEIGHT - BOTTOM, TOP, limits.log)
     _frame(svg, across, up, over)
+    for mark in marks:
+        _line(svg, across.at(mark), TOP, across.at(mark), HEIGHT - BOTTOM, MARK, dash="5 4")
     series = []
     for curve in known:
         _curve(svg, curve, panel.smoothed and curve.look == "curve" and curve.known > FEW, across, up)
@@ -110,9 +114,10 @@ def _text(
     ET.SubElement(svg, "text", place | {"font-weight": weight}).text = text
 
 
-def _line(svg: ET.Element, x1: float, y1: float, x2: float, y2: float, colour: str) -> None:
+def _line(svg: ET.Element, x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "none") -> None:
     ends = zip(("x1", "y1", "x2", "y2"), (x1, y1, x2, y2), strict=True)
-    ET.SubElement(svg, "line", {name: f"{at:.1f}" for name, at in ends} | {"stroke": colour})
+    look = {"stroke": colour, "stroke-dasharray": dash}
+    ET.SubElement(svg, "line", {name: f"{at:.1f}" for name, at in ends} | look)
 
 
 def _frame(svg: ET.Element, across: _Axis, up: _Axis, over: str, width: int = WIDTH) -> None:

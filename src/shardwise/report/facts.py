@@ -74,6 +74,7 @@ class Facts:
     evaluations: Part[tuple[tuple[str, ...], Rows]]
     samples: Part[list[tuple[str, str]]]
     events: list[happened.Event]
+    again: list[int]  # the steps from which the ranks have gone on after a fault
     logs: list[tuple[str, str]]
     environment: Part[Rows]
     config: Part[list[tuple[str, Rows]]]
@@ -92,11 +93,12 @@ def gathered(folder: Path) -> Facts:
     config = _part(lambda: _toml(folder / CONFIG), folder / CONFIG, "the run has not written its configuration")
     about = _part(lambda: _object(folder / ABOUT), folder / ABOUT, "the run has not come to its first step")
     found = happened.events(folder)
+    again = happened.went_on_from(found)
     state, words = _state(folder, run.found, config.found, found)
     return Facts(
         name=names([folder])[0], folder=str(folder.resolve()), headline=run.found.headline if run.found else "",
         state=state, state_words=words, cards=_cards(run.found, about.found, found),
-        charts=Part(run_charts(panels([run.found]), OVER["steps"].lower()))
+        charts=Part(run_charts(panels([run.found]), OVER["steps"].lower(), again))
         if run.found else Part(note=run.note),
         plan=_part(lambda: _plan(folder), folder / PLAN, "the run has not written its plan"),
         memory=_part(lambda: _memory(folder), folder / MEMORY, "the run has not predicted its memory"),
@@ -104,7 +106,7 @@ def gathered(folder: Path) -> Facts:
         evaluations=_part(
             lambda: _evaluations(folder), folder / EVALUATIONS, "nothing has been evaluated; train.eval_every says when"
         ),
-        samples=_samples(folder), events=found, logs=happened.log_tails(folder, LOG_LINES)[:MOST_LOGS],
+        samples=_samples(folder), events=found, again=again, logs=happened.log_tails(folder, LOG_LINES)[:MOST_LOGS],
         environment=Part(_environment(folder, about.found)) if about.found else Part(note=about.note),
         config=Part(_config(config.found)) if config.found else Part(note=config.note),
         program=_part(lambda: _program(folder), folder / "program.txt", "the run has not written its program"),

@@ -60,6 +60,12 @@ def restarts(found: list[Event]) -> int:
     return sum(event.kind == "restart" for event in found)
 
 
+def went_on_from(found: list[Event]) -> list[int]:
+    """Return the steps from which the ranks have gone on after a fault, in order."""
+    steps = (re.search(r"step_(\d+)", event.text) for event in found if event.kind == "restart")
+    return sorted({int(step[1]) if step else 0 for step in steps})
+
+
 def log_tails(folder: Path, lines: int) -> list[tuple[str, str]]:
     """Return the name of each rank's log and its last ``lines`` lines."""
     paths = sorted((folder / "logs").glob("rank_*.log"), key=lambda path: (len(path.name), path.name))

@@ -5,6 +5,7 @@ Everything that comes from users is escaped: the template escapes what it is giv
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files as resources
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from .facts import Facts, gathered
 from .files import writing
 
 ENDINGS = (".html", ".htm")
+NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that no page may have: an untrained model writes them too, and names of files have them."""
 
 
 def write_page(folder: Path, out: Path, option: str = "--out") -> Facts:
@@ -39,7 +42,7 @@ def page(facts: Facts) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_own("page.html"))
     own = {"style": Markup(_own("page.css")), "script": Markup(_own("page.js"))}
-    return template.render(facts=facts, version=__version__, svg=Markup, **own)
+    return NO_TEXT.sub("\ufffd", template.render(facts=facts, version=__version__, svg=Markup, **own))
 
 
 def _own(name: str) -> str:
