@@ -138,9 +138,9 @@ def describe(about: Metrics) -> list[str]:
     ]
     if matmul is not None:
         found = "as accurate as" if matmul["fast_error"] <= 4 * matmul["safe_error"] else "less accurate than"
-        lines.append(f'float32 matmul: "{matmul["precision"]}" (the fast kernels are {found} the default here)')
+        lines.append(f'float32 matmul: "{matmul["precision"]}" (fast kernels are {found} the default here)')
     every = f"every {about['checkpoint_every']} steps and at the end" if about["checkpoint_every"] else "at the end"
-    lines.append(f"checkpoints {every}; saving stages at most {size(about['staging_bytes'])} a rank")
+    lines.append(f"checkpoints {every}; saving one takes {size(about['staging_bytes'])} a rank")
     return lines + [f"note: {note}" for note in about["notes"]]
 
 

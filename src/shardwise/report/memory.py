@@ -292,13 +292,7 @@ def _phases(axes: Axes, instructions: Sequence[str]) -> None:
         axes.axvline(position, color="white", linewidth=0.8, alpha=0.8)
         room = CHARACTERS * (end - position) / len(instructions)
         shown = next((one for one in (name, name[0].upper() + name.partition(" ")[2]) if len(one) + 2 <= room), None)
-        if shown is not None:
-            axes.text(
-                position,
-                1.0,
-                f" {shown}",
-                transform=axes.get_xaxis_transform(),
-                fontsize=7.5,
-                color="#666666",
-                va="top",
-            )
+        last = end == len(instructions)  # beside the axes there is nothing that a name could run into
+        if shown is not None or last:
+            place: dict[str, Any] = {"x": end, "s": name, "ha": "right"} if last else {"x": position, "s": f" {shown}"}
+            axes.text(y=1.0, transform=axes.get_xaxis_transform(), fontsize=7.5, color="#666666", va="top", **place)
