@@ -19,12 +19,12 @@ from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.forecast_shown import account
-from shardwise.launch.measuring import StepMemory, model_states, read_memory, write_memory
+from shardwise.launch.measuring import StepMemory, model_states, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.files import MEMORY
-from shardwise.report.memory import MemoryProfile
+from shardwise.report.memory import MemoryProfile, read_memory
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 

@@ -161,7 +161,7 @@ def test_run_describes_itself(tmp_path: Path) -> None:
     lines = describe(about)
     assert lines[0] == "2 ranks x 1 thread on cpu, 1.9 M parameters in 6 units, started in 5.0 s"
     assert '"medium"' in lines[1] and "as accurate as" in lines[1]
-    assert lines[2] == "checkpoints every 20 steps and at the end; saving stages at most 3.0 MiB a rank"
+    assert lines[2] == "checkpoints every 20 steps and at the end; saving one takes 3.0 MiB a rank"
     assert lines[3] == "note: batch dim is static"
     assert max(map(len, lines)) <= 80
     (tmp_path / "about.json").write_text(json.dumps(about))

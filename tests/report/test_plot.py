@@ -18,7 +18,10 @@ from matplotlib.image import imread
 
 from shardwise.cli.plot import run
 from shardwise.core.errors import ConfigError
-from shardwise.report.plot import COLOURS, draw, make_figure, names, read_run, scale, smooth, summary
+from shardwise.report.memory import CATEGORIES, MemoryProfile
+from shardwise.report.panels import COLOURS, bars, panels, scale, smooth
+from shardwise.report.plot import draw, make_figure
+from shardwise.report.runs import names, read_run, summary
 
 GIB = 2**30
 
@@ -194,19 +197,49 @@ def curves(axes: Axes, **look: object) -> list[Any]:
     return [one for one in axes.lines if all(getattr(one, f"get_{key}")() == value for key, value in look.items())]
 
 
-def test_three_panels_with_units_over_the_same_steps(tmp_path: Path) -> None:
-    figure = make_figure(
-        [read_run(write(tmp_path / "a", [line(s, 3.0 - s, 1000.0 + s, (1 + s) * GIB) for s in range(3)]))]
-    )
-    loss, speed, memory = figure.axes
-    assert [axes.get_title("left") for axes in figure.axes] == ["Loss", "Throughput (tokens/s)", "Peak memory (GiB)"]
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title("left") for axes in figure.axes if axes.get_title("left")]
+
+
+def panel(figure: Any, title: str) -> Axes:
+    (found,) = [axes for axes in figure.axes if axes.get_title("left") == title]
+    return found
+
+
+def header(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def profile(scale: int) -> dict[str, Any]:
+    peaks = {c: [0, 0] for c in CATEGORIES} | {"parameters": [10 * scale] * 2, "activations": [0, 30 * scale]}
+    return MemoryProfile(
+        0, ("FORWARD u0 m0", "BACKWARD u0 m0"),
+        tuple({c: peaks[c][at] for c in CATEGORIES} for at in range(2)),
+        {"parameters": 10 * scale}, 1, "backward of head in microbatch 0",
+    ).to_dict()  # fmt: skip
+
+
+def remembered(folder: Path, *, kind: str = "gpu", measured: int | None = 2**20 + 2**18, title: str = "") -> Path:
+    values = {
+        "title": title or "gpt, 1.9 M parameters, on 2 x H100\nZeRO-1, 16 rows, 2 microbatches, bf16",
+        "device": {"name": kind, "kind": kind, "memory": GIB, "budget": GIB, "reserve": None}, "budget_bytes": GIB,
+        "predicted": profile(2**20), "measured": None if measured is None else profile(measured),
+    }  # fmt: skip
+    (folder / "memory.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+def test_every_number_has_a_panel_over_the_same_steps(tmp_path: Path) -> None:
+    lines = [line(s, 3.0 - s, 1000.0 + s, (1 + s) * GIB) for s in range(3)]
+    figure = make_figure([read_run(write(tmp_path / "a", lines))])
+    names_ = ["Loss", "Learning rate", "Gradient norm", "Throughput (tokens/s)"]
+    assert titles(figure) == [*names_, "Peak memory of the process, rank 0 (GiB)"]
+    loss, rate, norm, speed, memory = (panel(figure, title) for title in titles(figure))
     assert memory.get_xlabel() == "Step" and loss.get_shared_x_axes().joined(loss, memory)
-    assert [list(curves(axes)[0].get_ydata()) for axes in (loss, speed, memory)] == [
-        [3, 2, 1],
-        [1000, 1001, 1002],
-        [1, 2, 3],
-    ]
-    assert speed.get_ylim()[0] == memory.get_ylim()[0] == 0
+    assert [list(curves(axes)[0].get_ydata()) for axes in (loss, rate, norm, speed, memory)] == [
+        [3, 2, 1], [1e-3] * 3, [1.0] * 3, [1000, 1001, 1002], [1, 2, 3],
+    ]  # fmt: skip
+    assert speed.get_ylim()[0] == memory.get_ylim()[0] == rate.get_ylim()[0] == 0
     assert all(one.get_marker() == "o" for axes in figure.axes for one in axes.lines if len(one.get_xdata()))
 
 
@@ -216,15 +249,66 @@ def test_samples_are_the_unit_of_data_that_is_no_text(tmp_path: Path) -> None:
         return {("samples_per_second" if key == "tokens_per_second" else key): value for key, value in one.items()}
 
     images = read_run(write(tmp_path / "images", [of_images(step) for step in range(3)]))
-    (axes,) = [one for one in make_figure([images]).axes if "Throughput" in one.get_title("left")]
-    assert axes.get_title("left") == "Throughput (samples/s)" and list(curves(axes)[0].get_ydata()) == [50, 51, 52]
+    found = panel(make_figure([images]), "Throughput (samples/s)")
+    assert list(curves(found)[0].get_ydata()) == [50, 51, 52]
     assert summary(images)["samples_per_second"] == 51.5 and "tokens_per_second" not in summary(images)
     text = read_run(write(tmp_path / "text", [line(step) for step in range(3)]))
-    assert make_figure([text, images]).axes[1].get_title("left") == "Throughput (tokens/s and samples/s)"
+    assert panel(make_figure([text, images]), "Throughput (tokens/s and samples/s)")
+
+
+def test_one_run_is_named_with_its_model_ranks_and_plan(tmp_path: Path) -> None:
+    figure = make_figure([read_run(remembered(write(tmp_path / "run$a$", [line(0), line(1)])))])
+    assert header(figure) == [
+        "run$a$",
+        "gpt, 1.9 M parameters, on 2 x H100, ZeRO-1, 16 rows, 2 microbatches, bf16",
+    ]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "about.json").write_text('{"parameters": 1853760, "ranks": 2, "device": "cpu"}')
+    assert header(make_figure([read_run(write(tmp_path / "b", [line(0)]))]))[1] == "1.9 M parameters, 2 ranks on cpu"
+
+
+def test_each_of_several_runs_is_named_beside_its_colour(tmp_path: Path) -> None:
+    folders = [remembered(write(tmp_path / name, [line(0), line(1)]), title=f"model {name}") for name in "ab"]
+    figure = make_figure([read_run(folder) for folder in folders])
+    assert header(figure) == ["2 runs", "a: model a", "b: model b"]
+    assert [one.get_color() for one in figure.axes[0].lines] == list(COLOURS[:2])
+
+
+def test_memory_is_drawn_beside_its_prediction(tmp_path: Path) -> None:
+    run = read_run(remembered(write(tmp_path / "gpu", [line(s, memory=50 * 2**20) for s in range(3)])))
+    assert [(one.words, one.total) for one in bars([run])] == [("predicted", 40 * 2**20), ("measured", 50 * 2**20)]
+    figure = make_figure([run])
+    found = panel(figure, "Memory at the peak of a step, tensors of rank 0 (MiB)")
+    assert [text.get_text() for text in found.get_yticklabels()] == ["predicted", "measured"]
+    assert [text.get_text() for text in found.texts] == ["40.0 MiB", "50.0 MiB"]
+    assert [bar.get_width() for bar in found.patches] == [10, 12.5, 30, 37.5]  # parameters, then activations
+    (level,) = [one for one in panel(figure, "Peak memory, rank 0 (MiB)").lines if set(one.get_ydata()) == {40.0}]
+    assert list(level.get_xdata()) == [0, 1, 2]
+    # On a CPU the process is counted, which the prediction of tensors says nothing about.
+    run = read_run(remembered(write(tmp_path / "cpu", [line(s) for s in range(3)]), kind="cpu", measured=None))
+    assert [one.words for one in bars([run])] == ["predicted"]
+    of_process = panel(make_figure([run]), "Peak memory of the process, rank 0 (GiB)")
+    assert [list(one.get_ydata()) for one in of_process.lines if len(one.get_xdata())] == [[1, 1, 1]]
+
+
+def test_metrics_of_evaluations_and_what_few_runs_have_get_panels(tmp_path: Path) -> None:
+    evaluations = [
+        {"step": s, "validation_loss": 2.0, "rows": 9, "seconds": 0.1, "perplexity": 7.4, "accuracy": s / 10,
+         "books": {"loss": 1.5}, "note": "text", "ok": True}
+        for s in (1, 2)
+    ]  # fmt: skip
+    lines = [{**line(s), "mfu": 0.42, "loss_scale": 65536.0} for s in range(3)]
+    figure = make_figure([read_run(write(tmp_path, lines, evaluations))])
+    assert titles(figure)[5:] == [
+        "MFU (%)", "Loss scale", "Perplexity (validation)", "Accuracy (validation)", "Books.loss (validation)",
+    ]  # fmt: skip
+    accuracy = panel(figure, "Accuracy (validation)")
+    assert [list(one.get_ydata()) for one in curves(accuracy, marker="D")] == [[0.1, 0.2]]
+    assert list(curves(panel(figure, "MFU (%)"))[0].get_ydata()) == pytest.approx([42.0] * 3)
 
 
 def test_a_long_loss_is_smooth_over_a_faint_raw_curve(tmp_path: Path) -> None:
-    loss = make_figure([read_run(write(tmp_path, noisy(500)))]).axes[0]
+    loss = panel(make_figure([read_run(write(tmp_path, noisy(500)))]), "Loss")
     raw, smoothed = loss.lines[:2]
     assert len(raw.get_xdata()) == 500 and raw.get_alpha() < 0.5 and raw.get_linewidth() < smoothed.get_linewidth()
     rough = [np.abs(np.diff(one.get_ydata()[200:])).mean() for one in (raw, smoothed)]
@@ -234,29 +318,44 @@ def test_a_long_loss_is_smooth_over_a_faint_raw_curve(tmp_path: Path) -> None:
 def test_runs_differ_in_colour_and_then_in_dashes(tmp_path: Path) -> None:
     folders = [write(tmp_path / f"run{i}", noisy(5, seed=i)) for i in range(9)]
     figure = make_figure([read_run(folder) for folder in folders])
-    looks = [(one.get_color(), one.get_linestyle()) for one in curves(figure.axes[2], linewidth=1.8)]
+    speed = panel(figure, "Throughput (tokens/s)")
+    looks = [(one.get_color(), one.get_linestyle()) for one in curves(speed, linewidth=1.8)]
     assert len(set(looks)) == 9 and [colour for colour, _ in looks[:7]] == list(COLOURS)
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == [f"run{i}" for i in range(9)]
+    assert header(figure) == ["9 runs", *(f"run{i}" for i in range(9))]
+    assert [(one.get_color(), one.get_linestyle()) for one in figure.axes[0].lines] == looks
 
 
-def test_validation_loss_is_drawn_as_points_at_its_steps(tmp_path: Path) -> None:
+def test_validation_is_apart_from_training(tmp_path: Path) -> None:
     evaluations = [{"step": s, "validation_loss": 4.0 - s / 100} for s in (49, 99)]
-    figure = make_figure([read_run(write(tmp_path, noisy(100), evaluations))])
-    points = curves(figure.axes[0], marker="o")
+    loss = panel(make_figure([read_run(write(tmp_path, noisy(100), evaluations))]), "Loss")
+    points = curves(loss, marker="D")
     assert [(list(one.get_xdata()), list(one.get_ydata())) for one in points] == [([49, 99], [3.51, 3.01])]
-    assert [text.get_text() for text in figure.legends[0].get_texts()][1:] == ["not smoothed", "validation loss"]
+    trained = curves(loss, linewidth=1.8)
+    assert points[0].get_color() != trained[0].get_color()
+    legend = loss.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["training, smoothed", "each step", "validation"]
+    # Points of training, which a short run has, are of another shape.
+    short = panel(make_figure([read_run(write(tmp_path / "short", noisy(9), evaluations[:0]))]), "Loss")
+    assert [one.get_marker() for one in curves(short, linewidth=1.8)] == ["o"]
 
 
 def test_values_out_of_range_are_marked_and_told(tmp_path: Path) -> None:
     lines = noisy(50)
     lines[0]["loss"] = 312.4
     lines[7]["tokens_per_second"] = lines[9]["tokens_per_second"] = 5e6
-    loss, speed, memory = make_figure([read_run(write(tmp_path, lines))]).axes
+    figure = make_figure([read_run(write(tmp_path, lines))])
+    loss, speed = panel(figure, "Loss"), panel(figure, "Throughput (tokens/s)")
     assert loss.get_title("right") == "▲ 312.4 at step 0"
     assert speed.get_title("right") == "▲ 5,000,000 at step 7; 1 more above"
-    assert memory.get_title("right") == ""
+    assert panel(figure, "Peak memory of the process, rank 0 (GiB)").get_title("right") == ""
     assert [list(one.get_xdata()) for one in curves(speed, marker="^")] == [[7, 9]]
+
+
+def test_a_gradient_norm_that_falls_by_orders_of_magnitude_is_logarithmic(tmp_path: Path) -> None:
+    lines = [{**line(s), "grad_norm": 100 * 0.9**s} for s in range(60)]
+    figure = make_figure([read_run(write(tmp_path, lines))])
+    assert panel(figure, "Gradient norm").get_yscale() == "log" and panel(figure, "Loss").get_yscale() == "linear"
 
 
 def test_over_seconds_a_step_is_where_it_ended(tmp_path: Path) -> None:
@@ -266,33 +365,39 @@ def test_over_seconds_a_step_is_where_it_ended(tmp_path: Path) -> None:
     lines[1]["loss"] = 312.4
     evaluations = [{"step": s, "validation_loss": 2.0} for s in (1, 41)]
     figure = make_figure([read_run(write(tmp_path, lines, evaluations))], "seconds")
-    loss, _, memory = figure.axes
+    loss, memory = panel(figure, "Loss"), panel(figure, "Peak memory of the process, rank 0 (GiB)")
     assert memory.get_xlabel() == "Training time (s)" and loss.get_title("right") == "▲ 312.4 at 1 s"
     (sizes,) = curves(memory, linewidth=1.8)
     assert list(sizes.get_xdata()) == [*(0.5 * k for k in range(1, 39)), 19.0, *(19.0 + k for k in range(1, 10))]
-    assert [list(one.get_xdata()) for one in curves(loss, marker="o")] == [[0.0, 20.0]]
+    assert [list(one.get_xdata()) for one in curves(loss, marker="D")] == [[0.0, 20.0]]
     with pytest.raises(ConfigError, match="--over days: legal: steps, seconds"):
         draw([read_run(tmp_path)], tmp_path / "a.png", "days")
 
 
-def test_a_panel_without_data_says_so(tmp_path: Path) -> None:
-    figure = make_figure([read_run(write(tmp_path, [{"step": s, "loss": 1.0} for s in range(3)]))])
-    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [[], ["no data"], ["no data"]]
+def test_only_the_loss_has_a_panel_without_data(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, [{"step": s, "tokens_per_second": 1.0} for s in range(3)]))
+    assert [one.title for one in panels([run])] == ["Loss", "Throughput (tokens/s)"]
+    assert [text.get_text() for text in panel(make_figure([run]), "Loss").texts] == ["no data"]
 
 
 @pytest.mark.parametrize("name", ["a$b$c", "_hidden", "x" * 100, "50 %"])
-def test_nothing_overlaps_whatever_the_names(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("number", [1, 4])
+def test_nothing_overlaps_whatever_the_names(tmp_path: Path, name: str, number: int) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    folders = [write(tmp_path / f"{name}{i}", noisy(40 + i), [{"step": 3, "validation_loss": 2.0}]) for i in range(4)]
+    folders = [
+        remembered(write(tmp_path / f"{name}{i}", noisy(40 + i), [{"step": 3, "validation_loss": 2.0}]))
+        for i in range(number)
+    ]
     figure = make_figure([read_run(folder) for folder in folders])
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    boxes = [figure.legends[0].get_window_extent(), *(axes.get_tightbbox() for axes in figure.axes)]
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    boxes += [legend.get_window_extent() for part in figure.subfigs for legend in part.legends]
+    assert len(boxes) == 1 + 5 + 1 + 1
     for index, box in enumerate(boxes):
         assert box is not None and box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
         assert not any(box.overlaps(other) for other in boxes[index + 1 :] if other is not None)
-    assert len(figure.legends[0].get_texts()) == 6
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -303,7 +408,7 @@ def test_one_run_has_its_picture_in_its_folder(tmp_path: Path, capsys: pytest.Ca
     run([folder, folder / ".." / "run"], None, False)
     assert capsys.readouterr().out.strip() == str(folder / "plot.png")
     picture = imread(folder / "plot.png")
-    assert picture.shape[:2] == (1350, 1350) and picture[..., :3].std() > 0.02
+    assert picture.shape[1] == 1650 and picture[..., :3].std() > 0.02
 
 
 def test_several_runs_are_one_picture_here_and_numbers(

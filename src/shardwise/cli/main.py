@@ -269,11 +269,24 @@ def plot(
     over: Annotated[str, typer.Option(metavar="steps|seconds", help="What the curves are drawn over.")] = "steps",
     json: Json = False,
 ) -> None:
-    """Draw the curves of runs as a picture: loss, throughput and memory."""
+    """Draw the curves of runs as a picture: loss, learning rate, gradient norm, throughput, memory, metrics."""
     with reported(json):
         from .plot import run
 
         run(run_dirs, out, json, over)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="[default: RUN_DIR/report.html]")] = None,
+    json: Json = False,
+) -> None:
+    """Write one page of HTML about a run, finished or not: curves, plan, memory, a step, samples, faults, config."""
+    with reported(json):
+        from .report import run
+
+        run(run_dir, out, json)
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -11,10 +11,9 @@ from rich.text import Text
 
 from shardwise.estimate.devices import Device, named
 from shardwise.launch.forecast_shown import account, headline
-from shardwise.launch.measuring import read_memory
 from shardwise.launch.subject import forecast, load_anywhere
-from shardwise.report.memory import MemoryProfile, chart, comparison, draw, table
-from shardwise.report.plot import check_format
+from shardwise.report.figures import check_format
+from shardwise.report.memory import MemoryProfile, chart, comparison, draw, read_memory, table
 from shardwise.report.tables import WIDTH, make_console, pairs, print_json, show, size
 
 

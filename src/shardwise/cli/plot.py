@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.report.plot import draw, names, read_run, summary
+from shardwise.report.plot import draw
+from shardwise.report.runs import names, read_run, summary
 from shardwise.report.tables import print_json
 
 

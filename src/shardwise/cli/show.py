@@ -29,8 +29,8 @@ from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import across_hosts, row_parts
 from shardwise.report.collectives import Caused, Sum, of_step, of_units, step_tables, unit_table
+from shardwise.report.figures import check_format
 from shardwise.report.picture import picture as draw
-from shardwise.report.plot import check_format
 from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
 from shardwise.units.trace import Trace
 
@@ -56,8 +56,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     if picture is not None:
         what = "A step" if batches == 1 else f"{batches} batches of a window"
         title = f"{what} of {plural(plan.mesh.size, 'rank')}, {plural(plan.microbatches, 'microbatch')}"
-        draw(programs[0], title).write(picture, "--picture")
-        print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
+        draw(programs, plan.mesh, title, [one.name for one in costs]).write(picture, "--picture")
+        for program in programs:
+            print(f"{program.name}: {len(program.instructions)} instructions drawn in {picture}")
         return
     units, step = of_units(trace, plan.mesh, rows, programs), _of_step(config, plan, trace, programs)
     if json:

@@ -4,7 +4,6 @@ allocator on a GPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.report.files import MEMORY
 from shardwise.report.memory import MemoryProfile
 from shardwise.runtime.engine import Engine
 
@@ -196,19 +193,3 @@ def write_memory(path: Path, forecast: Forecast, measured: MemoryProfile | None 
         "measured": None if measured is None else measured.to_dict(),
     }  # fmt: skip
     write_json(path, values)
-
-
-def read_memory(folder: Path) -> dict[str, Any]:
-    """Read what :func:`write_memory` wrote into a run's folder; raise :class:`ConfigError` if that cannot be read."""
-    path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
-    try:
-        values = json.loads(path.read_bytes())
-        accounts = {
-            key: None if values[key] is None else MemoryProfile.from_dict(values[key])
-            for key in ("predicted", "measured")
-        }
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; {legal}") from None
-    return {**values, **accounts}

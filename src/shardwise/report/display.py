@@ -191,9 +191,9 @@ def describe(about: Metrics) -> list[str]:
     ]
     if matmul is not None:
         found = "as accurate as" if matmul["fast_error"] <= 4 * matmul["safe_error"] else "less accurate than"
-        lines.append(f'float32 matmul: "{matmul["precision"]}" (the fast kernels are {found} the default here)')
+        lines.append(f'float32 matmul: "{matmul["precision"]}" (fast kernels are {found} the default here)')
     every = f"every {about['checkpoint_every']} steps and at the end" if about["checkpoint_every"] else "at the end"
-    lines.append(f"checkpoints {every}; saving stages at most {size(about['staging_bytes'])} a rank")
+    lines.append(f"checkpoints {every}; saving one takes {size(about['staging_bytes'])} a rank")
     return lines + [f"note: {note}" for note in about["notes"]]
 
 
@@ -252,10 +252,10 @@ def show_result(console: Console, result: Metrics, seconds: float | None) -> Non
     show(console, pairs("result", rows))
     if "sample" in result and Path(result["sample"]).exists():
         lines = Path(result["sample"]).read_text(encoding="utf-8").strip("\n").splitlines()
-        text = Text("\n".join(_printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
+        text = Text("\n".join(printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
         show(console, Panel(text, title="a sample of what the model writes", title_align="left"))
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Replace control characters, which an untrained model writes too."""
     return "".join(c if c.isprintable() else "\ufffd" if c != "\t" else "    " for c in line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import OP_INFO, Op
 
-from .plot import save
+from .figures import save
+from .files import MEMORY
 from .tables import grid, size
 
 if TYPE_CHECKING:
@@ -96,17 +99,34 @@ def _all(sizes: Mapping[str, int]) -> dict[str, int]:
     return {c: sizes.get(c, 0) for c in CATEGORIES}
 
 
+def read_memory(folder: Path) -> dict[str, Any]:
+    """Read what :func:`write_memory` wrote into a run's folder; raise :class:`ConfigError` if that cannot be read."""
+    path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
+    try:
+        values = json.loads(path.read_bytes())
+        str(values["title"]), str(values["device"]["kind"])
+        accounts = {
+            key: None if values[key] is None else MemoryProfile.from_dict(values[key])
+            for key in ("predicted", "measured")
+        }
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; {legal}") from None
+    return {**values, **accounts}
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _present(*accounts: MemoryProfile) -> list[str]:
+def present(*accounts: MemoryProfile) -> list[str]:
     """Return the categories that have any bytes, from the bottom up."""
     return [c for c in CATEGORIES if any(max([a.between.get(c, 0), *(p.get(c, 0) for p in a.peaks)]) for a in accounts)]
 
 
 def table(title: str, account: MemoryProfile) -> RenderableType:
     """Return a table of the bytes by category between steps and at the peak."""
-    rows = [(c, size(account.between.get(c, 0)), size(account.peak.get(c, 0))) for c in _present(account)]
+    rows = [(c, size(account.between.get(c, 0)), size(account.peak.get(c, 0))) for c in present(account)]
     totals = ("total", size(account.between_bytes), size(account.peak_bytes))
     return grid(title, ("category", ">between steps", ">at the peak"), rows, totals=totals)
 
@@ -119,7 +139,7 @@ def comparison(title: str, predicted: MemoryProfile, measured: MemoryProfile) ->
         share = f"{more / ours:+.1%}" if ours else ""
         return name, size(ours), size(theirs), ("+" if more > 0 else "") + size(more) if more else "0", share
 
-    rows = [row(c, predicted.peak.get(c, 0), measured.peak.get(c, 0)) for c in _present(predicted, measured)]
+    rows = [row(c, predicted.peak.get(c, 0), measured.peak.get(c, 0)) for c in present(predicted, measured)]
     totals = row("total", predicted.peak_bytes, measured.peak_bytes)
     return grid(title, ("at the peak", ">predicted", ">measured", ">difference", ">"), rows, totals=totals)
 
@@ -144,21 +164,21 @@ def chart(account: MemoryProfile, width: int, limit: int | None = None) -> Text:
     name, scale = unit(top)
     labels = [f"{top * (row + 1) / HEIGHT / scale:.1f} " for row in range(HEIGHT)]
     left = max(map(len, labels))
-    columns, peak = _columns(account, max(1, width - left - 1))
-    found = _present(account)
+    shown, peak = columns(account, max(1, width - left - 1))
+    found = present(account)
     before = left + 1 + peak
-    text = Text(" " * before + "v peak" if peak + 6 <= len(columns) else " " * (before - 5) + "peak v")
+    text = Text(" " * before + "v peak" if peak + 6 <= len(shown) else " " * (before - 5) + "peak v")
     for row in reversed(range(HEIGHT)):
         middle = top * (row + 0.5) / HEIGHT
         marked = limit is not None and limit <= top and row == min(HEIGHT - 1, int(limit * HEIGHT / top))
         text.append(f"\n{labels[row] if row % 3 == 2 else '':>{left}}|")
-        for column in columns:
+        for column in shown:
             category = _category(column, found, middle)
             if category is None:
                 text.append("-" if marked else " ")
             else:
                 text.append(SHADES[category], STYLES[category])
-    text.append(f"\n{name:>{left - 1}} +{'-' * len(columns)}\n{'':>{left}} ")
+    text.append(f"\n{name:>{left - 1}} +{'-' * len(shown)}\n{'':>{left}} ")
     for category in found:
         text.append(SHADES[category], STYLES[category])
         text.append(f" {category} ")
@@ -167,7 +187,7 @@ def chart(account: MemoryProfile, width: int, limit: int | None = None) -> Text:
     return text
 
 
-def _columns(account: MemoryProfile, count: int) -> tuple[list[Mapping[str, int]], int]:
+def columns(account: MemoryProfile, count: int) -> tuple[list[Mapping[str, int]], int]:
     """Return ``count`` columns of bytes by category, and the index of the column of the peak."""
     number = len(account.peaks)
     bounds = [(c * number // count, max(c * number // count + 1, (c + 1) * number // count)) for c in range(count)]
@@ -208,7 +228,7 @@ def make_figure(
     name, scale = unit(max(highest, limit or 0) if shown else highest)
     edges = list(range(len(account.peaks) + 1))
     reached = [0.0] * len(edges)
-    for category in _present(account):
+    for category in present(account):
         values = [p.get(category, 0) / scale for p in account.peaks]
         above = [r + v for r, v in zip(reached, [*values, values[-1]], strict=True)]
         axes.fill_between(edges, reached, above, step="post", color=COLOURS[category], linewidth=0, label=category)
@@ -272,13 +292,7 @@ def _phases(axes: Axes, instructions: Sequence[str]) -> None:
         axes.axvline(position, color="white", linewidth=0.8, alpha=0.8)
         room = CHARACTERS * (end - position) / len(instructions)
         shown = next((one for one in (name, name[0].upper() + name.partition(" ")[2]) if len(one) + 2 <= room), None)
-        if shown is not None:
-            axes.text(
-                position,
-                1.0,
-                f" {shown}",
-                transform=axes.get_xaxis_transform(),
-                fontsize=7.5,
-                color="#666666",
-                va="top",
-            )
+        last = end == len(instructions)  # beside the axes there is nothing that a name could run into
+        if shown is not None or last:
+            place: dict[str, Any] = {"x": end, "s": name, "ha": "right"} if last else {"x": position, "s": f" {shown}"}
+            axes.text(y=1.0, transform=axes.get_xaxis_transform(), fontsize=7.5, color="#666666", va="top", **place)

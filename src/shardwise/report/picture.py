@@ -1,50 +1,156 @@
-"""A program is drawn with its lanes from top to bottom, its instructions from left to right, and lines for waits."""
+"""A step is drawn as its programs say: the lanes of each rank from top to bottom, instructions from left to right, and
+lines for what waits for what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from shardwise.core.instruction import Instruction, Lane, Op
-from shardwise.core.program import Program
+from shardwise.core.instruction import OP_INFO, Instruction, Lane, Op
+from shardwise.core.mesh import Mesh
+from shardwise.core.program import Program, class_of
 
 from .kinds import ink, kind_of, look
-from .sheet import Line, Rectangle, Sheet, Words
+from .sheet import Line, Rectangle, Sheet, Words, width_of
+from .tables import plural
 
-UNIT, HEIGHT, GAP, LEFT = 17, 34, 22, 74
+UNIT, HEIGHT, GAP, LEFT = 17, 34, 16, 84
+TOP, TITLE, BETWEEN = 44, 20, 12  # pixels above all ranks, for the words of each, and between two
+MOST_RANKS = 4  # with more, one rank of each class is drawn
+NARROWEST = 760
+MOST_UNITS = 8  # units that the legend names
+WAIT, MESSAGE, GREY = "#777777", "#b9771d", "#444444"
+
+Span = tuple[float, float]
+Spans = list[Span]
 
 
-def place(program: Program) -> list[tuple[float, float]]:
-    """Return (start, stop) of every instruction in units of width, each as early as its lane and its waits allow."""
+@dataclass(frozen=True)
+class Row:
+    """The lanes of ``rank``, which runs ``program`` as all ranks do that ``words`` name."""
+
+    rank: int
+    program: Program
+    words: str
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes in which there is something."""
+        return [lane for lane in Lane if any(one.lane is lane for one in self.program.instructions)]
+
+
+def rows(programs: Sequence[Program], mesh: Mesh) -> list[Row]:
+    """Return a row for each rank, or if there are more than :data:`MOST_RANKS` for the first rank of each class."""
+    if mesh.size <= MOST_RANKS:
+        return [Row(rank, class_of(programs, mesh, rank), f"rank {rank}") for rank in range(mesh.size)]
+    found = []
+    for program in programs:
+        first, *others = mesh.members(program.coordinates)
+        more = f", and {plural(len(others), 'rank')} that do the same" if others else ""
+        found.append(Row(first, program, f"rank {first}{more}"))
+    return found
+
+
+def _homes(found: Sequence[Row], mesh: Mesh) -> dict[int, int]:
+    """Return for every rank the index of the row that shows it, or its class."""
+    home = {rank: at for at, row in enumerate(found) for rank in mesh.members(row.program.coordinates)}
+    return home | {row.rank: at for at, row in enumerate(found)}
+
+
+# ---- where instructions lie ------------------------------------------------------------------------------------------
+
+
+def place(found: Sequence[Row], mesh: Mesh) -> list[Spans]:
+    """Return (start, stop) of every instruction of each row in units of width, each as early as its lane, its waits and
+    the other ranks allow: a message arrives after it was sent, and ranks begin a collective together."""
+    home = _homes(found, mesh)
+    ready: dict[Meeting, float] = {}
+    keys = [list(_meetings(row, at, home, mesh)) for at, row in enumerate(found)]
+    while True:
+        spans, before = [], dict(ready)
+        for row, own in zip(found, keys, strict=True):
+            spans.append(_spans(row.program, own, ready))
+        if ready == before:
+            return spans
+
+
+Meeting = tuple[object, ...]
+"""What ranks have to agree on: the number of a message or collective among those of the same ranks and channel."""
+
+
+def _meetings(row: Row, at: int, home: dict[int, int], mesh: Mesh) -> Iterator[Meeting | None]:
+    """Yield for each instruction of a row what it meets other rows for, or None."""
+    seen: Counter[Meeting] = Counter()
+    for one in row.program.instructions:
+        key: Meeting | None = None
+        if one.peer is not None:
+            other = home[mesh.offset(row.rank, *one.peer, wrap=True)]
+            key = ("message", *((at, other) if one.op is Op.SEND else (other, at)), one.channel)
+        elif one.axes:
+            together = {home[rank] for rank in mesh.group(row.rank, one.axes)}
+            key = ("collective", frozenset(together), one.axes, one.lane) if len(together) > 1 else None
+        if key is None:
+            yield None
+        else:
+            yield (*key, seen[key])
+            seen[key] += 1
+
+
+def _spans(program: Program, keys: Sequence[Meeting | None], ready: dict[Meeting, float]) -> Spans:
+    """Place the instructions of one rank by what is known of the others, and note in ``ready`` what they wait for."""
     free: dict[Lane, float] = {}
-    spans: list[tuple[float, float]] = []
-    for one in program.instructions:
+    spans: Spans = []
+    for one, key in zip(program.instructions, keys, strict=True):
         issued = spans[-1][0] if spans else 0.0
-        ready = [spans[at][1] for at in one.waits]
-        start = max([free.get(one.lane, 0.0), issued if one.lane is not Lane.COMPUTE else 0.0, *ready])
+        earliest = [spans[at][1] for at in one.waits]
+        start = max([free.get(one.lane, 0.0), issued if one.lane is not Lane.COMPUTE else 0.0, *earliest])
+        if key is not None and one.op is not Op.SEND:
+            start = max(start, ready.get(key, 0.0))
         spans.append((start, start + (4 if one.op is Op.BACKWARD else 2)))  # a backward takes as long as two forwards
         free[one.lane] = spans[-1][1]
+        if key is not None and one.op is not Op.RECEIVE:
+            mark = spans[-1][1] if one.op is Op.SEND else start
+            ready[key] = max(ready.get(key, 0.0), mark)
     return spans
 
 
-def picture(program: Program, title: str = "") -> Sheet:
-    """Return the picture of a program; a line joins two instructions if one waits for the other."""
-    lanes = [lane for lane in Lane if any(one.lane is lane for one in program.instructions)]
-    spans = place(program)
-    top = {lane: 44 + i * (HEIGHT + GAP) for i, lane in enumerate(lanes)}
-    sheet = Sheet(LEFT + UNIT * max((stop for _, stop in spans), default=0) + 12, 44 + len(lanes) * (HEIGHT + GAP) + 26)
-    sheet.items.append(Words(12, 24, title or program.name, 15, bold=True))
-    sheet.items += [Words(12, top[lane] + HEIGHT / 2 + 5, str(lane), 13) for lane in lanes]
-    for at, one in enumerate(program.instructions):
-        sheet.items += _lines(one, at, spans, top, program)
-    for one, span in zip(program.instructions, spans, strict=True):
-        sheet.items.append(Rectangle(*_place(span, top[one.lane]), HEIGHT, _colour(one.op), tip=str(one)))
-    for one, span in zip(program.instructions, spans, strict=True):
-        sheet.items += _labels(one, span, top[one.lane])
-    sheet.items += _legend(program, sheet.height)
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def picture(programs: Sequence[Program], mesh: Mesh, title: str, units: Sequence[str] = ()) -> Sheet:
+    """Return the picture of a step; ``units`` are the names of the model's units.
+
+    A line joins two instructions if one waits for the other, or if one sends what the other receives.
+    """
+    found = rows(programs, mesh)
+    spans = place(found, mesh)
+    tops, y = [], float(TOP)
+    for row in found:
+        tops.append({lane: y + TITLE + at * (HEIGHT + GAP) for at, lane in enumerate(row.lanes)})
+        y += TITLE + len(row.lanes) * (HEIGHT + GAP) + BETWEEN
+    last = max((stop for own in spans for _, stop in own), default=0)
+    sheet = Sheet(max(LEFT + UNIT * last + 12, NARROWEST), y)
+    sheet.items.append(Words(12, 24, title, 15, bold=True))
+    for row, own, top in zip(found, spans, tops, strict=True):
+        sheet.items.append(Words(12, min(top.values(), default=y) - 7, row.words, 13, bold=True))
+        sheet.items += [Words(12, top[lane] + HEIGHT / 2 + 5, str(lane), 13) for lane in row.lanes]
+        sheet.items += [
+            line for at, one in enumerate(row.program.instructions) for line in _lines(one, at, own, top, row)
+        ]
+    sheet.items += _messages(found, spans, tops, mesh)
+    for row, own, top in zip(found, spans, tops, strict=True):
+        for one, span in zip(row.program.instructions, own, strict=True):
+            tip = f"{one}: {OP_INFO[one.op].does}"
+            sheet.items.append(Rectangle(*_place(span, top[one.lane]), HEIGHT, _colour(one.op), tip=tip))
+    for row, own, top in zip(found, spans, tops, strict=True):
+        for one, span in zip(row.program.instructions, own, strict=True):
+            sheet.items += _labels(one, span, top[one.lane])
+    sheet.height = _legend(sheet, found, units, y + 4) + 10
     return sheet
 
 
-def _place(span: tuple[float, float], y: float) -> tuple[float, float, float]:
+def _place(span: Span, y: float) -> tuple[float, float, float]:
     return LEFT + UNIT * span[0], y, UNIT * (span[1] - span[0]) - 1.5
 
 
@@ -52,32 +158,93 @@ def _colour(op: Op) -> str:
     return look(kind_of(op)).colour
 
 
-def _labels(one: Instruction, span: tuple[float, float], y: float) -> Iterable[Words]:
+def _labels(one: Instruction, span: Span, y: float) -> Iterable[Words]:
     x, y, width = _place(span, y)
     middle, colour = x + width / 2, ink(_colour(one.op))
     label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else ""
     if not label and one.op is Op.REDUCE:
         label = one.writes[0].kind  # the loss, or the norms
+    second = f"m{one.microbatch}" if one.microbatch >= 0 else ""
     if label:
-        yield Words(middle, y + 15, label, 11, colour, "middle")
-    if one.microbatch >= 0:
-        yield Words(middle, y + 28, f"m{one.microbatch}", 10, colour, "middle")
+        yield Words(middle, y + (15 if second else 21), label, 11, colour, "middle")
+    if second:
+        yield Words(middle, y + (28 if label else 21), second, 10.5, colour, "middle")
 
 
-def _lines(
-    one: Instruction, at: int, spans: list[tuple[float, float]], top: dict[Lane, int], program: Program
-) -> Iterable[Line]:
+def _lines(one: Instruction, at: int, spans: Spans, top: dict[Lane, float], row: Row) -> Iterable[Line]:
     for wait in one.waits:
-        source = program.instructions[wait]
+        source = row.program.instructions[wait]
         down = top[one.lane] > top[source.lane]
         y1 = top[source.lane] + (HEIGHT if down else 0)
         y2 = top[one.lane] + (0 if down else HEIGHT)
-        yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, "#777777", 1.2)
+        yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, WAIT, 1.2)
 
 
-def _legend(program: Program, height: float) -> Iterable[Rectangle | Words]:
-    x = LEFT
-    for op in dict.fromkeys(one.op for one in program.instructions):
-        yield Rectangle(x, height - 24, 12, 12, _colour(op))
-        yield Words(x + 16, height - 14, str(op), 11)
-        x += 34 + 8 * len(op)
+def _messages(
+    found: Sequence[Row], spans: Sequence[Spans], tops: Sequence[dict[Lane, float]], mesh: Mesh
+) -> Iterator[Line]:
+    """Yield a line from each SEND to its RECEIVE."""
+    home = _homes(found, mesh)
+    sent: dict[Meeting, tuple[float, float]] = {}
+    for op in (Op.SEND, Op.RECEIVE):
+        for at, row in enumerate(found):
+            for one, span, key in zip(row.program.instructions, spans[at], _meetings(row, at, home, mesh), strict=True):
+                x, y, width = _place(span, tops[at][one.lane])
+                if op is one.op is Op.SEND and key is not None:
+                    sent[key] = (x + width - 3, y)
+                elif op is one.op is Op.RECEIVE and key in sent:
+                    x1, y1 = sent[key]
+                    down = y > y1
+                    yield Line(x1, y1 + (HEIGHT if down else 0), x + 3, y + (0 if down else HEIGHT), MESSAGE, 1.0)
+
+
+# ---- the legend ------------------------------------------------------------------------------------------------------
+
+
+def _legend(sheet: Sheet, found: Sequence[Row], units: Sequence[str], y: float) -> float:
+    """Say what colours, letters and lines mean, and return the y at which that ends."""
+    instructions = [one for row in found for one in row.program.instructions]
+    x = 12.0
+    for op in dict.fromkeys(one.op for one in instructions):
+        width = 12 + 5 + width_of(str(op), 11) + 16
+        if x > 12 and x + width > sheet.width:
+            x, y = 12.0, y + 20
+        sheet.items.append(Rectangle(x, y, 12, 12, _colour(op)))
+        sheet.items.append(Words(x + 17, y + 10.5, str(op), 11))
+        x += width
+    y += 14
+    for text in _explained(instructions, units):
+        for line in _wrapped(text, sheet.width - 24, 12):
+            y += 18
+            sheet.items.append(Words(12, y, line, 12, GREY))
+    return y
+
+
+def _explained(instructions: Sequence[Instruction], units: Sequence[str]) -> Iterator[str]:
+    """Yield what letters and lines mean, of those that there are."""
+    if any(one.unit >= 0 for one in instructions):
+        named = [f"u{at} {name}" for at, name in enumerate(units)]
+        shown = named if len(named) <= MOST_UNITS else [*named[: MOST_UNITS - 2], "...", named[-1]]
+        yield "u: a unit, a part of the model that is run as a whole" + (f" ({', '.join(shown)})" if shown else "")
+    letters = []
+    if any(one.microbatch >= 0 for one in instructions):
+        letters.append("m: a microbatch, some of the step's rows")
+    if any(one.bucket >= 0 for one in instructions):
+        letters.append("b: a bucket, some of the parameters, or their gradients, in one buffer")
+    if any(one.op is Op.REDUCE and one.bucket < 0 for one in instructions):
+        letters.append("loss, norm: what a REDUCE sums over ranks beside gradients")
+    if letters:
+        yield "; ".join(letters)
+    lines = ["A grey line leads to an instruction that waits for another lane"]
+    if any(one.op is Op.SEND for one in instructions):
+        lines.append("a brown one from a SEND to its RECEIVE")
+    yield f"{', '.join(lines)}. Widths are not measured times: a BACKWARD is drawn twice as long as anything else."
+
+
+def _wrapped(text: str, width: float, size: float) -> list[str]:
+    """Return a text in lines that are at most ``width`` pixels wide."""
+    lines = [""]
+    for word in text.split():
+        joined = f"{lines[-1]} {word}".strip()
+        lines = [*lines[:-1], joined] if width_of(joined, size) <= width or not lines[-1] else [*lines, word]
+    return lines

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .figures import check_format, save
 from .files import writing
-from .plot import check_format, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

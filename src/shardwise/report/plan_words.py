@@ -1,0 +1,97 @@
+"""A plan is told in sentences, and as a table of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.core.data_options import DATA_PARALLEL_ROWS
+from shardwise.core.plan import CHOICES, COUNTS, OPTIONS, Plan
+from shardwise.core.schedules import traits
+from shardwise.core.tensor_options import tensor_axes
+from shardwise.parallel.data import batch_axes
+
+from .tables import plural
+
+STATES = {
+    "DDP": "Every rank holds all parameters, gradients and states of the optimizer.",
+    "ZeRO-1": "The optimizer's state is sharded over the ranks of dp (ZeRO-1).",
+    "ZeRO-2": "Gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-2).",
+    "ZeRO-3": "Parameters, gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-3).",
+}
+RECOMPUTE = {
+    "none": "",
+    "selective": "Backward computes a unit's forward again, without its products, convolutions and attention.",
+    "full": "Backward computes each unit's forward again, so that only its inputs are kept.",
+}
+OFFLOAD = {
+    "none": "",
+    "optimizer": "Master weights and the optimizer's state are on the host, which also takes the step.",
+    "activations": "What autograd saves is moved to the host between forward and backward.",
+    "all": "Master weights, the optimizer's state, and what autograd saves are on the host.",
+}
+
+
+def sentences(plan: Plan) -> list[str]:
+    """Return the plan in sentences."""
+    ranks = plan.mesh.size
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
+    found = ["One rank trains alone." if ranks == 1 else f"{ranks} ranks train as one device ({axes})."]
+    found += [*_rows(plan), *_pipeline(plan), *_tensors(plan)]
+    if ranks > 1:
+        found += [_states(rule.pattern, rule.rest, rule.grad, rule.state) for rule in plan.data.parameters]
+    precision = plan.numeric.precision
+    low = precision in ("bf16", "fp16")
+    found.append(f"The model computes in {precision}{', with masters of the weights in fp32' if low else ''}.")
+    return [*found, *filter(None, (RECOMPUTE[plan.memory.recompute], OFFLOAD[plan.memory.offload]))]
+
+
+def _rows(plan: Plan) -> Iterator[str]:
+    parts = plan.mesh.axis_size(batch_axes(plan.mesh))
+    if parts > 1:
+        yield f"The rows of each step are divided over {parts} ranks or groups of ranks, whose gradients are summed."
+    if plan.microbatches > 1:
+        yield f"A step is computed in {plan.microbatches} microbatches, whose gradients add up before the update."
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    size = plan.mesh.axis_size("pp")
+    if size == 1:
+        return
+    options = plan.pipeline
+    yield (
+        f"The model's units are cut into {size * options.stages_per_rank} stages on {size} ranks, "
+        f"{plural(options.stages_per_rank, 'stage')} each, which compute in the order {options.schedule}."
+    )
+    if plan.asynchronous:
+        old = "one step old" if traits(options.schedule).double_buffered else "older on earlier stages"
+        yield f"Steps overlap, with weights that are {old}; the pipeline is drained after {options.window} steps."
+    if plan.post_validates:
+        yield "Stages update before the norm over all of them is known, and go back if it clips or skips."
+
+
+def _tensors(plan: Plan) -> Iterator[str]:
+    size = plan.mesh.axis_size(tensor_axes(plan.mesh))
+    if size > 1:
+        by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")
+        yield f"Each layer is shared by {size} ranks, {by}."
+
+
+def _states(pattern: str, rest: str, grad: str, state: str) -> str:
+    kind = next(name for row, name in DATA_PARALLEL_ROWS.items() if row == (rest, grad, state))
+    return STATES[kind] if pattern == "*" else f"{pattern}: {STATES[kind]}"
+
+
+def options(plan: Plan) -> list[tuple[str, str]]:
+    """Return the plan's options and their values, both as text; options that are empty are left out."""
+    found = [("mesh", " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes) or "one rank")]
+    found.append(("microbatches", str(plan.microbatches)))
+    for key in (*CHOICES, *COUNTS, "vertical_sync", "stages"):
+        group, option = OPTIONS[key]
+        value = getattr(getattr(plan, group), option.name)
+        if value not in ((), ""):
+            found.append((key, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)))
+    found += [(f"timetable of rank {rank}", text) for rank, text in enumerate(plan.pipeline.timetable)]
+    found += [(f"pin {pattern}", text) for pattern, text in plan.tensor.pins]
+    for rule in plan.data.parameters:
+        found.append((f"parameters {rule.pattern}", f"rest {rule.rest}, gradient {rule.grad}, state {rule.state}"))
+    return found
