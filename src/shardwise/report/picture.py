@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwise.core.instruction import Instruction, Lane, Op
+from shardwise.core.instruction import OP_INFO, Instruction, Lane, Op
 from shardwise.core.program import Program
 
 from .kinds import ink, kind_of, look
-from .sheet import Line, Rectangle, Sheet, Words
+from .sheet import Line, Rectangle, Sheet, Words, width_of
 
 UNIT, HEIGHT, GAP, LEFT = 17, 34, 22, 74
+LEGEND = 18  # pixels from one line of the legend to the next
+NARROWEST = 620  # pixels; the words below the picture need them
+LETTERS = "u: unit of the model, in order   m: microbatch   b: bucket of parameters   line: the later one waits"
 
 
 def place(program: Program) -> list[tuple[float, float]]:
@@ -31,7 +34,10 @@ def picture(program: Program, title: str = "") -> Sheet:
     lanes = [lane for lane in Lane if any(one.lane is lane for one in program.instructions)]
     spans = place(program)
     top = {lane: 44 + i * (HEIGHT + GAP) for i, lane in enumerate(lanes)}
-    sheet = Sheet(LEFT + UNIT * max((stop for _, stop in spans), default=0) + 12, 44 + len(lanes) * (HEIGHT + GAP) + 26)
+    width = max(LEFT + UNIT * max((stop for _, stop in spans), default=0) + 12, NARROWEST)
+    bottom = 44 + len(lanes) * (HEIGHT + GAP)
+    legend = list(_legend(program, width, bottom))
+    sheet = Sheet(width, max(words.y for words in legend if isinstance(words, Words)) + 12)
     sheet.items.append(Words(12, 24, title or program.name, 15, bold=True))
     sheet.items += [Words(12, top[lane] + HEIGHT / 2 + 5, str(lane), 13) for lane in lanes]
     for at, one in enumerate(program.instructions):
@@ -40,7 +46,7 @@ def picture(program: Program, title: str = "") -> Sheet:
         sheet.items.append(Rectangle(*_place(span, top[one.lane]), HEIGHT, _colour(one.op), tip=str(one)))
     for one, span in zip(program.instructions, spans, strict=True):
         sheet.items += _labels(one, span, top[one.lane])
-    sheet.items += _legend(program, sheet.height)
+    sheet.items += legend
     return sheet
 
 
@@ -75,9 +81,14 @@ def _lines(
         yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, "#777777", 1.2)
 
 
-def _legend(program: Program, height: float) -> Iterable[Rectangle | Words]:
-    x = LEFT
+def _legend(program: Program, width: float, y: float) -> Iterable[Rectangle | Words]:
+    """Yield what the colours mean, in as many lines as they need, and what the letters mean."""
+    x = float(LEFT)
     for op in dict.fromkeys(one.op for one in program.instructions):
-        yield Rectangle(x, height - 24, 12, 12, _colour(op))
-        yield Words(x + 16, height - 14, str(op), 11)
-        x += 34 + 8 * len(op)
+        words = f"{op}: {OP_INFO[op].does}"
+        if x > LEFT and x + 16 + width_of(words, 11) > width:
+            x, y = float(LEFT), y + LEGEND
+        yield Rectangle(x, y + 2, 12, 12, _colour(op))
+        yield Words(x + 16, y + 12, words, 11)
+        x += 16 + width_of(words, 11) + 10
+    yield Words(LEFT, y + LEGEND + 12, LETTERS, 11)
