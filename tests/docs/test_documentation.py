@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def run_python(text: str, block: Block, variables: dict[str, Any]) -> None:
 
 def run_commands(block: Block, text: str, copy: Path) -> None:
     for command in commands(text):
-        words = words_of(command, block.directives.get("tested with", ""))
+        words, start = words_of(command, block.directives.get("tested with", "")), time.monotonic()
         done = subprocess.run(words, cwd=copy, capture_output=True, text=True, timeout=280, env=environment(copy))
+        print(f"{time.monotonic() - start:5.1f} s  {command}")
         assert done.returncode == 0, f"{block.where}: {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
@@ -195,7 +197,7 @@ def test_blocks_and_what_is_said_of_them() -> None:
     assert first.directives == {"setup": "echo before", "tested with": "train.steps=1\nparallel.dp=2"}
     assert commands(first.text) == ["shardwise train", """shardwise train a.toml      model.pins='{"#" = 1}'"""]
     assert words_of("shardwise train", first.directives["tested with"])[-2:] == ["train.steps=1", "parallel.dp=2"]
-    assert second.directives == {} and second.line == 14, "words between a comment and a block part them"
+    assert second.directives == {} and second.line == 13, "words between a comment and a block part them"
     assert (third.language, third.text) == ("toml", "[train]\n  steps = 1\n")
 
 
