@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pages import PAGES, ROOT, Block, anchors, blocks, commands, links
 
+from shardwise.cli import main
 from shardwise.config import Hardware, load_config
+from shardwise.config.sections import SECTIONS, rules
 
 LANGUAGES = {"sh", "python", "toml", "diff", "text"}
-MOST_SKIPPED = 16
+MOST_SKIPPED = 12
 TAKE_SIZES = ("train", "verify", "show", "memory")  # the commands that take section.key=value
 APART = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 FOLLOWING = {"docs/finetuning.md", "docs/evaluation.md", "docs/runs.md", "examples/loops"}
@@ -41,7 +44,7 @@ def run_page(page: Path, found: list[Block], copy: Path) -> None:
         if block.language == "python":
             run_python(setup, block, variables)
         else:
-            run_commands(block, setup, copy)
+            run_commands(block, setup, copy, "")
         if "file" in block.directives:
             (copy / block.directives["file"]).write_text(block.text, encoding="utf-8")
         elif block.language == "toml":
@@ -49,7 +52,7 @@ def run_page(page: Path, found: list[Block], copy: Path) -> None:
         elif block.language == "python":
             run_python(block.text, block, variables)
         else:
-            run_commands(block, block.text, copy)
+            run_commands(block, block.text, copy, block.directives.get("tested with", ""))
 
 
 def run_python(text: str, block: Block, variables: dict[str, Any]) -> None:
@@ -58,9 +61,9 @@ def run_python(text: str, block: Block, variables: dict[str, Any]) -> None:
     exec(code, variables)  # noqa: S102 - our own page
 
 
-def run_commands(block: Block, text: str, copy: Path) -> None:
+def run_commands(block: Block, text: str, copy: Path, arguments: str) -> None:
     for command in commands(text):
-        words, start = words_of(command, block.directives.get("tested with", "")), time.monotonic()
+        words, start = words_of(command, arguments), time.monotonic()
         done = subprocess.run(words, cwd=copy, capture_output=True, text=True, timeout=280, env=environment(copy))
         print(f"{time.monotonic() - start:5.1f} s  {command}")
         assert done.returncode == 0, f"{block.where}: {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -74,7 +77,7 @@ def words_of(command: str, arguments: str) -> list[str]:
         rest += shlex.split(arguments)
     python = own or program in ("python", ".venv/bin/python")
     if not python or any(word in ("|", ">", "&&", ";") for word in rest):
-        return ["bash", "-euo", "pipefail", "-c", f"{command} {arguments}"]
+        return ["bash", "-euo", "pipefail", "-c", command]
     return [sys.executable, *(["-m", "shardwise"] if own else []), *rest]
 
 
@@ -120,6 +123,39 @@ def test_every_command_and_snippet_runs(page: Path, copy: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_has_a_language(page: Path) -> None:
     assert {one.where: one.language for one in ALL[page] if one.language not in LANGUAGES} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_options_and_keys_exist(page: Path) -> None:
+    """By default too, and of blocks that are not run; ``tested with`` has keys as well."""
+    for block in (one for one in ALL[page] if one.language == "sh"):
+        for command in commands(block.text):
+            check_words(shlex.split(command), block.where)
+        for word in shlex.split(block.directives.get("tested with", "")):
+            check_key(word, block.where)
+
+
+def check_words(words: list[str], where: str) -> None:
+    """Check what stands behind ``shardwise`` in a command: the command's name, its options, and keys of a config."""
+    own = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == "shardwise"), None)
+    if own is None:
+        return
+    command: Any = typer.main.get_command(main.app)
+    rest = words[own + 1 :]
+    while hasattr(command, "commands"):
+        assert rest and rest[0] in command.commands, f"{where}: {' '.join(words)}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    legal = {option for one in command.params for option in one.opts} | {"--help"}
+    for word in rest:
+        if word.startswith("--"):
+            assert word in legal, f"{where}: {word}"
+        elif "=" in word and command.name != "launch":
+            check_key(word, where)
+
+
+def check_key(word: str, where: str) -> None:
+    section, _, name = word.partition("=")[0].partition(".")
+    assert section in SECTIONS and name.partition(".")[0] in rules(section), f"{where}: {word}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -215,6 +251,20 @@ def test_what_fails_is_found(text: str, error: type[Exception], copy: Path) -> N
     page = ROOT / "README.md"
     with pytest.raises(error):
         run_page(page, blocks(page, text), copy)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "shardwise trian",
+        "torchrun -m shardwise train --jsno",
+        "shardwise train trian.steps=1",
+        "shardwise train train.step=1",
+    ],
+)
+def test_wrong_words_are_found(command: str) -> None:
+    with pytest.raises(AssertionError):
+        check_words(shlex.split(command), "here")
 
 
 def test_blocks_of_a_page_follow_each_other(copy: Path) -> None:
