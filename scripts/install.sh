@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with pinned dependencies: install.sh run | dev
-#   run: what `shardwise train` needs;  dev: also what the tests need.
+#   run: what `shardwise train` and `plot` need;  dev: also what the tests need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=${1:-run}
@@ -33,7 +33,7 @@ if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.versio
     fi
 fi
 case $kind in
-    run) $pip --editable . ;;
+    run) $pip --editable '.[plots]' ;;
     dev) $pip --editable '.[dev]' ;;
     *) echo "install.sh: run or dev, not $kind" >&2; exit 1 ;;
 esac

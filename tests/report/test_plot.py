@@ -440,7 +440,7 @@ def test_out_says_where_and_in_which_format(tmp_path: Path) -> None:
 def test_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_run(write(tmp_path, [line(0)]))
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ConfigError, match=r"plot: .*; legal: pip install shardwise\[plots\]"):
+    with pytest.raises(ConfigError, match=r"plot: .*; legal: pip install matplotlib"):
         draw([found], tmp_path / "plot.png")
 
 

@@ -71,6 +71,29 @@ def top(
 
 
 @app.command()
+def init(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="gpt|image|factory|finetune",
+            help="gpt: a small GPT on text; image: a convolutional network on pictures; factory: your model and your "
+            "data; finetune: the weights of a Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="[default: one of this name]", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a config that trains as it is, with the Python files that it names; nothing is overwritten."""
+    with reported(json):
+        from .init import run
+
+        run(name, folder, json)
+
+
+@app.command()
 def train(arguments: Arguments = None, json: Json = False) -> None:
     """Train on all local devices; without arguments, train a small GPT on the source of Python's standard library."""
     with reported(json):

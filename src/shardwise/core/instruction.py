@@ -64,7 +64,7 @@ OP_INFO: Mapping[Op, OpInfo] = {
     Op.BACKUP: OpInfo("keeping states as they are"),
     Op.STEP: OpInfo("updating the parameters", repeats=True),
     Op.VALIDATE: OpInfo("validating the step"),
-    Op.REPORT: OpInfo("REPORT"),
+    Op.REPORT: OpInfo("reporting loss and norm"),
     Op.SEND: OpInfo("sending", carries="tied gradients", repeats=True),
     Op.RECEIVE: OpInfo("receiving", carries="tied gradients", repeats=True),
 }

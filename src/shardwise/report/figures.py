@@ -22,7 +22,7 @@ def save(make: Callable[[], Figure], out: Path, option: str) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ConfigError(f"plot: {error}; legal: pip install shardwise[plots]") from None
+        raise ConfigError(f"plot: {error}; legal: pip install matplotlib") from None
     figure = make()
     FigureCanvasAgg(figure)
     with writing(out, option):
