@@ -28,9 +28,11 @@ from shardwise.parallel.tensor import tensor_parallel
 from .config import Config
 from .defaults import KEYS_OF_KIND
 from .factories import call, load_function
+from .lora import with_adapters
+from .pretrained import PretrainedFolder
 from .sections import ModelConfig
 from .toml import shown
-from .transformer import TextShape, transformers_constructor
+from .transformer import TextShape, pretrained_constructor, transformers_constructor
 
 Constructor = Callable[[], nn.Module]
 LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
@@ -45,14 +47,26 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
     """
     model = config.model
     loss = None if model.loss is None else load_function("model.loss", model.loss)
-    if model.transformers is not None:
-        return transformers_constructor(model.transformers, model.config or {}, _text_shape(config)), loss
+    if model.of_transformers:
+        return with_adapters(model, _base_constructor(config)), loss
     if model.factory is not None:
         load_function("model.factory", model.factory)
         documents = config.data.attention == "document"
         return _factory_constructor(model, aligned=config.data.is_text and loss is None, documents=documents), loss
     sizes = {name: getattr(model, name) for name in KEYS_OF_KIND[str(model.name)]}
     return lambda: GPT(**sizes) if model.name == "gpt" else Llama(**sizes), loss
+
+
+def build_base_model(config: Config) -> Constructor:
+    """Return a function that makes the model without the adapters of ``model.lora``."""
+    return _base_constructor(config) if config.model.of_transformers else build_model(config)[0]
+
+
+def _base_constructor(config: Config) -> Constructor:
+    model, values = config.model, config.model.config or {}
+    if model.pretrained is not None:
+        return pretrained_constructor(PretrainedFolder.open(model.pretrained), values, _text_shape(config))
+    return transformers_constructor(str(model.transformers), values, _text_shape(config))
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,8 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     corpora = [_corpus(config, part["source"], progress) for part in mix]
     fields: DocumentFields = "none"
     if data.attention == "document":
-        fields = "documents" if config.model.transformers is None else "mask"
-    shape: dict[str, Any] = {"shifted": config.model.transformers is None, "fields": fields}
+        fields = "mask" if config.model.of_transformers else "documents"
+    shape: dict[str, Any] = {"shifted": not config.model.of_transformers, "fields": fields}
     parts = [corpus.train(data.sequence_length, **shape) for corpus in corpora]
     train = parts[0] if data.mix is None else Mixture(parts, [part["weight"] for part in mix])
     apart = [corpus.validation(data.sequence_length, **shape) for corpus in corpora]
