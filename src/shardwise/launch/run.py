@@ -255,10 +255,9 @@ class Run(Ready):
 
     def _text(self, state: Mapping[str, Tensor]) -> str:
         """Return a sample of text that the model with the whole ``state`` writes."""
-        assert self.data.decode is not None and self.data.encode is not None
+        assert self.data.decode is not None
         module = Values.of_mapping(self.module, state).whole()
-        prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
-        return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
+        return sample_text(module.to(self._roomy()), self.data.prompt, self.data.decode, self.config.train.seed)
 
     def _roomy(self) -> torch.device:
         """Return the device if the whole model fits there into the memory that training has taken, else the CPU."""
