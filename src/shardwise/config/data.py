@@ -39,32 +39,32 @@ def complete_data(draft: ConfigDraft) -> int | None:
         draft.refuse("data.text_field", f"left out, for it belongs to {TEXTS}")
     defaults = {
         "text_field": None if examples else "text",
-        "tokenizer": BYTES,
         "validation": VALIDATION,
         "attention": "document" if examples else "full",
         "cache_dir": default_cache_dir(),
     }
-    if not _pretrained_tokenizer(draft):
+    tokenizer = BYTES if draft.given("data.tokenizer") else _pretrained_tokenizer(draft)
+    if tokenizer is None:
         return None
+    defaults["tokenizer"] = tokenizer
     for name, value in defaults.items():
         draft.default(f"data.{name}", value)
     return _tokenizer(draft)
 
 
-def _pretrained_tokenizer(draft: ConfigDraft) -> bool:
-    """Take the tokenizer of ``model.pretrained`` unless another is given; return False if there is none to take."""
-    if draft.given("data.tokenizer") or not draft.given("model.pretrained") or not draft.sound("model.pretrained"):
-        return True
+def _pretrained_tokenizer(draft: ConfigDraft) -> str | None:
+    """Return what turns text into tokens by default: bytes, or the tokenizer of ``model.pretrained``; None if that
+    folder has none, or is none."""
+    if not draft.given("model.pretrained"):
+        return BYTES
     try:
-        found = PretrainedFolder.open(draft["model.pretrained"]).tokenizer
+        found = PretrainedFolder.open(draft["model.pretrained"] or "").tokenizer
     except (ConfigError, OSError, ValueError):
-        return False  # `pretrained_there` says what is wrong
+        return None  # `pretrained_there` says what is wrong
     if found is None:
         legal = "the path of a tokenizer.json, for the folder of model.pretrained has none"
         draft.refuse("data.tokenizer", legal, "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it")
-        return False
-    draft.default("data.tokenizer", found)
-    return True
+    return found
 
 
 def _not_text(draft: ConfigDraft) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.adapters import Adapters, without_adapters
 from shardwise.core.errors import ConfigError
 
 from .factories import blame
@@ -45,7 +47,7 @@ class UnderAdapters(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], names: Iterable[str]) -> None:
         self._weights = weights
-        self._names = {name: base for name in names if (base := base_name(name)) in weights}
+        self._names = {name: base for name in names if (base := without_adapters(name)) in weights}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._weights[self._names[name]]
@@ -60,9 +62,16 @@ class UnderAdapters(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def base_name(name: str) -> str:
-    """Return the name of a tensor in the model without adapters."""
-    return name.replace(".base_layer.", ".")
+def adapters_of(model: ModelConfig, module: nn.Module) -> Adapters | None:
+    """Return what is to be kept of the adapters that peft has put into ``module``; None without ``model.lora``."""
+    if model.lora is None:
+        return None
+    config = vars(module)["peft_config"]["default"].to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    transposed = [name for name, one in module.named_modules() if getattr(one, "fan_in_fan_out", False)]
+    return Adapters(
+        json.loads(json.dumps(plain, default=str)), model.lora["alpha"] / model.lora["rank"], tuple(transposed)
+    )
 
 
 def adapter_settings(model: ModelConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.strict import parse_json, read_bytes
+from shardwise.checkpoint.weights import read_weights
 from shardwise.core.errors import ConfigError
 
 from .draft import ConfigDraft
@@ -46,6 +47,12 @@ class PretrainedFolder:
         """The path of the folder's tokenizer.json; None if it has none."""
         file = self.path / TOKENIZER_JSON
         return str(file) if file.is_file() else None
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the folder's floating weights; None if they have several."""
+        found = {dtype for dtype in read_weights(self.path).dtypes.values() if dtype.is_floating_point}
+        return str(found.pop()).removeprefix("torch.") if len(found) == 1 else None
 
 
 def pretrained_there(draft: ConfigDraft) -> None:

@@ -120,18 +120,19 @@ def described(model: ModelConfig, module: nn.Module) -> dict[str, Any] | None:
     another model.
 
     The config is that of the folder that the run has started from, with the values of ``model.config``; ``use_cache``,
-    which training turns off, is as it would be without.
+    which training turns off, is as it would be without. ``dtype`` is that of the folder's weights, if all have the same.
     """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
-    values = json.loads(json.dumps(config.to_dict(), default=str))
+    values, dtype = json.loads(json.dumps(config.to_dict(), default=str)), None
     if model.pretrained is not None:
-        values = {**PretrainedFolder.open(model.pretrained).values, **(model.config or {})}
+        folder = PretrainedFolder.open(model.pretrained)
+        values, dtype = {**folder.values, **(model.config or {})}, folder.dtype
     elif model.transformers is not None and "use_cache" in values and "use_cache" not in (model.config or {}):
         default = inspect.signature(type(config).__init__).parameters.get("use_cache")
         values["use_cache"] = True if default is None else default.default
-    return {"class": type(module).__name__, "config": values}
+    return {"class": type(module).__name__, "config": values, "dtype": dtype}
 
 
 def _for_text(
