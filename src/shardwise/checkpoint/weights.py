@@ -243,7 +243,10 @@ class _Match:
 
     @property
     def error(self) -> ConfigError:
-        return ConfigError(f'{self.key} = "{self.weights.path}": {"; ".join(self.faults)}')
+        path = self.weights.path
+        sizes = self.key == "model.weights" and (path / "config.json").is_file()
+        hint = "; legal: a model of their sizes (model.pretrained takes the sizes from its config.json)" if sizes else ""
+        return ConfigError(f'{self.key} = "{path}": {"; ".join(self.faults)}{hint}')
 
 
 def _convertible(

@@ -48,13 +48,12 @@ def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:
-    """Build what ``config`` describes, with the first ``batches`` batches of its data.
+    """Build what ``config`` describes, with the weights to start from and the first ``batches`` batches of its data.
 
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
     """
     constructor, loss = build_model(config)
-    initial = initial_values(config, constructor)
-    module = initial.whole() if weights else initial.structure()
+    module = start_values(config, constructor).whole() if weights else initial_values(config, constructor).structure()
     with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
         return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
