@@ -70,7 +70,8 @@ def test_its_config_goes_back_as_it_was(folder: Path, text: Path) -> None:
         "class": "LlamaForCausalLM", "config": {**before, "attention_dropout": 0.1}, "dtype": "bfloat16"
     }  # fmt: skip
     plain = load_config(
-        None, ["model.transformers=LlamaForCausalLM", *(f"model.config.{k}={v}" for k, v in SIZES.items() if v)],
+        None, ["model.transformers=LlamaForCausalLM", "data.sequence_length=32",
+               *(f"model.config.{k}={v}" for k, v in SIZES.items() if v)],
         hardware=Hardware(cores=1),
     )  # fmt: skip
     facts = described(plain.model, record(build_model(plain)[0]).module)
