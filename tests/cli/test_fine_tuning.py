@@ -52,7 +52,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    output("tokenizer", "train", answers, "--text-field", "prompt", "--vocabulary", 300, "--out", folder / "tokenizer.json")
+    output(
+        "tokenizer", "train", answers, "--text-field", "prompt", "--vocabulary", 300, "--out", folder / "tokenizer.json"
+    )
     told = output(
         "train", f"model.pretrained={folder}", f"data.sft={answers}", f"train.run_dir={run}", "train.steps=120",
         "optimizer.lr=1e-2", "data.sequence_length=48", "data.batch_size=8", "data.validation=0", "train.devices=1",

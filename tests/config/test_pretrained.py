@@ -172,7 +172,9 @@ def test_weights_for_another_size_build_nothing(folder: Path, text: Path, monkey
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("the model is built"))
     overrides = ["model.transformers=LlamaForCausalLM", f"model.weights={folder}", f"data.source={text}"]
     config = load_config(None, overrides, hardware=Hardware(cores=1))
-    with pytest.raises(ConfigError, match=r"model\.weights = .*missing: model\.layers\.2\.self_attn.*other shapes") as e:
+    with pytest.raises(
+        ConfigError, match=r"model\.weights = .*missing: model\.layers\.2\.self_attn.*other shapes"
+    ) as e:
         compare_weights(config)
     assert "model.pretrained takes the sizes from its config.json" in str(e.value)
     with pytest.raises(ConfigError, match=r"model\.weights = .*missing"):

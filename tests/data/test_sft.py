@@ -102,9 +102,7 @@ def test_the_template_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
         "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
         "{% endif %}{{ '\n' }}",
     )
-    known = theirs.apply_chat_template(
-        TWICE, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
-    )
+    known = theirs.apply_chat_template(TWICE, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True)
     assert known["input_ids"] == ids and [bool(one) for one in known["assistant_masks"]] == answers
     asked = theirs.apply_chat_template(TWICE[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert template.prompt(TWICE[:1]) == asked and ids[: len(asked)] == asked
@@ -215,7 +213,9 @@ def test_validation_is_chosen_by_content(tmp_path: Path) -> None:
     assert sum(len(batch.fields["labels"]) for batch in batches) == len(held)
     assert conversations(tmp_path, 4).validation(96, shifted=True, fields="none") is None
     all_apart = conversations(tmp_path, 1, validation=0.999999)
-    with pytest.raises(ConfigError, match=r"data\.validation = 0.999999: all 1 examples of .* legal: a smaller fraction"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation = 0.999999: all 1 examples of .* legal: a smaller fraction"
+    ):
         all_apart.train(96, shifted=True, fields="none")
 
 
@@ -290,3 +290,44 @@ def test_sources_that_are_no_files_of_examples(tmp_path: Path) -> None:
     found = open_conversations(str(tmp_path / "none.jsonl"), tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="none.jsonl is empty"):
         found.train(8, shifted=True, fields="none")
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_batch_of_packed_rows_is_its_examples_one_by_one(tmp_path: Path, library: bool) -> None:
+    """In fp64: the mean over all answers' tokens, each example computed alone, and all gradients."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise.models import Llama
+    from shardwise.verify.promote import Promote64
+
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    own = {"vocabulary": 256, "width": 16, "layers": 2, "heads": 2, "context": 96}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)) if library else Llama(**own)
+    model.double()
+    if not library:  # the table is rounded to fp32, and so are the differences of positions that it stands for
+        frequencies = 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.double) / 8)
+        angles = torch.outer(torch.arange(96, dtype=torch.double), frequencies).repeat(1, 2)
+        model.rotary = torch.stack((angles.cos(), angles.sin()))
+    found = conversations(tmp_path, 12)
+    fields = "mask" if library else "documents"
+    rows = found.train(96, shifted=not library, fields=fields)
+    assert len(rows) < 12
+    packed = rows.read_rows(range(len(rows)))
+    with Promote64():
+        loss = model(**packed).loss if library else model(**packed)
+        loss.backward()
+    packed_gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+    model.zero_grad()
+    (examples, _), total, count = found.sides, torch.zeros((), dtype=torch.float64), 0
+    with Promote64():
+        for a, b in zip(examples.starts, examples.starts[1:], strict=False):
+            ids, answers = torch.from_numpy(examples.ids[a:b].astype(np.int64)), torch.from_numpy(examples.answers[a:b])
+            output = model(input_ids=ids[None])
+            logits = (output.logits if library else output)[0, :-1][answers[1:]]
+            total = total + torch.nn.functional.cross_entropy(logits, ids[1:][answers[1:]], reduction="sum")
+            count += int(answers[1:].sum())
+        (total / count).backward()
+    assert abs(float(loss) - float(total) / count) <= 1e-10 * float(total) / count
+    for name, one in model.named_parameters():
+        assert (packed_gradients[name] - one.grad).norm() <= 1e-10 * one.grad.norm(), name

@@ -113,7 +113,7 @@ def test_steps_are_those_of_plain_peft(make: Any, dp: int, microbatches: int) ->
     for name, value in found.state.items():
         error = float((value.double() - known[name].double()).norm() / known[name].double().norm().clamp(min=1e-30))
         assert error <= 1e-10, (name, error)
-    frozen = {name: value for name, value in base.double().state_dict().items()}
+    frozen = base.double().state_dict()
     kept = {name.replace(".base_layer.", "."): value for name, value in found.state.items() if ".lora_" not in name}
     assert all(torch.equal(kept[name], value) for name, value in frozen.items()), "frozen parameters have changed"
 

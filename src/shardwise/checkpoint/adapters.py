@@ -1,7 +1,7 @@
 """Adapters of low rank (LoRA) among a model's tensors: their names in a file of peft, and what they add to the weights.
 
-A layer with an adapter has its own weight in ``base_layer``, and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) beside
-it. What the layer computes is that of the weight W + scale · B · A.
+A layer with an adapter has its own weight in ``base_layer``, and beside it ``lora_A`` (rank, in) and ``lora_B`` (out,
+rank). What the layer computes is that of the weight W + scale · B · A.
 """
 
 from __future__ import annotations

@@ -245,7 +245,9 @@ class _Match:
     def error(self) -> ConfigError:
         path = self.weights.path
         sizes = self.key == "model.weights" and (path / "config.json").is_file()
-        hint = "; legal: a model of their sizes (model.pretrained takes the sizes from its config.json)" if sizes else ""
+        hint = (
+            "; legal: a model of their sizes (model.pretrained takes the sizes from its config.json)" if sizes else ""
+        )
         return ConfigError(f'{self.key} = "{path}": {"; ".join(self.faults)}{hint}')
 
 

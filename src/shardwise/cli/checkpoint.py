@@ -67,10 +67,12 @@ def export(
     out_folder: Annotated[Path, typer.Argument(metavar="OUT_FOLDER", help="A new folder.")],
     dtype: Annotated[str | None, typer.Option(help=f"Convert floating weights: {', '.join(DTYPES)}.")] = None,
     shard_gib: Annotated[float, typer.Option(help="Split into files of about this many GiB.", min=0.001)] = 5.0,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter of model.lora alone, for peft.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter of model.lora alone, for peft.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Write the model as safetensors, for `from_pretrained` where it is a model of transformers; an adapter is merged."""
+    """Write the model as safetensors, for `from_pretrained` if it is one of transformers; an adapter is merged."""
     with reported(json):
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)

@@ -140,7 +140,9 @@ def _examples(config: Config, shape: Mapping[str, Any], progress: OnProgress | N
         without = f", and {train.left_out} more left out, whose answer comes later" if train.left_out else ""
         notices.append(f"{train.cut} examples cut to data.sequence_length = {data.sequence_length}{without}")
     if data.validation and validation is None:
-        notices.append(f"no validation on {found.name}: no example is set apart (data.validation = {data.validation:g})")
+        notices.append(
+            f"no validation on {found.name}: no example is set apart (data.validation = {data.validation:g})"
+        )
     encode = partial(_encoded, found.tokenizer)
     return Data(
         train, validation, found.tokenizer.decode, encode, Samples(train).digest, tuple(notices), tuple(found.prompt)

@@ -110,9 +110,7 @@ def _check_linear(model: ModelConfig, module: nn.Module) -> None:
     """Raise :class:`ConfigError` if peft has put an adapter beside a layer that is not linear."""
     from peft.tuners.lora import Linear, LoraLayer
 
-    other = [
-        name for name, one in module.named_modules() if isinstance(one, LoraLayer) and not isinstance(one, Linear)
-    ]
+    other = [name for name, one in module.named_modules() if isinstance(one, LoraLayer) and not isinstance(one, Linear)]
     if other:
         wrong = f"{other[0]} is no linear layer"
         raise ConfigError.on(f"{KEY} = {shown(model.lora)}", wrong, "the names of linear layers as targets")

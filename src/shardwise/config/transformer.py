@@ -120,7 +120,7 @@ def described(model: ModelConfig, module: nn.Module) -> dict[str, Any] | None:
     another model.
 
     The config is that of the folder that the run has started from, with the values of ``model.config``; ``use_cache``,
-    which training turns off, is as it would be without. ``dtype`` is that of the folder's weights, if all have the same.
+    which training turns off, is as it would be without. ``dtype`` is that of the folder's weights, if they have one.
     """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):

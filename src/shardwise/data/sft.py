@@ -86,8 +86,8 @@ class Conversations:
 class PackedExamples:
     """This dataset has rows of ``length`` tokens, in each of which lie several whole examples.
 
-    A sample has ``input_ids`` and ``labels`` (length,), int64, and the fields of :class:`PackedWindows` about documents,
-    which are the examples here. The label of a token that is not followed by a token of an answer is -100 (with
+    A sample has ``input_ids`` and ``labels`` (length,), int64, and the fields of :class:`PackedWindows` about
+    documents, which are the examples here. The label of a token that is not followed by a token of an answer is -100 (with
     ``shifted=False``: of one that is no part of an answer). What is left of a row is filled with the token ``end``, and
     is a document of its own. An example of more than ``length`` tokens is cut there, and left out if that leaves no
     answer: ``cut`` and ``left_out`` count these. :class:`ConfigError` if no example is left.
@@ -163,7 +163,15 @@ def open_conversations(
     """
     opened = open_tokenizer(tokenizer, end_token)
     template, files = open_template(tokenizer, opened), example_files(sources)
-    parts = [FORMAT, opened.digest, opened.end, opened.begin, template.digest, validation, [_hash(file) for file in files]]
+    parts = [
+        FORMAT,
+        opened.digest,
+        opened.end,
+        opened.begin,
+        template.digest,
+        validation,
+        [_hash(file) for file in files],
+    ]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     root = Path(cache_dir or default_cache_dir())
     folder = root / f"{key}.sft"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Writer:
     @staticmethod
     def open(path: Path) -> Writer:
         """Load the model of a folder on the device of this machine; raise :class:`ConfigError` where there is none."""
-        found = _folder_kind(path)(path)
+        found = _opener(path)(path)
         device = Backend.here().device(0) if Backend.here().asynchronous else torch.device("cpu")
         found.module.to(device).eval()
         return found
@@ -124,7 +125,11 @@ class Writer:
 
     def _by_library(self, ids: torch.Tensor, choice: Choice) -> torch.Tensor:
         """Let transformers write, with its cache of keys and values and the folder's generation config."""
-        given: dict[str, Any] = {"top_k": choice.top_k, "top_p": choice.top_p, "temperature": choice.temperature or None}
+        given: dict[str, Any] = {
+            "top_k": choice.top_k,
+            "top_p": choice.top_p,
+            "temperature": choice.temperature or None,
+        }
         given = {name: value for name, value in given.items() if value is not None}
         if choice.temperature == 0:
             given = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -140,7 +145,8 @@ class Writer:
         return found
 
 
-def _folder_kind(path: Path) -> Any:
+def _opener(path: Path) -> Callable[[Path], Writer]:
+    """Return what opens a folder of this kind, or raise :class:`ConfigError`."""
     for name, opens in ((CONFIG, _of_run), (ADAPTER_CONFIG, _of_adapter), (CONFIG_JSON, _of_folder)):
         if (path / name).is_file():
             return opens
@@ -196,7 +202,9 @@ def _of_adapter(path: Path) -> Writer:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ConfigError.on(str(path), f"peft cannot be imported ({error})", "pip install 'shardwise[lora]'") from error
+        raise ConfigError.on(
+            str(path), f"peft cannot be imported ({error})", "pip install 'shardwise[lora]'"
+        ) from error
     merged = PeftModel.from_pretrained(base.module, path).merge_and_unload()
     return Writer(merged, base.tokenizer, base.tokenizer_name)
 
@@ -209,7 +217,7 @@ def _loaded(path: Path) -> nn.Module:
     except ImportError as error:
         wrong = f"transformers cannot be imported ({error})"
         raise ConfigError.on(str(path), wrong, "pip install 'shardwise[transformers]'") from error
-    logging.disable_progress_bar()  # what is printed is the text
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # what is printed is the text
     try:
         found: nn.Module = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, use_safetensors=True)
     except Exception as error:  # whatever the library says of a damaged folder

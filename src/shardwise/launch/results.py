@@ -175,9 +175,7 @@ def save_weights(
         for name, first in names.items()
         if name == first
     ]
-    values = (
-        (str(key(name)), value.to(as_written(value.dtype))) for name, value in whole.collect(0) if name in names
-    )
+    values = ((str(key(name)), value.to(as_written(value.dtype))) for name, value in whole.collect(0) if name in names)
     part = path.with_suffix(".part")
     tied = {name: str(key(first)) for name, first in names.items() if name != first}
     write_as_they_come(part, tensors, values, {"format": "pt", **tied})
