@@ -28,7 +28,7 @@ from shardwise.launch.local import interruptible, launch_local, run_folder, unde
 from shardwise.launch.rank import end_now, message_of, stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
-from shardwise.launch.subject import check_plan
+from shardwise.launch.subject import check_plan, compare_weights
 from shardwise.report.display import Display, show_result
 from shardwise.report.files import METRICS, RESULT
 from shardwise.report.loggers import check_loggers
@@ -57,6 +57,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
     )
     check_loggers(config.train.loggers)
+    compare_weights(config)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     console = make_console(stderr=json)
     phases = Phases(console if first and not json else None)

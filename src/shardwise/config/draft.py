@@ -19,7 +19,8 @@ from .toml import parse, shown
 REFERENCES = ("model.factory", "model.loss", "data.factory")
 RENAMED = {"train.tensorboard": 'train.loggers = ["tensorboard"]'}
 """Keys of earlier versions, and what to write instead."""
-PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
+PATHS = ("data.tokenizer", "data.cache_dir", "model.weights", "model.pretrained")
+SOURCES = ("data.source", "data.sft")
 
 
 class ConfigDraft:
@@ -93,7 +94,7 @@ class ConfigDraft:
             read = _absolute_reference(read, folder)
         elif key == "train.callbacks":
             read = tuple(_absolute_reference(one, folder) for one in read)
-        elif key == "data.source":
+        elif key in SOURCES:
             read = _absolute_source(read, folder)
         elif key == "data.mix":
             read = tuple({**part, "source": _absolute_source(part["source"], folder)} for part in read)

@@ -19,7 +19,16 @@ from shardwise.core.plan import Plan
 from shardwise.report.files import CONFIG, PLAN, RESULT, begins_anew, parsed_line, write_whole
 
 CHECKPOINTS = "checkpoints"
-MUST_MATCH = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
+MUST_MATCH = (
+    "model",
+    "data.source",
+    "data.mix",
+    "data.sft",
+    "data.factory",
+    "data.arguments",
+    "optimizer.name",
+    "train.seed",
+)
 START_ONLY = ("model.weights",)  # read only at the start of a run
 NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
 MAY_CHANGE_WHEN_FINISHED = (

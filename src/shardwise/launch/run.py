@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady_batches
 from shardwise.report.files import (
+    ADAPTER,
     EVALUATIONS,
     MEMORY,
     METRICS,
@@ -29,7 +30,6 @@ from shardwise.report.files import (
     SAMPLES,
     WEIGHTS,
     begins_anew,
-    current,
 )
 from shardwise.report.observers import Observers
 from shardwise.runtime.communicator import host_sum
@@ -43,6 +43,7 @@ from .begin import settle
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, read_lines
 from .measuring import StepMemory, write_memory
+from .model_folder import keep_pretrained, model_facts, write_models
 from .ready import Ready
 from .repeatable import repeatable
 from .results import (
@@ -50,7 +51,6 @@ from .results import (
     MetricsWriter,
     append_line,
     peak_memory,
-    save_weights,
     tokens_per_row,
     write_json,
 )
@@ -67,6 +67,7 @@ class Run(Ready):
     utilisation: Callable[[int, float], Metrics] | None = None
     observers: Observers = field(default_factory=Observers)
     _settled: bool = False
+    _written: list[Path] = field(default_factory=list)
     _to_measure: int = -1  # the first step whose memory may be measured; -1 once it has been
 
     def train(self) -> bool:
@@ -77,7 +78,6 @@ class Run(Ready):
             self.side.progress.phase("looking for a checkpoint")
             first = 0 if self._anew() else checkpoints.restore(loader) or 0
             write_about(self, checkpoints, first)
-            trainer.comm.barrier(what="what rank 0 writes down before the first step")
             same = repeatable(trainer.comm.device, self.config.train.deterministic)
             with self._metrics(first), self._told(checkpoints), same:
                 self._steps(first, loader, checkpoints)
@@ -104,6 +104,7 @@ class Run(Ready):
         if comm.rank == 0:
             for line in settle(self.folder, first):
                 self.side.tell(line)
+            keep_pretrained(self.config)
             assert self.metrics is not None
             self.observers.tell("on_start", facts(self, first))
             self.metrics.begin((self.folder / METRICS).open("a", encoding="utf-8"))
@@ -291,10 +292,7 @@ class Run(Ready):
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint
         meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": __version__}
-        model = getattr(self.module, "config", None)
-        if model is not None and hasattr(model, "to_dict"):
-            values = json.loads(json.dumps(model.to_dict(), default=str))
-            meta["model"] = {"transformers": {"class": type(self.module).__name__, "config": values}}
+        meta["model"] = model_facts(self)
         return Checkpoints(
             self.trainer, self.folder / CHECKPOINTS, keep_last=config.keep_last, keep_every=config.keep_every,
             staging_bytes=None if config.staging_mib is None else config.staging_mib << 20, meta=meta,
@@ -326,13 +324,13 @@ class Run(Ready):
     def save_weights(self) -> None:
         """Collect the weights from all ranks, tensor by tensor, and let rank 0 write them."""
         self.side.progress.phase("saving the weights")
-        save_weights(self.trainer.engine.whole, current(self.folder, WEIGHTS))
+        self._written = write_models(self, self.trainer.engine.whole)
         self.trainer.comm.barrier(what="the weights that rank 0 writes")  # ranks that fail before this end rank 0 too
 
     def finish(self) -> None:
         """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
-        written = {"weights": str(folder / WEIGHTS)}
+        written = {"adapter" if path.name == ADAPTER else "weights": str(path) for path in self._written}
         sampler = Sampler(self)
         if sampler.able:
             self.side.progress.phase("writing a sample")

@@ -33,11 +33,12 @@ class Sampler:
         return data.decode is not None and data.encode is not None and self.run.config.model.name is not None
 
     def text(self, state: Mapping[str, Tensor]) -> str:
-        """Return ``train.sample_prompt`` and what the model with the whole ``state`` writes after it."""
+        """Return ``train.sample_prompt``, or a prompt of the data, and what the model writes after it; ``state`` is whole."""
         run = self.run
         assert run.data.decode is not None and run.data.encode is not None
         module = Values.of_mapping(run.module, state).whole()
-        prompt = run.data.encode(str(run.config.train.sample_prompt))
+        given = run.config.train.sample_prompt
+        prompt = run.data.prompt if given is None else run.data.encode(given)
         return sample_text(module.to(self._roomy()), prompt, run.data.decode, run.config.train.seed)
 
     def _roomy(self) -> torch.device:

@@ -237,7 +237,7 @@ def show_result(console: Console, result: Metrics, seconds: float | None) -> Non
     median = result.get(speed.key_of(result))
     perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
     training = f"{duration(result['training_seconds'])} training"
-    rows = {
+    rows: dict[str, str | None] = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
         "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
         "speed": None
@@ -247,7 +247,7 @@ def show_result(console: Console, result: Metrics, seconds: float | None) -> Non
         "time": training if seconds is None else f"{duration(seconds)}, of it {training}",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",
         "files": result["run_dir"],
-        "weights": Path(result["weights"]).name,
+        **{name: Path(result[name]).name for name in ("weights", "adapter") if name in result},
     }
     show(console, pairs("result", rows))
     if "sample" in result and Path(result["sample"]).exists():

@@ -35,6 +35,9 @@ def logs(run_dir: Path) -> Path:
     return (run_dir / STARTING if begins_anew(run_dir) else run_dir) / LOGS
 
 
+MODEL, ADAPTER, PRETRAINED = "model", "adapter", "pretrained"  # folders, of a run with model.pretrained or model.lora
+
+
 def parsed_line(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line; None if it is no JSON object, as one that a killed run or a full disk cut."""
     try:

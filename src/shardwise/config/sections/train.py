@@ -126,7 +126,7 @@ class TrainConfig:
     sample_prompt: str | None = key(
         text("a text that is not empty"),
         does="the text that samples continue, those of `sample_every` and the one at the end",
-        otherwise='a line break; with `data.source = "stdlib"` one and `def`',
+        otherwise='a line break; with `data.source = "stdlib"` one and `def`; with `data.sft` a prompt of the data',
         legal="a text, for the models of `model.name` on text",
     )
     loggers: tuple[str, ...] = key(
