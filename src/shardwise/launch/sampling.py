@@ -33,7 +33,7 @@ class Sampler:
         return data.decode is not None and data.encode is not None and self.run.config.model.name is not None
 
     def text(self, state: Mapping[str, Tensor]) -> str:
-        """Return ``train.sample_prompt``, or a prompt of the data, and what the model writes after it; ``state`` is whole."""
+        """Return the prompt of samples and what the model with the whole ``state`` writes after it."""
         run = self.run
         assert run.data.decode is not None and run.data.encode is not None
         module = Values.of_mapping(run.module, state).whole()
