@@ -55,7 +55,7 @@ def test_a_rank_that_fails_does_not_wait_for_what_is_pending(tmp_path: Path, mon
 
     monkeypatch.setattr(training, "connect", lambda mesh, **_: Pending(mesh, 0, GPU))
     monkeypatch.setattr(training, "_build", build)
-    side = SimpleNamespace(progress=Progress(record_path(tmp_path, 0)))
+    side = Surroundings(Progress(record_path(tmp_path, 0)))
     with pytest.raises(Failure):
         training.train(config(tmp_path), side)  # type: ignore[arg-type]
 
@@ -76,7 +76,7 @@ def test_collectives_of_devices_are_given_longer_than_any_host(
     monkeypatch.setattr(Backend, "here", staticmethod(lambda: Backend(device)))
     monkeypatch.setattr(training, "connect", connect)
     with pytest.raises(Failure):
-        training.train(config(tmp_path), SimpleNamespace(progress=Progress(record_path(tmp_path, 0))), timeout=60.0)  # type: ignore[arg-type]
+        training.train(config(tmp_path), Surroundings(Progress(record_path(tmp_path, 0))), timeout=60.0)  # type: ignore[arg-type]
     assert given == [patience]
     assert device == "cpu" or patience > START_TIMEOUT
 
@@ -94,7 +94,7 @@ def test_on_a_cpu_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(training, "connect", lambda mesh, **_: Closing(mesh, 0, torch.device("cpu")))
     monkeypatch.setattr(training, "_build", build)
     with pytest.raises(Failure):
-        training.train(config(tmp_path), SimpleNamespace(progress=Progress(record_path(tmp_path, 0))))  # type: ignore[arg-type]
+        training.train(config(tmp_path), Surroundings(Progress(record_path(tmp_path, 0))))  # type: ignore[arg-type]
     assert closed == [1]
 
 

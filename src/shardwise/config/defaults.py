@@ -23,6 +23,7 @@ from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
 from .pretrained import pretrained_there
 from .sections import rules
+from .train import complete_train, count_epochs
 
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
@@ -44,28 +45,12 @@ def complete(draft: ConfigDraft, hardware: Hardware, samples: int | None = None)
     ``samples`` is the number of training samples, where it is known: then ``train.steps`` replaces ``train.epochs``.
     """
     vocabulary = complete_data(draft)
-    _epochs(draft, samples)
+    count_epochs(draft, samples)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _tf32, _train, _checkpoint, _mesh, _pins):
+    for step in (_optimizer, _loss_scale, _tf32, complete_train, _checkpoint, _mesh, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
-
-
-def _epochs(draft: ConfigDraft, samples: int | None) -> None:
-    """Count the steps of ``train.epochs``: each epoch ends with a step on the rows that are left."""
-    steps, epochs, batch = "train.steps", "train.epochs", "data.batch_size"
-    if not draft.given(epochs) or not draft.sound(epochs):
-        return
-    if draft.given(steps):
-        draft.refuse(epochs, f"left out, or {steps} left out: each says how long the run is")
-    elif samples is not None and draft.sound(batch):
-        each = math.ceil(samples / draft[batch])
-        number = max(1, math.ceil(round(draft[epochs] * each, 6)))
-        left = samples % draft[batch]
-        last = f", the last of an epoch with {left} rows" if left and each > 1 else ""
-        draft.notices.append(f"{epochs} = {draft[epochs]:g}: {number} steps, {each} an epoch{last}")
-        draft.put_for(epochs, steps, number)
 
 
 def _model(draft: ConfigDraft, vocabulary: int | None) -> None:
@@ -168,32 +153,6 @@ def _tf32(draft: ConfigDraft) -> None:
     key, precision = "train.tf32", "parallel.precision"
     if draft.sound(key, precision) and draft[key] and draft[precision] != "fp32":
         draft.refuse(key, 'false, or parallel.precision = "fp32", which alone multiplies matrices of float32')
-
-
-def _train(draft: ConfigDraft) -> None:
-    key = "train.run_dir"
-    if draft.sound(key) and there(draft[key], os.path.lexists) and not there(draft[key], os.path.isdir):
-        draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
-    _sample_prompt(draft)
-    for reference in draft["train.callbacks"] if draft.sound("train.callbacks") else ():
-        place = reference.rpartition(":")[0]
-        if draft.sound("train.callbacks") and place.endswith(".py") and not there(place, os.path.isfile):
-            draft.refuse("train.callbacks", "Python files that exist", f"There is no {place}")
-    steps, key = draft["train.steps"], "train.eval_every"
-    if not draft.sound("data.validation", "train.steps"):
-        return
-    draft.default(key, max(1, steps // 10) if draft["data.validation"] else 0)
-    if draft.sound(key) and draft[key] and not draft["data.validation"]:
-        draft.refuse(key, "0, for data.validation = 0 sets no data apart")
-
-
-def _sample_prompt(draft: ConfigDraft) -> None:
-    key = "train.sample_prompt"
-    if any(draft.given(one) for one in ("data.factory", "model.factory", "model.transformers", "model.pretrained")):
-        if draft.given(key) and draft.sound(key):
-            draft.refuse(key, "left out, for only the models of model.name on text write samples")
-    elif not draft.given("data.sft"):
-        draft.default(key, "\ndef " if draft["data.source"] == "stdlib" else "\n")
 
 
 def _checkpoint(draft: ConfigDraft) -> None:
