@@ -265,10 +265,10 @@ def _explained(instructions: Sequence[Instruction], units: Sequence[str]) -> Ite
         letters.append("m: a microbatch, some of the step's rows")
     if any(one.bucket >= 0 for one in instructions):
         letters.append("b: a bucket, some of the parameters, or their gradients, in one buffer")
-    if any(one.op is Op.REDUCE and one.bucket < 0 for one in instructions):
-        letters.append("loss, norm: what a REDUCE sums over ranks beside gradients")
     if letters:
         yield "; ".join(letters)
+    if any(one.op is Op.REDUCE and one.bucket < 0 for one in instructions):
+        yield "loss, norm: what a REDUCE sums over ranks beside gradients"
     lines = ["A grey line leads to an instruction that waits for another lane"]
     if any(one.op is Op.SEND for one in instructions):
         lines.append("a brown one from a SEND to its RECEIVE")
