@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from shardwise.backend import Backend
 from shardwise.cli.common import split_arguments
 from shardwise.cli.main import app
+from shardwise.cli.show import _within
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.verify import verify as verifier
@@ -425,3 +426,14 @@ def test_verify_on_a_device_that_cannot(
     monkeypatch.setattr(Backend, "here", lambda: Backend(here))
     result = call("verify", *TINY, *arguments)
     assert result.exit_code == 2 and words in " ".join(result.stderr.split())
+
+
+def test_a_program_is_folded_where_a_terminal_is_narrow() -> None:
+    text = (
+        "stage 0: pp=0, 2 instructions\n1  compute  FORWARD u1 m0    param2 activation0.m0 → activation1.m0 saved1.m0"
+    )
+    lines = _within(text, 60).split("\n")
+    assert max(map(len, lines)) <= 60 and len(lines) == 3 and lines[0] == text.split("\n")[0]
+    assert lines[1].startswith("1  compute  FORWARD u1 m0    param2") and lines[2].startswith(" " * 13 + "activ")
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert _within(text, 200) == text

@@ -22,6 +22,7 @@ from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB
 from shardwise.estimate.predict import predict
 from shardwise.launch.subject import forecast, load_anywhere
+from shardwise.report.facts import gathered
 from shardwise.report.tables import size
 
 TINY = [
@@ -246,6 +247,15 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
     assert found["activations"][:2] == [size(predicted["peak"]["activations"]), size(measured["peak"]["activations"])]
     as_json = json.loads(call(str(folder), "--json").stdout)
     assert as_json["measured"] == measured and as_json["predicted"] == predicted
+
+    told = CliRunner().invoke(app, ["report", str(folder), "--json"])  # what a run leaves is what its page reads
+    assert json.loads(told.stdout)["state_words"] == "finished: 3 of 3 steps", told.output
+    facts = gathered(folder)
+    parts = (facts.charts, facts.plan, facts.memory, facts.samples, facts.environment, facts.config, facts.program)
+    assert [part.note for part in parts] == [""] * 7
+    assert "nothing has been evaluated" in facts.evaluations.note  # there is no validation data
+    assert facts.headline == values["title"].replace("\n", ", ")
+    assert [event.kind for event in facts.events] == ["start", "end"]
 
 
 @pytest.mark.full

@@ -8,9 +8,11 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from shardwise.core.instruction import Op
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.core.program import Program
 from shardwise.lower.step import lower
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
@@ -34,12 +36,24 @@ def planned(schedule: str, pp: int, dp: int, zero: int = 0, microbatches: int = 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "dp", "zero"),
-    [("1f1b", 1, 2, 0), ("1f1b", 2, 1, 0), ("zb-h1", 3, 1, 0), ("interleaved", 2, 2, 3), ("zbv", 3, 2, 0)],
+    ("schedule", "pp", "dp", "zero", "batches"),
+    [
+        ("1f1b", 1, 2, 0, 1),
+        ("1f1b", 2, 1, 0, 1),
+        ("zb-h1", 3, 1, 0, 1),
+        ("interleaved", 2, 2, 3, 1),
+        ("zbv", 3, 2, 0, 1),
+        ("pipedream-2bw", 3, 1, 0, 3),
+        ("post-validate", 3, 1, 1, 3),
+    ],
 )
-def test_instructions_lie_as_early_as_everything_allows(gpt: Trace, schedule: str, pp: int, dp: int, zero: int) -> None:
-    plan = planned(schedule, pp, dp, zero, microbatches=6)
-    found = rows(lower(gpt, plan), plan.mesh)
+def test_instructions_lie_as_early_as_everything_allows(
+    gpt: Trace, schedule: str, pp: int, dp: int, zero: int, batches: int
+) -> None:
+    later = schedule == "post-validate"
+    plan = planned("zb-h1" if later else schedule, pp, dp, zero, microbatches=6)
+    plan = plan.replace(norm="post-validate") if later else plan
+    found = rows(lower(gpt, plan, batches=batches), plan.mesh)
     assert len(found) == (plan.mesh.size if plan.mesh.size <= 4 else pp)
     spans = place(found, plan.mesh)
     sent: dict[object, list[float]] = defaultdict(list)
@@ -51,9 +65,9 @@ def test_instructions_lie_as_early_as_everything_allows(gpt: Trace, schedule: st
         last: dict[object, float] = {}
         meetings: dict[object, list[float]] = defaultdict(list)
         for at, (one, (start, stop)) in enumerate(zip(row.program.instructions, own, strict=True)):
-            assert start >= last.get(one.lane, 0.0) and stop > start  # a lane does one thing at a time
+            assert start >= last.get(one.queue, 0.0) and stop > start  # a queue does one thing at a time
             assert all(start >= own[wait][1] for wait in one.waits)
-            last[one.lane] = stop
+            last[one.queue] = stop
             if one.peer is not None:
                 other = plan.mesh.offset(row.rank, *one.peer, wrap=True)
                 other = other if other in shown[id(home[other])] else shown[id(home[other])][0]
@@ -111,8 +125,27 @@ def test_every_lane_of_every_rank_and_a_legend_of_all_letters(
     assert len([one for one in lines if one.get("stroke") == "#b9771d"]) == sum(
         one.op is Op.SEND for row in found for one in row.program.instructions
     )
+    taken = [[float(one.get(key, "")) for key in ("x", "y", "width", "height")] for one in boxes]
+    for at, (x, y, width, height) in enumerate(taken):
+        for x2, y2, width2, height2 in taken[at + 1 :]:
+            assert x >= x2 + width2 or x2 >= x + width or y >= y2 + height2 or y2 >= y + height  # none hides another
     for one in (*boxes, *root.iter(f"{SVG}text")):
         assert 0 <= float(one.get("x", "")) <= sheet.width and 0 <= float(one.get("y", "")) <= sheet.height
+
+
+def test_programs_that_wait_in_a_circle_are_refused() -> None:
+    def program(stage: int, *ops: tuple[Op, int]) -> Program:
+        found = tuple(
+            Instruction(op, unit=0, microbatch=0, peer=("pp", k), lane=Lane.SEND if op is Op.SEND else Lane.RECEIVE,
+                        waits=(at - 1,) if at else ())
+            for at, (op, k) in enumerate(ops)
+        )  # fmt: skip
+        return Program(f"stage {stage}", (("pp", stage),), found)
+
+    programs = [program(0, (Op.RECEIVE, 1), (Op.SEND, 1)), program(1, (Op.RECEIVE, -1), (Op.SEND, -1))]
+    mesh = Mesh.of(pp=2)
+    with pytest.raises(ShardwiseError, match="wait for each other in a circle"):
+        place(rows(programs, mesh), mesh)
 
 
 def test_a_model_of_many_units_names_some(gpt: Trace) -> None:

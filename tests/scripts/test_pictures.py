@@ -52,7 +52,7 @@ def test_a_list_runs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script.subprocess, "run", lambda found, cwd: ran.append(found) or _Done())
+    monkeypatch.setattr(script.subprocess, "run", lambda found, cwd, stderr: ran.append(found) or _Done())
     command = "train train.run_dir=runs/pictures/train"
     script.make(command)
     (tmp_path / "runs/pictures/train").mkdir(parents=True)

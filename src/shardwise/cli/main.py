@@ -287,7 +287,7 @@ def draw(
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="[default: RUN_DIR/plot.png; plot.png for several runs]")
+        Path | None, typer.Option(metavar="FILE.png", help="By default RUN_DIR/plot.png; plot.png for several runs.")
     ] = None,
     over: Annotated[str, typer.Option(metavar="steps|seconds", help="What the curves are drawn over.")] = "steps",
     json: Json = False,
@@ -302,7 +302,7 @@ def plot(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="[default: RUN_DIR/report.html]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="By default RUN_DIR/report.html.")] = None,
     json: Json = False,
 ) -> None:
     """Write one page of HTML about a run, finished or not: curves, plan, memory, a step, samples, faults, config."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +155,14 @@ def _show(
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))
     for program in programs:
-        print(f"\n{program.text()}")  # not wrapped: one instruction per line
+        text = program.text()  # one instruction per line, also of a file or a pipe; a terminal is as wide as it is
+        print(f"\n{_within(text, console.width) if console.is_terminal else text}")
+
+
+def _within(text: str, width: int) -> str:
+    """Return a program whose long lines are broken, and go on below what they read and write."""
+    folded = partial(textwrap.wrap, width=width, subsequent_indent=" " * 13, break_on_hyphens=False)
+    return "\n".join("\n".join(folded(line)) for line in text.split("\n"))
 
 
 def _links(mesh: Mesh, per_host: int) -> str | None:
@@ -238,12 +247,12 @@ def _unit_table(mesh: Mesh, trace: Trace, costs: Sequence[UnitCost], cut: StageS
     """Make the table of units; a parameter that several units read counts in the row of each, but once in the total."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
-    name = max(8, width - 72 - 8 * pipe)  # what the other columns leave
+    name = max(8, width - (71 if pipe else 72))  # what the other columns leave
     columns = (
         *(("stage",) if pipe else ()),
         "unit",
         "name",
-        ">parameters",
+        ">params" if pipe else ">parameters",
         ">forward FLOPs",
         ">backward",
         ">saved",

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.instruction import OP_INFO, Instruction, Lane, Op
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import OP_INFO, Instruction, Lane, Op, Queue
 from shardwise.core.mesh import Mesh
 from shardwise.core.program import Program, class_of
 
@@ -67,12 +68,13 @@ def place(found: Sequence[Row], mesh: Mesh) -> list[Spans]:
     home = _homes(found, mesh)
     ready: dict[Meeting, float] = {}
     keys = [list(_meetings(row, at, home, mesh)) for at, row in enumerate(found)]
-    while True:
+    for _ in range(2 + len({key for own in keys for key in own})):  # each round settles one meeting at least
         spans, before = [], dict(ready)
         for row, own in zip(found, keys, strict=True):
             spans.append(_spans(row.program, own, ready))
         if ready == before:
             return spans
+    raise ShardwiseError("the instructions of these programs wait for each other in a circle")
 
 
 Meeting = tuple[object, ...]
@@ -99,20 +101,33 @@ def _meetings(row: Row, at: int, home: dict[int, int], mesh: Mesh) -> Iterator[M
 
 def _spans(program: Program, keys: Sequence[Meeting | None], ready: dict[Meeting, float]) -> Spans:
     """Place the instructions of one rank by what is known of the others, and note in ``ready`` what they wait for."""
-    free: dict[Lane, float] = {}
+    free: dict[Queue, float] = {}
     spans: Spans = []
+    issued = 0.0  # other lanes are given their work in the order of the program, while computing goes on
     for one, key in zip(program.instructions, keys, strict=True):
-        issued = spans[-1][0] if spans else 0.0
-        earliest = [spans[at][1] for at in one.waits]
-        start = max([free.get(one.lane, 0.0), issued if one.lane is not Lane.COMPUTE else 0.0, *earliest])
+        start = max([free.get(one.queue, 0.0), issued, *(spans[at][1] for at in one.waits)])
+        if one.lane is Lane.COMPUTE:
+            issued = start
         if key is not None and one.op is not Op.SEND:
             start = max(start, ready.get(key, 0.0))
         spans.append((start, start + (4 if one.op is Op.BACKWARD else 2)))  # a backward takes as long as two forwards
-        free[one.lane] = spans[-1][1]
+        free[one.queue] = spans[-1][1]
         if key is not None and one.op is not Op.RECEIVE:
             mark = spans[-1][1] if one.op is Op.SEND else start
             ready[key] = max(ready.get(key, 0.0), mark)
     return spans
+
+
+def tracks(program: Program, spans: Spans) -> list[int]:
+    """Return for each instruction its track within its lane: queues of a lane may be busy at the same time."""
+    ends: dict[Lane, list[float]] = {}
+    found = [0] * len(spans)
+    for at in sorted(range(len(spans)), key=lambda at: spans[at]):
+        own = ends.setdefault(program.instructions[at].lane, [])
+        start, stop = spans[at]
+        found[at] = next((track for track, end in enumerate(own) if end <= start), len(own))
+        own[found[at] : found[at] + 1] = [stop]
+    return found
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -125,29 +140,48 @@ def picture(programs: Sequence[Program], mesh: Mesh, title: str, units: Sequence
     """
     found = rows(programs, mesh)
     spans = place(found, mesh)
-    tops, y = [], float(TOP)
-    for row in found:
-        tops.append({lane: y + TITLE + at * (HEIGHT + GAP) for at, lane in enumerate(row.lanes)})
-        y += TITLE + len(row.lanes) * (HEIGHT + GAP) + BETWEEN
+    tops, y = list[Tops](), float(TOP)
+    for row, own in zip(found, spans, strict=True):
+        tops.append(Tops.of(row, own, y + TITLE))
+        y = tops[-1].bottom + BETWEEN
     last = max((stop for own in spans for _, stop in own), default=0)
     sheet = Sheet(max(LEFT + UNIT * last + 12, NARROWEST), y)
     sheet.items.append(Words(12, 24, title, 15, bold=True))
     for row, own, top in zip(found, spans, tops, strict=True):
-        sheet.items.append(Words(12, min(top.values(), default=y) - 7, row.words, 13, bold=True))
-        sheet.items += [Words(12, top[lane] + HEIGHT / 2 + 5, str(lane), 13) for lane in row.lanes]
-        sheet.items += [
-            line for at, one in enumerate(row.program.instructions) for line in _lines(one, at, own, top, row)
-        ]
+        sheet.items.append(Words(12, top.top - 7, row.words, 13, bold=True))
+        sheet.items += [Words(12, at + HEIGHT / 2 + 5, str(lane), 13) for lane, at in top.lanes.items()]
+        sheet.items += _waits(row, own, top)
     sheet.items += _messages(found, spans, tops, mesh)
     for row, own, top in zip(found, spans, tops, strict=True):
-        for one, span in zip(row.program.instructions, own, strict=True):
-            tip = f"{one}: {OP_INFO[one.op].does}"
-            sheet.items.append(Rectangle(*_place(span, top[one.lane]), HEIGHT, _colour(one.op), tip=tip))
-    for row, own, top in zip(found, spans, tops, strict=True):
-        for one, span in zip(row.program.instructions, own, strict=True):
-            sheet.items += _labels(one, span, top[one.lane])
+        placed = list(zip(row.program.instructions, own, top.each, strict=True))
+        tips = [f"{one}: {OP_INFO[one.op].does}" for one, _, _ in placed]
+        sheet.items += [
+            Rectangle(*_place(span, at), HEIGHT, _colour(one.op), tip=tip)
+            for (one, span, at), tip in zip(placed, tips, strict=True)
+        ]
+        sheet.items += [words for one, span, at in placed for words in _labels(one, span, at)]
     sheet.height = _legend(sheet, found, units, y + 4) + 10
     return sheet
+
+
+@dataclass(frozen=True)
+class Tops:
+    """The y of a row's lanes, and of each of its instructions; the row lies between ``top`` and ``bottom``."""
+
+    top: float
+    bottom: float
+    lanes: dict[Lane, float]
+    each: list[float]
+
+    @staticmethod
+    def of(row: Row, spans: Spans, top: float) -> Tops:
+        own, lanes, y = tracks(row.program, spans), dict[Lane, float](), top
+        for lane in row.lanes:
+            lanes[lane] = y
+            used = {track for one, track in zip(row.program.instructions, own, strict=True) if one.lane is lane}
+            y += len(used) * (HEIGHT + 2) + GAP - 2
+        each = [lanes[one.lane] + t * (HEIGHT + 2) for one, t in zip(row.program.instructions, own, strict=True)]
+        return Tops(top, y, lanes, each)
 
 
 def _place(span: Span, y: float) -> tuple[float, float, float]:
@@ -171,25 +205,25 @@ def _labels(one: Instruction, span: Span, y: float) -> Iterable[Words]:
         yield Words(middle, y + (28 if label else 21), second, 10.5, colour, "middle")
 
 
-def _lines(one: Instruction, at: int, spans: Spans, top: dict[Lane, float], row: Row) -> Iterable[Line]:
-    for wait in one.waits:
-        source = row.program.instructions[wait]
-        down = top[one.lane] > top[source.lane]
-        y1 = top[source.lane] + (HEIGHT if down else 0)
-        y2 = top[one.lane] + (0 if down else HEIGHT)
-        yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, WAIT, 1.2)
+def _waits(row: Row, spans: Spans, top: Tops) -> Iterator[Line]:
+    """Yield a line for each wait, from what is waited for to what waits."""
+    for at, one in enumerate(row.program.instructions):
+        for wait in one.waits:
+            down = top.each[at] > top.each[wait]
+            y1 = top.each[wait] + (HEIGHT if down else 0)
+            y2 = top.each[at] + (0 if down else HEIGHT)
+            yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, WAIT, 1.2)
 
 
-def _messages(
-    found: Sequence[Row], spans: Sequence[Spans], tops: Sequence[dict[Lane, float]], mesh: Mesh
-) -> Iterator[Line]:
+def _messages(found: Sequence[Row], spans: Sequence[Spans], tops: Sequence[Tops], mesh: Mesh) -> Iterator[Line]:
     """Yield a line from each SEND to its RECEIVE."""
     home = _homes(found, mesh)
     sent: dict[Meeting, tuple[float, float]] = {}
     for op in (Op.SEND, Op.RECEIVE):
         for at, row in enumerate(found):
-            for one, span, key in zip(row.program.instructions, spans[at], _meetings(row, at, home, mesh), strict=True):
-                x, y, width = _place(span, tops[at][one.lane])
+            keys = _meetings(row, at, home, mesh)
+            for one, span, top, key in zip(row.program.instructions, spans[at], tops[at].each, keys, strict=True):
+                x, y, width = _place(span, top)
                 if op is one.op is Op.SEND and key is not None:
                     sent[key] = (x + width - 3, y)
                 elif op is one.op is Op.RECEIVE and key in sent:
@@ -231,10 +265,10 @@ def _explained(instructions: Sequence[Instruction], units: Sequence[str]) -> Ite
         letters.append("m: a microbatch, some of the step's rows")
     if any(one.bucket >= 0 for one in instructions):
         letters.append("b: a bucket, some of the parameters, or their gradients, in one buffer")
-    if any(one.op is Op.REDUCE and one.bucket < 0 for one in instructions):
-        letters.append("loss, norm: what a REDUCE sums over ranks beside gradients")
     if letters:
         yield "; ".join(letters)
+    if any(one.op is Op.REDUCE and one.bucket < 0 for one in instructions):
+        yield "loss, norm: what a REDUCE sums over ranks beside gradients"
     lines = ["A grey line leads to an instruction that waits for another lane"]
     if any(one.op is Op.SEND for one in instructions):
         lines.append("a brown one from a SEND to its RECEIVE")
