@@ -499,9 +499,9 @@ def test_values_in_messages_are_short_and_on_one_line() -> None:
 def test_every_key_of_the_issue_is_there() -> None:
     expected = {
         "model": "name factory transformers loss loss_weight vocabulary width layers heads kv_heads hidden context "
-        "dropout tied config arguments weights",
-        "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
-        "sequence_length",
+        "dropout tied config arguments weights pretrained lora",
+        "data": "source mix sft text_field tokenizer end_token validation attention cache_dir factory arguments "
+        "batch_size sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins "
         "dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
@@ -717,7 +717,10 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.config",
         "model.arguments",
         "model.weights",
+        "model.pretrained",
+        "model.lora",
         "data.mix",
+        "data.sft",
         "data.end_token",
         "data.factory",
         "data.arguments",

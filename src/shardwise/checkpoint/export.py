@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 
+from .adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, adapter_name, in_adapter, without_adapters
 from .container import write_file
 from .folder import sync_folder
 from .manifest import TensorRecord
@@ -24,14 +26,22 @@ SHARD_BYTES = 5 * 2**30  # the most bytes of one file
 
 
 def export(
-    checkpoint: Checkpoint, out: Path, *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    adapter: bool = False,
 ) -> list[Path]:
     """Write the model of a checkpoint into the new folder ``out`` and return the paths of its files.
+
+    What adapters add (``model.lora``) is added to the weights; with ``adapter`` they alone are written, as peft does.
 
     A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once,
     unless that config turns tying off.  The metadata of any other model map the other names of a tied tensor to the one
     that is there.  A model of more than ``shard_bytes`` bytes is split into files with an index.  ``dtype`` converts
-    floating tensors. The checkpoint is verified first, one tensor is in memory at a time, and ``out`` appears when all
+    floating tensors; without it they have the dtype of the folder that the run has started from, where that has one,
+    else their own. The checkpoint is verified first, one tensor is in memory at a time, and ``out`` appears when all
     is written.
 
     Raises:
@@ -49,7 +59,7 @@ def export(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir()
-        files = _write(checkpoint, part, shard_bytes, dtype)
+        files = _write_adapter(checkpoint, part, dtype) if adapter else _write(checkpoint, part, shard_bytes, dtype)
         sync_folder(part)
         part.rename(out)
         sync_folder(out.parent)
@@ -62,9 +72,11 @@ def export(
 
 def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
     """Write all files into ``part`` and return their names."""
-    tensors = _tensors(checkpoint, dtype)
-    transformers = _transformers(checkpoint)
-    aliases = aliases_of(checkpoint)
+    transformers, adapters = _transformers(checkpoint), Adapters.of_meta(checkpoint.meta)
+    tensors = _tensors(checkpoint, dtype or dtype_of(transformers))
+    aliases = {without_adapters(alias): without_adapters(name) for alias, name in aliases_of(checkpoint).items()}
+    held = {without_adapters(name): name for name in tensors if not in_adapter(name)}
+    tensors = {name: tensors[one] for name, one in held.items()}
     if transformers is not None and transformers["config"].get("tie_word_embeddings") is False:
         # from_pretrained ties nothing then, so each name needs its values
         tensors.update({alias: tensors[name] for alias, name in aliases.items()})
@@ -76,8 +88,12 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
         else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     )
 
+    def value(name: str) -> Tensor:
+        whole = partial(_value, checkpoint)
+        return whole(name) if adapters is None else adapters.merged(name, whole)
+
     def read(name: str) -> Tensor:
-        return checkpoint.read(MODEL + aliases.get(name, name)).to(tensors[name].dtype)
+        return value(held[aliases.get(name, name)]).to(tensors[name].dtype)
 
     for file, keys in zip(names, shards, strict=True):
         write_file(part / file, [(key, tensors[key].shape, tensors[key].dtype) for key in keys], read, metadata)
@@ -87,9 +103,29 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
         _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
         names.append(INDEX)
     if transformers is not None:
-        _write_json(part / "config.json", _config(transformers, tensors))
+        _write_json(part / "config.json", config_json(transformers, [one.dtype for one in tensors.values()]))
         names.append("config.json")
     return names
+
+
+def _value(checkpoint: Checkpoint, name: str) -> Tensor:
+    return checkpoint.read(MODEL + name)
+
+
+def _write_adapter(checkpoint: Checkpoint, part: Path, dtype: torch.dtype | None) -> list[str]:
+    """Write the adapters alone into ``part``, as peft does, and return the names of the files."""
+    adapters = Adapters.of_meta(checkpoint.meta)
+    if adapters is None:
+        raise ConfigError(f"{checkpoint.path}: has no adapter, for the run has trained without model.lora")
+    tensors = _tensors(checkpoint, dtype)
+    held = {key: name for name in tensors if (key := adapter_name(name)) is not None}
+    described = [(key, tensors[name].shape, tensors[name].dtype) for key, name in held.items()]
+    write_file(
+        part / ADAPTER_WEIGHTS, described, lambda key: _value(checkpoint, held[key]).to(tensors[held[key]].dtype),
+        {"format": "pt"},
+    )  # fmt: skip
+    adapters.write_config(part)
+    return [ADAPTER_WEIGHTS, ADAPTER_CONFIG]
 
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorRecord]:
@@ -116,16 +152,22 @@ def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:
         raise ConfigError(
             f"{checkpoint.path}: meta.model.transformers.config has no model_type, which from_pretrained needs"
         )
-    return {"class": found["class"], "config": dict(found["config"])}
+    return {"class": found["class"], "config": dict(found["config"]), "dtype": found.get("dtype")}
 
 
-def _config(transformers: Mapping[str, Any], tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
+def dtype_of(transformers: Mapping[str, Any] | None) -> torch.dtype | None:
+    """Return the dtype of the weights that a model of transformers has started from; None if it has none."""
+    found = getattr(torch, str(transformers.get("dtype")), None) if transformers is not None else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def config_json(transformers: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
     """Return the content of ``config.json``: the model's class, and the dtype of its tensors if all have the same."""
     config = {**transformers["config"], "architectures": [transformers["class"]]}
-    dtypes = {one.dtype for one in tensors.values() if one.dtype.is_floating_point}
-    if len(dtypes) == 1:
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1:
         config.pop("torch_dtype", None)
-        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        config["dtype"] = str(floating.pop()).removeprefix("torch.")
     return config
 
 

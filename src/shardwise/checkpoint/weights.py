@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -185,34 +186,90 @@ class Fitting(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def fit_weights(path: Path, module: nn.Module) -> Fitting:
+def fit_weights(path: Path, module: nn.Module, key: str = "model.weights") -> Fitting:
     """Return the weights of a file or folder for the parameters and persistent buffers of ``module``, on any device.
 
     Each of these has to be in the file, and nothing else may be; of tied tensors one name is enough.  The prefix under
     which a Hugging Face model keeps its base model (``base_model_prefix``), or one that all names share, may be there
-    on one side only.  Floating dtypes may differ.  Where the names differ otherwise and the class has a
-    ``from_pretrained``, that loads the folder, as a whole, and is taken if it finds all names.
+    on one side only.  Floating dtypes may differ.  Where the names differ otherwise, but the elements are as many, and
+    the class has a ``from_pretrained``, that loads the folder, as a whole, and is taken if it finds all names.
 
     Raises:
-        ConfigError: beginning with ``model.weights = "path"``: names that are missing or unexpected, shapes and dtypes
-            that differ, tied names with different values, or a file that cannot be read.
+        ConfigError: beginning with ``model.weights = "path"``, or with another ``key``: names that are missing or
+            unexpected, shapes and dtypes that differ, tied names with different values, or a file that cannot be read.
     """
-    path = Path(path)
-    try:
-        weights = read_weights(path)
-    except ConfigError as error:
-        raise ConfigError(f'model.weights = "{path}": {error}') from error
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    names = _match(weights, state, module)
-    found = {name: weights.aliases.get(names.get(name, ""), names.get(name)) for name in state}
-    faults = _faults(weights, state, names, found, module)
-    if faults:
-        converted = _converted(path, module)
+    match = _Match.of(Path(path), module, key)
+    if match.faults:
+        converted = _converted(match.weights.path, module) if match.convertible else None
         if converted is None:
-            raise ConfigError(f'model.weights = "{path}": {"; ".join(faults)}')
+            raise match.error
         return Fitting({name: name for name in converted}, converted.__getitem__, whole=True)
-    tied = {id(state[name]): source for name, source in found.items() if source is not None}
-    return Fitting({name: tied[id(value)] for name, value in state.items()}, weights.read)
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    tied = {id(state[name]): source for name, source in match.found.items() if source is not None}
+    return Fitting({name: tied[id(value)] for name, value in state.items()}, match.weights.read)
+
+
+def check_weights(path: Path, module: nn.Module, key: str = "model.weights") -> Weights:
+    """Compare names, shapes and dtypes as :func:`fit_weights` does, from the headers of files alone, and return what is
+    there; raise the same ConfigError, unless the class of the model may be able to convert the names."""
+    match = _Match.of(Path(path), module, key)
+    if match.faults and not match.convertible:
+        raise match.error
+    return match.weights
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What saved weights are for a module: ``found`` has the file's name of each name in its state, ``faults`` says in
+    words what does not fit, and ``convertible`` whether the class of the module may know better."""
+
+    key: str
+    weights: Weights
+    found: Mapping[str, str | None]
+    faults: list[str]
+    convertible: bool
+
+    @staticmethod
+    def of(path: Path, module: nn.Module, key: str) -> _Match:
+        try:
+            weights = read_weights(path)
+        except ConfigError as error:
+            raise ConfigError(f'{key} = "{path}": {error}') from error
+        state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        names = _match(weights, state, module)
+        found = {name: weights.aliases.get(names.get(name, ""), names.get(name)) for name in state}
+        faults = _faults(weights, state, names, found, module)
+        return _Match(key, weights, found, faults, _convertible(weights, state, names, found, module))
+
+    @property
+    def error(self) -> ConfigError:
+        path = self.weights.path
+        sizes = self.key == "model.weights" and (path / "config.json").is_file()
+        hint = (
+            "; legal: a model of their sizes (model.pretrained takes the sizes from its config.json)" if sizes else ""
+        )
+        return ConfigError(f'{self.key} = "{path}": {"; ".join(self.faults)}{hint}')
+
+
+def _convertible(
+    weights: Weights,
+    state: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    found: Mapping[str, str | None],
+    module: nn.Module,
+) -> bool:
+    """Whether the class of ``module`` may load the weights under other names: then names differ, but all tensors
+    together have as many elements, with tied ones counted once or under each name."""
+    if all(source is not None for source in found.values()) or not hasattr(type(module), "from_pretrained"):
+        return False
+    ignored = _ignored(module)
+    held = sum(
+        math.prod(weights.shapes[file])
+        for name, file in names.items()
+        if file in weights.shapes and (name in state or not ignored(name))
+    )
+    once = sum(value.numel() for value in {id(value): value for value in state.values()}.values())
+    return held in (once, sum(value.numel() for value in state.values()))
 
 
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:

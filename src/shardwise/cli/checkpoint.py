@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import shutil
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,9 +67,12 @@ def export(
     out_folder: Annotated[Path, typer.Argument(metavar="OUT_FOLDER", help="A new folder.")],
     dtype: Annotated[str | None, typer.Option(help=f"Convert floating weights: {', '.join(DTYPES)}.")] = None,
     shard_gib: Annotated[float, typer.Option(help="Split into files of about this many GiB.", min=0.001)] = 5.0,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter of model.lora alone, for peft.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Write the model as safetensors, for `from_pretrained` where it is a model of transformers."""
+    """Write the model as safetensors, for `from_pretrained` if it is one of transformers; an adapter is merged."""
     with reported(json):
         if dtype is not None:
             check_choice("--dtype", dtype, DTYPES)
@@ -82,8 +83,8 @@ def export(
 
         opened = _open(checkpoint)
         chosen = getattr(torch, dtype) if dtype else None
-        files = write(opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen)
-        files += _add_tokenizer(opened, out_folder)
+        files = write(opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen, adapter=adapter)
+        files += _companions(opened, out_folder)
         if json:
             print_json({"checkpoint": str(opened.path), "step": opened.step, "files": [str(file) for file in files]})
             return
@@ -91,16 +92,14 @@ def export(
         show(make_console(), grid(f"step {opened.step} in {out_folder}", ("file", ">size"), rows))
 
 
-def _add_tokenizer(opened: Checkpoint, folder: Path) -> list[Path]:
-    """Copy the run's own tokenizer.json beside a model of transformers, for ``AutoTokenizer``, if it still exists."""
-    data = tomllib.loads(str(opened.meta.get("config", ""))).get("data", {})
-    source = Path(str(data.get("tokenizer", "")))
-    if source.suffix != ".json" or not source.is_file() or not (folder / "config.json").exists():
+def _companions(opened: Checkpoint, folder: Path) -> list[Path]:
+    """Copy what belongs beside a model of transformers, such as its tokenizer, where it still exists."""
+    from shardwise.launch.model_folder import add_companions
+
+    if not (folder / "config.json").exists():
         return []
-    shutil.copyfile(source, folder / "tokenizer.json")
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": data.get("end_token")}
-    (folder / "tokenizer_config.json").write_text(jsonlib.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    config = tomllib.loads(str(opened.meta.get("config", "")))
+    return add_companions(config, opened.path.absolute().parents[1], folder)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -299,6 +299,41 @@ def plot(
         run(run_dirs, out, json, over)
 
 
+@app.command()
+def generate(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR | FOLDER", help="The folder of a run, of a Hugging Face model, or of an adapter of peft."
+        ),
+    ],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.", show_default=False)],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take PROMPT as a user's message, by the chat template, and answer it.")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="The most tokens to write.  [default: 100, or what has room]", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0: the likeliest token.  [default: that of the folder's generation config; own models 0.8]", min=0.0
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens.", min=1)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens that make up P.", min=0.0, max=1.0)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of what is drawn.", min=0)] = 0,
+    json: Json = False,
+) -> None:
+    """Let a trained model write: go on from a prompt, or answer it."""
+    with reported(json):
+        from .generate import run
+
+        run(folder, prompt, json, chat, tokens, temperature, top_k, top_p, seed)
+
+
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python script; what follows it are its own arguments.")],

@@ -27,7 +27,7 @@ from shardwise.launch.local import clear_logs, launch_local, run_folder, under_t
 from shardwise.launch.rank import end_now, message_of, stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
-from shardwise.launch.subject import check_plan
+from shardwise.launch.subject import check_plan, compare_weights
 from shardwise.report.display import Display, show_result
 from shardwise.report.files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, SCHEDULE
 from shardwise.report.tables import make_console, print_json
@@ -54,6 +54,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     check_ranks(
         config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
     )
+    compare_weights(config)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)

@@ -1,7 +1,7 @@
 """The configuration of a run, which is checked before anything starts."""
 
 from .build import Data, build_data, build_loss_scale, build_model, build_optimizer, build_plan
-from .config import Config, load_config
+from .config import Config, load_config, load_model_config
 from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -22,4 +22,5 @@ __all__ = [
     "build_optimizer",
     "build_plan",
     "load_config",
+    "load_model_config",
 ]

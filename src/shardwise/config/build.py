@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,8 +18,9 @@ from shardwise.core.schedules import AUTO
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
+from shardwise.data.sft import open_conversations
 from shardwise.data.tokenise import OnProgress
-from shardwise.data.tokenizer import open_tokenizer
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
@@ -28,9 +30,11 @@ from shardwise.parallel.tensor import tensor_parallel
 from .config import Config
 from .defaults import KEYS_OF_KIND
 from .factories import call, load_function
+from .lora import with_adapters
+from .pretrained import PretrainedFolder
 from .sections import ModelConfig
 from .toml import shown
-from .transformer import TextShape, transformers_constructor
+from .transformer import TextShape, pretrained_constructor, transformers_constructor
 
 Constructor = Callable[[], nn.Module]
 LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
@@ -45,8 +49,8 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
     """
     model = config.model
     loss = None if model.loss is None else load_function("model.loss", model.loss)
-    if model.transformers is not None:
-        return transformers_constructor(model.transformers, model.config or {}, _text_shape(config)), loss
+    if model.of_transformers:
+        return with_adapters(model, _base_constructor(config)), loss
     if model.factory is not None:
         load_function("model.factory", model.factory)
         documents = config.data.attention == "document"
@@ -55,13 +59,25 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
     return lambda: GPT(**sizes) if model.name == "gpt" else Llama(**sizes), loss
 
 
+def build_base_model(config: Config) -> Constructor:
+    """Return a function that makes the model without the adapters of ``model.lora``."""
+    return _base_constructor(config) if config.model.of_transformers else build_model(config)[0]
+
+
+def _base_constructor(config: Config) -> Constructor:
+    model, values = config.model, config.model.config or {}
+    if model.pretrained is not None:
+        return pretrained_constructor(PretrainedFolder.open(model.pretrained), values, _text_shape(config))
+    return transformers_constructor(str(model.transformers), values, _text_shape(config))
+
+
 @dataclass(frozen=True)
 class Data:
     """The data of a run.
 
     ``train`` and ``validation`` (None if there is none) are map-style datasets of dicts of tensors. ``decode`` turns
     tokens into text and ``encode`` text into tokens; both are None if the data is not text. ``digest`` identifies the
-    training data, and ``notices`` are remarks for the user.
+    training data, ``notices`` are remarks for the user, and a sample of text begins with the tokens ``prompt``.
     """
 
     train: Any
@@ -70,6 +86,7 @@ class Data:
     encode: Callable[[str], list[int]] | None
     digest: str
     notices: tuple[str, ...] = ()
+    prompt: tuple[int, ...] = ()
 
 
 def build_data(config: Config, progress: OnProgress | None = None) -> Data:
@@ -83,12 +100,17 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     if data.factory is not None:
         dataset = _factory_dataset(data.factory, data.arguments or {})
         return Data(dataset, None, None, None, Samples(dataset).digest)
-    mix = data.mix or ({"source": data.source, "weight": 1.0},)
-    corpora = [_corpus(config, part["source"], progress) for part in mix]
     fields: DocumentFields = "none"
     if data.attention == "document":
-        fields = "documents" if config.model.transformers is None else "mask"
-    shape: dict[str, Any] = {"shifted": config.model.transformers is None, "fields": fields}
+        fields = "mask" if config.model.of_transformers else "documents"
+    shape: dict[str, Any] = {"shifted": not config.model.of_transformers, "fields": fields}
+    return _examples(config, shape, progress) if data.sft is not None else _text(config, shape, progress)
+
+
+def _text(config: Config, shape: Mapping[str, Any], progress: OnProgress | None) -> Data:
+    data = config.data
+    mix = data.mix or ({"source": data.source, "weight": 1.0},)
+    corpora = [_corpus(config, part["source"], progress) for part in mix]
     parts = [corpus.train(data.sequence_length, **shape) for corpus in corpora]
     train = parts[0] if data.mix is None else Mixture(parts, [part["weight"] for part in mix])
     apart = [corpus.validation(data.sequence_length, **shape) for corpus in corpora]
@@ -99,11 +121,36 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
         short = [corpus for corpus, part in zip(corpora, apart, strict=True) if part is None]
         notices += [_too_little(short)] if short else []
     tokenizer = corpora[0].tokenizer
+    encode = partial(_encoded, tokenizer)
+    prompt = encode("\ndef " if data.source == "stdlib" else "\n")
+    return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices), tuple(prompt))
 
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer.encode([text.encode(errors="replace")])[0]]
 
-    return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
+def _examples(config: Config, shape: Mapping[str, Any], progress: OnProgress | None) -> Data:
+    """Return the prompts with answers of ``data.sft``."""
+    data = config.data
+    found = open_conversations(
+        data.sft or (), tokenizer=str(data.tokenizer), end_token=data.end_token, validation=data.validation,
+        cache_dir=data.cache_dir, progress=progress,
+    )  # fmt: skip
+    train = found.train(data.sequence_length, **shape)
+    validation = found.validation(data.sequence_length, **shape)
+    notices = []
+    if train.cut or train.left_out:
+        without = f", and {train.left_out} more left out, whose answer comes later" if train.left_out else ""
+        notices.append(f"{train.cut} examples cut to data.sequence_length = {data.sequence_length}{without}")
+    if data.validation and validation is None:
+        notices.append(
+            f"no validation on {found.name}: no example is set apart (data.validation = {data.validation:g})"
+        )
+    encode = partial(_encoded, found.tokenizer)
+    return Data(
+        train, validation, found.tokenizer.decode, encode, Samples(train).digest, tuple(notices), tuple(found.prompt)
+    )
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [int(token) for token in tokenizer.encode([text.encode(errors="replace")])[0]]
 
 
 def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:

@@ -14,6 +14,7 @@ from shardwise.core.errors import ConfigError
 from .defaults import complete
 from .draft import ConfigDraft, problem, reworded
 from .hardware import Hardware
+from .pretrained import TOKENIZER_JSON
 from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .toml import dumps
 
@@ -75,6 +76,27 @@ def load_config(
     return Config(
         **{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins
     )
+
+
+def load_model_config(text: str, pretrained: str | None = None) -> Config:
+    """Return a configuration with the model and the tokenizer of ``text``, that of an earlier run, and otherwise the
+    defaults of a single rank: neither the data of that run nor its devices need be here.
+
+    ``pretrained`` replaces ``model.pretrained``.  :class:`ConfigError` lists what the model takes and is gone.
+    """
+    tables = tomllib.loads(text)
+    model, data = dict(tables.get("model", {})), tables.get("data", {})
+    if pretrained is not None:
+        beside = str(Path(str(model.get("pretrained"))) / TOKENIZER_JSON)
+        data = {name: value for name, value in data.items() if (name, value) != ("tokenizer", beside)}
+        model["pretrained"] = pretrained
+    kept = {name: data[name] for name in ("tokenizer", "end_token", "sequence_length", "attention") if name in data}
+    draft = ConfigDraft()
+    draft.add_tables({"model": model, "data": kept}, "the run", Path.cwd())
+    complete(draft, Hardware(cores=1))
+    if draft.problems:
+        raise ConfigError("\n".join(line for _, line in draft.problems))
+    return Config(**{name: draft.section(name) for name in SECTIONS})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from shardwise.data.cache import default_cache_dir
 from shardwise.data.sources import exists
 from shardwise.data.tokenizer import BYTES, open_tokenizer
 
-from .draft import ConfigDraft
+from .draft import SOURCES, ConfigDraft
 from .files import file_exists, there
+from .pretrained import PretrainedFolder
 from .sections import rules
 
-KINDS = ("data.source", "data.mix", "data.factory")
+KINDS = ("data.source", "data.mix", "data.sft", "data.factory")
 OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
+TEXTS = "data.source and data.mix"
 VALIDATION = 0.01  # the fraction of documents that is set apart by default
 
 
@@ -32,16 +34,37 @@ def complete_data(draft: ConfigDraft) -> int | None:
     if not kinds:
         draft.default("data.source", "stdlib")
     _sources_exist(draft)
+    examples = "data.sft" in kinds
+    if examples and draft.given("data.text_field"):
+        draft.refuse("data.text_field", f"left out, for it belongs to {TEXTS}")
     defaults = {
-        "text_field": "text",
-        "tokenizer": BYTES,
+        "text_field": None if examples else "text",
         "validation": VALIDATION,
-        "attention": "full",
-        "cache_dir": None,
+        "attention": "document" if examples else "full",
+        "cache_dir": default_cache_dir(),
     }
+    tokenizer = BYTES if draft.given("data.tokenizer") else _pretrained_tokenizer(draft)
+    if tokenizer is None:
+        return None
+    defaults["tokenizer"] = tokenizer
     for name, value in defaults.items():
-        draft.default(f"data.{name}", default_cache_dir() if name == "cache_dir" else value)
+        draft.default(f"data.{name}", value)
     return _tokenizer(draft)
+
+
+def _pretrained_tokenizer(draft: ConfigDraft) -> str | None:
+    """Return what turns text into tokens by default: bytes, or the tokenizer of ``model.pretrained``; None if that
+    folder has none, or is none."""
+    if not draft.given("model.pretrained"):
+        return BYTES
+    try:
+        found = PretrainedFolder.open(draft["model.pretrained"] or "").tokenizer
+    except (ConfigError, OSError, ValueError):
+        return None  # `pretrained_there` says what is wrong
+    if found is None:
+        legal = "the path of a tokenizer.json, for the folder of model.pretrained has none"
+        draft.refuse("data.tokenizer", legal, "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it")
+    return found
 
 
 def _not_text(draft: ConfigDraft) -> None:
@@ -49,13 +72,13 @@ def _not_text(draft: ConfigDraft) -> None:
     draft.default("data.validation", 0.0)
     for name in OF_TEXT:
         if draft.given(f"data.{name}") and draft.sound(f"data.{name}"):
-            draft.refuse(f"data.{name}", "left out, for it belongs to data.source and data.mix")
+            draft.refuse(f"data.{name}", f"left out, for it belongs to {TEXTS}")
     if draft.sound("data.validation") and draft["data.validation"]:
         draft.refuse("data.validation", "0 or left out, for documents of a data.factory cannot be told apart")
 
 
 def _sources_exist(draft: ConfigDraft) -> None:
-    named: dict[str, Any] = {"data.source": draft["data.source"]}
+    named: dict[str, Any] = {key: draft[key] for key in SOURCES}
     if draft.sound("data.mix"):
         named["data.mix"] = [part["source"] for part in draft["data.mix"] or ()]
     for key, value in named.items():

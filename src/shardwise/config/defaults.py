@@ -21,10 +21,11 @@ from .data import complete_data
 from .draft import ConfigDraft
 from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
+from .pretrained import pretrained_there
 from .sections import rules
 
 WITH_BETAS = APPLIES["betas"]
-KINDS = ("model.name", "model.factory", "model.transformers")
+KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
 SAME_ROWS = ("parallel.pp", "parallel.tp")
 """The keys with numbers of ranks that work on the same rows: the ranks of a pipeline, and those that share a layer."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
@@ -32,7 +33,8 @@ KEYS_OF_KIND = {
     "gpt": (*SIZES, "dropout"),
     "llama": (*SIZES, "kv_heads", "tied"),
     "model.factory": ("arguments",),
-    "model.transformers": ("config",),
+    "model.transformers": ("config", "lora"),
+    "model.pretrained": ("config", "lora"),
 }
 
 
@@ -58,6 +60,7 @@ def _model(draft: ConfigDraft, vocabulary: int | None) -> None:
     file_exists(draft, "model.loss")
     if draft.sound("model.weights") and draft["model.weights"] and not there(draft["model.weights"], os.path.exists):
         draft.refuse("model.weights", rules("model")["weights"].legal, f"{draft['model.weights']} does not exist")
+    pretrained_there(draft)
     if draft.sound(kind):
         kind = draft["model.name"] if kind == "model.name" else kind
         _foreign_keys(draft, kind)
@@ -72,7 +75,7 @@ def _foreign_keys(draft: ConfigDraft, kind: str) -> None:
         if name not in KEYS_OF_KIND[kind] and draft.given(key) and draft.sound(key):
             owners = [owner for owner, names in KEYS_OF_KIND.items() if name in names]
             words = [owner if "." in owner else f'model.name = "{owner}"' for owner in owners]
-            hint = "Its own sizes go in [model.config]" if kind == "model.transformers" else ""
+            hint = "Its own sizes go in [model.config]" if "config" in KEYS_OF_KIND[kind] else ""
             draft.refuse(key, f"left out, for it belongs to {' and '.join(words)}", hint)
 
 

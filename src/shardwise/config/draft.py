@@ -17,7 +17,8 @@ from .sections import SECTIONS, rules
 from .toml import parse, shown
 
 REFERENCES = ("model.factory", "model.loss", "data.factory")
-PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
+PATHS = ("data.tokenizer", "data.cache_dir", "model.weights", "model.pretrained")
+SOURCES = ("data.source", "data.sft")
 
 
 class ConfigDraft:
@@ -86,7 +87,7 @@ class ConfigDraft:
         if key in REFERENCES:
             place, _, function = read.rpartition(":")
             read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
-        elif key == "data.source":
+        elif key in SOURCES:
             read = _absolute_source(read, folder)
         elif key == "data.mix":
             read = tuple({**part, "source": _absolute_source(part["source"], folder)} for part in read)

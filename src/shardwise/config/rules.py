@@ -197,6 +197,27 @@ def tables(legal: str, each: dict[str, Rule]) -> Rule:
     return Rule(legal, read)
 
 
+def settings(legal: str, each: dict[str, tuple[Rule, Any]]) -> Rule:
+    """Return the rule for a table with any of the keys of ``each``; a key that is left out gets its default."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Illegal
+        for name in value:
+            if name not in each:
+                raise Illegal(f"It has an unknown key {name!r}; its keys: {', '.join(each)}.{did_you_mean(name, each)}")
+        found = {}
+        for name, (rule, default) in each.items():
+            try:
+                found[name] = rule.read(value[name]) if name in value else default
+            except Illegal as error:
+                hint = f". {error}" if str(error) else ""
+                raise Illegal(f"It has a wrong {name}; legal: {rule.legal}{hint}") from None
+        return found
+
+    return Rule(legal, read)
+
+
 def table(legal: str) -> Rule:
     """Return the rule for a table of any texts, numbers, booleans, lists and tables."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import nn
 from shardwise.core.errors import ConfigError, did_you_mean
 
 from .factories import blame
+from .pretrained import PretrainedFolder
+from .sections import ModelConfig
 from .toml import shown
 
 COMMON_KEYS = ("attn_implementation", "num_labels", "output_attentions")
@@ -38,6 +41,48 @@ def transformers_constructor(name: str, values: Mapping[str, Any], text: TextSha
     """
     model_class = _model_class(name)
     config_class = model_class.config_class
+    parameters = _check_keys(config_class, values)
+    complete = _without_cache(values, parameters)
+    if text is not None:
+        aliases: Mapping[str, str] = getattr(config_class, "attribute_map", {})
+        complete = _for_text(complete, parameters, aliases, text)
+
+    with blame("model.config", values):
+        config_class(**complete)
+    return lambda: _construct("model.transformers", name, lambda: model_class(config_class(**complete)), text)
+
+
+def pretrained_constructor(
+    folder: PretrainedFolder, values: Mapping[str, Any], text: TextShape | None
+) -> Callable[[], nn.Module]:
+    """Return a function that makes a model of the class and with the config of a folder, whose values ``values``
+    replace; its weights are not read.
+
+    Raises :class:`ConfigError` as :func:`transformers_constructor` does, and where the model cannot take the text.
+    """
+    key = f"model.pretrained = {shown(str(folder.path))}"
+    model_class = _model_class(folder.class_name, "model.pretrained", str(folder.path))
+    config_class = model_class.config_class
+    parameters = _check_keys(config_class, values)
+    # Masters have the dtype of training, whatever that of the file is.
+    complete = {name: value for name, value in folder.values.items() if name not in ("dtype", "torch_dtype")}
+    complete = _without_cache({**complete, **values}, parameters, always="use_cache" not in values)
+
+    with blame("model.config", values):
+        made = config_class.from_dict(dict(complete))
+    if text is not None:
+        _check_text(key, made, text)
+
+    def construct() -> nn.Module:
+        # Every model gets a config object of its own, for a model may change it.
+        config = config_class.from_dict(dict(complete))
+        return _construct("model.pretrained", str(folder.path), lambda: model_class(config), text)
+
+    return construct
+
+
+def _check_keys(config_class: Any, values: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a config class; raise :class:`ConfigError` for values that it does not have."""
     parameters = inspect.signature(config_class.__init__).parameters
     aliases: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     legal = sorted({*parameters, *aliases, *COMMON_KEYS} - {"self", "kwargs"})
@@ -50,23 +95,44 @@ def transformers_constructor(name: str, values: Mapping[str, Any], text: TextSha
                 for key in unknown
             )
         )
-    complete = dict(values)
-    if "use_cache" in parameters:
-        complete.setdefault("use_cache", False)  # only generation uses it
-    if text is not None:
-        complete = _for_text(complete, parameters, aliases, text)
+    return parameters
 
-    def construct() -> nn.Module:
-        with blame("model.transformers", name):
-            # Every model gets a config object of its own, for a model may change it.
-            model: nn.Module = model_class(config_class(**complete))
-        if text is not None and text.masked:
-            _check_masked(name, model)
-        return model
 
-    with blame("model.config", values):
-        config_class(**complete)
-    return construct
+def _without_cache(
+    values: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], always: bool = False
+) -> dict[str, Any]:
+    """Return the values without the cache of keys, which only generation uses, unless they ask for it."""
+    if "use_cache" not in parameters or ("use_cache" in values and not always):
+        return dict(values)
+    return {**values, "use_cache": False}
+
+
+def _construct(key: str, name: str, make: Callable[[], nn.Module], text: TextShape | None) -> nn.Module:
+    with blame(key, name):
+        model = make()
+    if text is not None and text.masked:
+        _check_masked(type(model).__name__, model)
+    return model
+
+
+def described(model: ModelConfig, module: nn.Module) -> dict[str, Any] | None:
+    """Return what ``from_pretrained`` needs to know of a model of transformers: its class and its config; None for
+    another model.
+
+    The config is that of the folder that the run has started from, with the values of ``model.config``; ``use_cache``,
+    which training turns off, is as it would be without. ``dtype`` is that of the folder's weights, if they have one.
+    """
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    values, dtype = json.loads(json.dumps(config.to_dict(), default=str)), None
+    if model.pretrained is not None:
+        folder = PretrainedFolder.open(model.pretrained)
+        values, dtype = {**folder.values, **(model.config or {})}, folder.dtype
+    elif model.transformers is not None and "use_cache" in values and "use_cache" not in (model.config or {}):
+        default = inspect.signature(type(config).__init__).parameters.get("use_cache")
+        values["use_cache"] = True if default is None else default.default
+    return {"class": type(module).__name__, "config": values, "dtype": dtype}
 
 
 def _for_text(
@@ -99,6 +165,18 @@ def _for_text(
     return values
 
 
+def _check_text(key: str, config: Any, text: TextShape) -> None:
+    """Raise :class:`ConfigError` if a model with this config has fewer tokens or positions than the text."""
+    inner = config.get_text_config()
+    tokens, positions = (getattr(inner, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    if isinstance(tokens, int) and tokens < text.vocabulary:
+        wrong = f"its embedding has {tokens} tokens, and data.tokenizer {text.vocabulary}"
+        raise ConfigError.on(key, wrong, "the tokenizer of the folder, which is taken if data.tokenizer is left out")
+    if isinstance(positions, int) and positions < text.length:
+        wrong = f"it knows {positions} positions, and data.sequence_length is {text.length}"
+        raise ConfigError.on(key, wrong, f"data.sequence_length of at most {positions}")
+
+
 def _check_masked(name: str, model: nn.Module) -> None:
     """Raise :class:`ConfigError` if a model cannot use the mask of documents."""
     legal = (
@@ -113,20 +191,21 @@ def _check_masked(name: str, model: nn.Module) -> None:
         raise ConfigError(f'data.attention = "document": not with {name}, for {why}; {legal}')
 
 
-def _model_class(name: str) -> Any:
+def _model_class(name: str, key: str = "model.transformers", value: str | None = None) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
     except ImportError as error:
         wrong = f"transformers cannot be imported ({error})"
         legal = "install it (pip install transformers), or choose model.name or model.factory"
-        raise ConfigError.on(f'model.transformers = "{name}"', wrong, legal) from error
-    with blame("model.transformers", name):
+        raise ConfigError.on(f'{key} = "{value or name}"', wrong, legal) from error
+    with blame(key, value or name):
         found = getattr(transformers, name, None)
     base = transformers.PreTrainedModel
     if not (isinstance(found, type) and issubclass(found, base)) or getattr(found, "config_class", None) is None:
         models = [word for word in dir(transformers) if "For" in word or word.endswith(("Model", "HeadModel"))]
         wrong = f"not a model class of transformers {transformers.__version__}"
+        wrong = wrong if value is None else f"its class {name} is {wrong}"
         near = did_you_mean(name, models)
-        raise ConfigError.on(f'model.transformers = "{name}"', wrong, 'such as "LlamaForCausalLM".', near)
+        raise ConfigError.on(f'{key} = "{value or name}"', wrong, 'such as "LlamaForCausalLM".', near)
     return found

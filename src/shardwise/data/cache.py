@@ -120,7 +120,7 @@ def open_cache(
     found = _open(root / key, key)
     if found is None:
         try:
-            with _locked(root, key):
+            with locked(root, key):
                 found = _open(root / key, key)  # another process may have made it meanwhile
                 if found is None:
                     damaged = (root / key).exists()
@@ -191,7 +191,7 @@ def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: 
         _write_index(wanted, digests, key, sides, aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
-        _sync(root)
+        sync_names(root)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -213,7 +213,7 @@ def _write_index(wanted: Wanted, digests: Sequence[str], key: str, sides: Sequen
         file.write(json.dumps({**index, "checksum": _checksum(index)}))
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync_names(folder)
 
 
 def _checksum(index: dict[str, Any]) -> str:
@@ -235,7 +235,7 @@ def _check_unchanged(files: Sequence[SourceFile]) -> None:
 
 
 @contextmanager
-def _locked(root: Path, key: str) -> Iterator[None]:
+def locked(root: Path, key: str) -> Iterator[None]:
     """Hold the lock of one cache; the system releases it when the process ends."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / f"{key}.lock").open("w") as file:
@@ -243,7 +243,7 @@ def _locked(root: Path, key: str) -> Iterator[None]:
         yield
 
 
-def _sync(folder: Path) -> None:
+def sync_names(folder: Path) -> None:
     """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

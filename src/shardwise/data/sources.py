@@ -33,6 +33,7 @@ LEGAL = (
     "Face "
     "dataset"
 )
+LEGAL_SFT = "a .jsonl file, a glob or a folder of them"
 
 
 @dataclass(frozen=True)

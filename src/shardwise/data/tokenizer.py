@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from shardwise.core.errors import ConfigError, did_you_mean
 
 BYTES = "bytes"
+SETTINGS = "tokenizer_config.json"
 BYTE_VOCABULARY = 256
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 LONG = 1 << 20  # the number of bytes of text that are encoded in one part
@@ -33,6 +36,10 @@ class Tokenizer(Protocol):
     end_token: str | None
     digest: str
 
+    @property
+    def begin(self) -> list[int]:
+        """The tokens that begin a text by itself; often there are none."""
+
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the tokens of each text, shape (tokens,), without an end token."""
 
@@ -46,8 +53,8 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer ``"bytes"`` or the one in a file; ``end_token`` ends documents there (default: the first of
-    :data:`END_TOKENS` in its vocabulary)."""
+    """Return the tokenizer ``"bytes"`` or the one in a file; ``end_token`` ends documents there (default: the
+    ``eos_token`` of the tokenizer_config.json beside it, else the first of :data:`END_TOKENS` in its vocabulary)."""
     return BytesTokenizer() if name == BYTES else JsonTokenizer(name, end_token)
 
 
@@ -57,6 +64,7 @@ class BytesTokenizer:
     def __init__(self) -> None:
         self.vocabulary, self.end, self.digest = BYTE_VOCABULARY, 0, BYTES
         self.end_token: str | None = None
+        self.begin: list[int] = []
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the bytes of each text as uint8, with 0x20 for zero bytes."""
@@ -82,7 +90,7 @@ class JsonTokenizer:
             content = Path(path).read_bytes()
         except OSError as error:
             raise ConfigError.on("data.tokenizer", f"cannot read {path}: {error.strerror}", _LEGAL) from error
-        self._path, self._tokenizer = path, _parse(path, content)
+        self._path, self._content, self._tokenizer = path, content, _parse(path, content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError.on("data.tokenizer", f"{path} has no tokens", _LEGAL)
@@ -108,6 +116,28 @@ class JsonTokenizer:
             raise ConfigError.on("data.tokenizer", wrong, legal) from error
         tokens = [[np.array(next(encodings).ids, dtype=self._dtype) for _ in each] for each in parts]
         return [each[0] if len(each) == 1 else np.concatenate([np.empty(0, self._dtype), *each]) for each in tokens]
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text in which special tokens are written out, as in that of a chat template, and for
+        each token the characters that it is made of: the first, and the one after the last."""
+        found = self._marked.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
+
+    @property
+    def begin(self) -> list[int]:
+        """The special tokens that the file's template puts before a text, such as ``<s>``."""
+        found = self._marked.encode("a", add_special_tokens=True)
+        special = [bool(one) for one in found.special_tokens_mask]
+        return list(found.ids[: special.index(False)]) if False in special else []
+
+    @functools.cached_property
+    def _marked(self) -> Any:
+        from tokenizers import AddedToken
+
+        marked = _parse(self._path, self._content)
+        marked.encode_special_tokens = False
+        marked.add_special_tokens([AddedToken(str(self.end_token), special=True, normalized=False)])
+        return marked
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens; numbers outside the vocabulary are left out."""
@@ -136,7 +166,20 @@ def _parse(path: str, content: bytes) -> Any:
     return tokenizer
 
 
+def tokenizer_settings(path: str) -> dict[str, Any]:
+    """Return the content of the ``tokenizer_config.json`` beside a tokenizer.json; nothing if there is none."""
+    file = Path(path).with_name(SETTINGS)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError.on("data.tokenizer", f"cannot read {file}: {error}", "JSON, or no such file") from error
+    return found if isinstance(found, dict) else {}
+
+
 def _end_token(path: str, vocabulary: dict[str, int], wanted: str | None) -> str:
+    named = tokenizer_settings(path).get("eos_token") if wanted is None else None
+    named = named.get("content") if isinstance(named, dict) else named
+    wanted = named if isinstance(named, str) and named in vocabulary else wanted
     if wanted is not None:
         if wanted not in vocabulary:
             near = did_you_mean(wanted, [token for token in vocabulary if token[:1] in "<[" and len(token) > 2])

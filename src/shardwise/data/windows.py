@@ -23,6 +23,19 @@ DocumentFields = Literal["none", "documents", "mask"]
 ``attention_mask`` and ``position_ids``."""
 
 
+def document_fields(documents: NDArray[np.int64], fields: DocumentFields) -> dict[str, NDArray[Any]]:
+    """Return what tells a model where documents end, from the number of each token's document (rows, length): the
+    fields that :class:`PackedWindows` describes."""
+    if fields == "documents":
+        return {"documents": documents}
+    places = np.arange(documents.shape[1])
+    begins = np.zeros_like(documents)
+    begins[:, 1:] = np.where(documents[:, 1:] != documents[:, :-1], places[1:], 0)
+    positions = places - np.maximum.accumulate(begins, axis=1)
+    mask = (documents[:, :, None] == documents[:, None, :]) & (places[:, None] >= places)
+    return {"attention_mask": mask[:, None], "position_ids": positions}
+
+
 class PackedWindows:
     """This dataset has consecutive windows of ``length`` tokens over N tokens, that is (N - 1) // length samples.
 
@@ -84,14 +97,7 @@ class PackedWindows:
             labels[:, 1:][ends[:, :-1]] = IGNORED
         documents = np.zeros_like(ids)
         np.cumsum(ends[:, :-1], axis=1, out=documents[:, 1:])
-        if self.fields == "documents":
-            return {"documents": documents}
-        places = np.arange(self.length)
-        begins = np.zeros_like(ids)
-        begins[:, 1:] = np.where(ends[:, :-1], places[1:], 0)
-        positions = places - np.maximum.accumulate(begins, axis=1)
-        mask = (documents[:, :, None] == documents[:, None, :]) & (places[:, None] >= places)
-        return {"attention_mask": mask[:, None], "position_ids": positions}
+        return document_fields(documents, self.fields)
 
     def _release(self, rows: int) -> None:
         """Now and then unmap the pages read so far: they stay in the system's cache, but no longer count as memory of

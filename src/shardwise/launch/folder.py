@@ -24,7 +24,16 @@ CHECKPOINTS = "checkpoints"
 LEFT = (METRICS, WEIGHTS)  # worth keeping even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
-MUST_MATCH = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
+MUST_MATCH = (
+    "model",
+    "data.source",
+    "data.mix",
+    "data.sft",
+    "data.factory",
+    "data.arguments",
+    "optimizer.name",
+    "train.seed",
+)
 START_ONLY = ("model.weights",)  # read only at the start of a run
 NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
 MAY_CHANGE_WHEN_FINISHED = (

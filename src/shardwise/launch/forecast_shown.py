@@ -24,7 +24,12 @@ def account(prediction: Prediction) -> MemoryProfile:
 def headline(forecast: Forecast) -> str:
     """Return two lines: the model with its devices, and the plan."""
     config, plan, dp = forecast.config, forecast.plan, forecast.config.parallel
-    model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
+    model = (
+        config.model.name
+        or config.model.transformers
+        or config.model.pretrained
+        or str(config.model.factory).rpartition(":")[2]
+    )
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.pipeline.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []

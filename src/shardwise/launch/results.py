@@ -151,21 +151,34 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def save_weights(whole: WholeState, path: Path) -> None:
+def save_weights(
+    whole: WholeState, path: Path, *, key: Callable[[str], str | None] = str, dtype: torch.dtype | None = None
+) -> None:
     """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and rank 0 writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
-    ``safetensors.torch.load_model`` expects.
+    ``safetensors.torch.load_model`` expects.  ``key`` returns the name in the file, or None for what is left out, and
+    floating tensors become ``dtype``.
     """
     if whole.comm.rank != 0:
         for _ in whole.collect(0):
             continue
         return
-    names, described = whole.first_names, whole.describe()
-    tensors = [(name, *described[name]) for name, first in names.items() if name == first]
+    names = {name: first for name, first in whole.first_names.items() if key(first) is not None}
+    described = whole.describe()
+
+    def as_written(found: torch.dtype) -> torch.dtype:
+        return dtype if dtype is not None and found.is_floating_point else found
+
+    tensors = [
+        (str(key(name)), described[name].shape, as_written(described[name].dtype))
+        for name, first in names.items()
+        if name == first
+    ]
+    values = ((str(key(name)), value.to(as_written(value.dtype))) for name, value in whole.collect(0) if name in names)
     part = path.with_suffix(".part")
-    tied = {name: first for name, first in names.items() if name != first}
-    write_as_they_come(part, tensors, whole.collect(0), {"format": "pt", **tied})
+    tied = {name: str(key(first)) for name, first in names.items() if name != first}
+    write_as_they_come(part, tensors, values, {"format": "pt", **tied})
     part.replace(path)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.initial.values import Values
 from shardwise.lower.versions import steady_batches
-from shardwise.report.files import EVALUATIONS, MEMORY, METRICS, RESULT, SAMPLE, SAMPLES, WEIGHTS
+from shardwise.report.files import ADAPTER, EVALUATIONS, MEMORY, METRICS, RESULT, SAMPLE, SAMPLES, WEIGHTS
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
@@ -34,6 +34,7 @@ from .about import utilisation, write_about
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
 from .measuring import StepMemory, write_memory
+from .model_folder import keep_pretrained, model_facts, write_models
 from .ready import Ready
 from .repeatable import repeatable
 from .results import (
@@ -42,7 +43,6 @@ from .results import (
     append_line,
     peak_memory,
     sample_text,
-    save_weights,
     tokens_per_row,
     write_json,
 )
@@ -55,6 +55,7 @@ class Run(Ready):
     """This is the training of one rank, from its first step to its last."""
 
     metrics: MetricsWriter | None = None
+    _written: list[Path] = field(default_factory=list)
     _to_measure: int = -1  # the first step whose memory may be measured; -1 once it has been
 
     def train(self) -> bool:
@@ -65,6 +66,8 @@ class Run(Ready):
             self.side.progress.phase("looking for a checkpoint")
             first = checkpoints.restore(loader) or 0
             write_about(self, checkpoints, first)
+            if trainer.comm.rank == 0:
+                keep_pretrained(self.config)
             trainer.comm.barrier(what="what rank 0 writes down before the first step")
             same = repeatable(trainer.comm.device, self.config.train.deterministic)
             with self._metrics(first), self._told(checkpoints), same:
@@ -255,10 +258,9 @@ class Run(Ready):
 
     def _text(self, state: Mapping[str, Tensor]) -> str:
         """Return a sample of text that the model with the whole ``state`` writes."""
-        assert self.data.decode is not None and self.data.encode is not None
+        assert self.data.decode is not None
         module = Values.of_mapping(self.module, state).whole()
-        prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
-        return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
+        return sample_text(module.to(self._roomy()), self.data.prompt, self.data.decode, self.config.train.seed)
 
     def _roomy(self) -> torch.device:
         """Return the device if the whole model fits there into the memory that training has taken, else the CPU."""
@@ -271,10 +273,7 @@ class Run(Ready):
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint
         meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": __version__}
-        model = getattr(self.module, "config", None)
-        if model is not None and hasattr(model, "to_dict"):
-            values = json.loads(json.dumps(model.to_dict(), default=str))
-            meta["model"] = {"transformers": {"class": type(self.module).__name__, "config": values}}
+        meta["model"] = model_facts(self)
         return Checkpoints(
             self.trainer, self.folder / CHECKPOINTS, keep_last=config.keep_last, keep_every=config.keep_every,
             staging_bytes=None if config.staging_mib is None else config.staging_mib << 20, meta=meta,
@@ -309,13 +308,13 @@ class Run(Ready):
     def save_weights(self) -> None:
         """Collect the weights from all ranks, tensor by tensor, and let rank 0 write them."""
         self.side.progress.phase("saving the weights")
-        save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
+        self._written = write_models(self, self.trainer.engine.whole)
         self.trainer.comm.barrier(what="the weights that rank 0 writes")  # ranks that fail before this end rank 0 too
 
     def finish(self) -> None:
         """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
-        written = {"weights": str(folder / WEIGHTS)}
+        written = {"adapter" if path.name == ADAPTER else "weights": str(path) for path in self._written}
         if self._writes_samples:
             self.side.progress.phase("writing a sample")
             text = self._text(load_file(folder / WEIGHTS))

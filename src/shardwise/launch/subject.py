@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
+from shardwise.checkpoint.weights import check_weights, fit_weights
 from shardwise.config import Config, Hardware, build_data, build_model, build_plan, load_config
-from shardwise.config.build import Constructor, LossFunction
+from shardwise.config.build import Constructor, LossFunction, build_base_model
+from shardwise.config.lora import UnderAdapters
 from shardwise.core.devices import DeviceModel
 from shardwise.core.garbage import without_gc
 from shardwise.core.mesh import Mesh
@@ -46,13 +48,12 @@ def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:
-    """Build what ``config`` describes, with the first ``batches`` batches of its data.
+    """Build what ``config`` describes, with the weights to start from and the first ``batches`` batches of its data.
 
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
     """
     constructor, loss = build_model(config)
-    initial = initial_values(config, constructor)
-    module = initial.whole() if weights else initial.structure()
+    module = start_values(config, constructor).whole() if weights else initial_values(config, constructor).structure()
     with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
         return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
@@ -60,6 +61,45 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedMode
 def initial_values(config: Config, constructor: Constructor) -> Values:
     """Return the initial values that the constructor gives under the seed of ``config``; nothing is computed yet."""
     return Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+
+
+def start_values(config: Config, constructor: Constructor) -> Values:
+    """Return what training starts from: the values of the constructor, or those of ``model.weights`` or
+    ``model.pretrained``, which must fit; nothing is read yet.
+
+    The adapters of ``model.lora`` are not in the file: they start as peft makes them.
+    """
+    initial, given = initial_values(config, constructor), given_weights(config)
+    if given is None:
+        return initial
+    key, path = given
+    if config.model.lora is None:
+        found: Mapping[str, Tensor] = fit_weights(path, initial.module, key)
+        whole = getattr(found, "whole", False)
+    else:
+        fitting = fit_weights(path, initial_values(config, build_base_model(config)).module, key)
+        found, whole = UnderAdapters(fitting, initial), fitting.whole
+    note = f'initial weights: every rank reads all of "{path}" at once, as only the class of the model can'
+    return initial.with_weights(found, (note,) if whole else ())
+
+
+def given_weights(config: Config) -> tuple[str, Path] | None:
+    """Return the key that gives weights to start from, and their path; None if there is none."""
+    for key, path in (("model.weights", config.model.weights), ("model.pretrained", config.model.pretrained)):
+        if path is not None:
+            return key, Path(path)
+    return None
+
+
+def compare_weights(config: Config) -> None:
+    """Raise :class:`ConfigError` if the names or shapes of the weights to start from are not those of the model.
+
+    Before any rank starts: the headers of the files are compared with the structure of the model, without its weights.
+    """
+    given = given_weights(config)
+    if given is not None:
+        key, path = given
+        check_weights(path, initial_values(config, build_base_model(config)).module, key)
 
 
 def example_of(dataset: Any) -> dict[str, Tensor]:

@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from shardwise.backend import Backend
-from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
-from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
+from shardwise.core.errors import ConfigError
 from shardwise.core.garbage import without_gc
 from shardwise.core.plan import Plan
 from shardwise.estimate.devices import Device, here
-from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import stages_in_words
@@ -40,7 +38,7 @@ from .ordering import settle, unordered
 from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
-from .subject import example_of, initial_values
+from .subject import example_of, start_values
 
 DEVICE_TIMEOUT = 600.0
 """The number of seconds that a collective may be pending on a device.  It is longer than any phase for which a host is
@@ -86,7 +84,11 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
             comm.barrier(what="the end of training")
             if done:
                 run.save_weights()
-        except BaseException:
+        except BaseException as error:
+            # Told before anything waits for other ranks: wrong input must not look like a lost connection, after which
+            # ranks are started again.
+            if isinstance(error, ConfigError) and side.failed is not None:
+                side.failed(error)
             progress.leave()
             comm.abort()
             raise
@@ -97,13 +99,13 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 
 
 def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
-    """Build the model, the data and the trainer; without ``model.weights`` the weights depend on the seed alone."""
+    """Build the model, the data and the trainer; without weights to start from they depend on the seed alone."""
     progress = side.progress
     with explain_out_of_memory(comm.device):
         cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
-    initial = _initial(config, constructor)
+    initial = start_values(config, constructor)
     module = initial.module
     progress.phase("opening the data")
     data = build_data(config)
@@ -167,18 +169,6 @@ def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float]
     least = min(range(len(budgets)), key=budgets.__getitem__)
     name = cards[least].name if cards else device.name
     return replace(device, name=name, memory=int(memories[least]), budget=int(budgets[least]))
-
-
-def _initial(config: Config, constructor: Constructor) -> Values:
-    """Return the initial values, of the constructor or of ``model.weights``, which must fit; nothing is read yet."""
-    initial = initial_values(config, constructor)
-    if config.model.weights is None:
-        return initial
-    found = fit_weights(Path(config.model.weights), initial.module)
-    whole = (
-        f'initial weights: every rank reads all of "{config.model.weights}" at once, as only the class of the model can'
-    )
-    return initial.with_weights(found, (whole,) if found.whole else ())
 
 
 def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator) -> MatmulChoice | None:

@@ -174,7 +174,7 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     speed = result["tokens_per_second"]
     perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
-    rows = {
+    rows: dict[str, str | None] = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
         "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
         "speed": None
@@ -184,7 +184,7 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
         "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",
         "files": result["run_dir"],
-        "weights": Path(result["weights"]).name,
+        **{name: Path(result[name]).name for name in ("weights", "adapter") if name in result},
     }
     show(console, pairs("result", rows))
     if "sample" in result:

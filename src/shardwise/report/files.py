@@ -14,6 +14,7 @@ CONFIG, PLAN, ABOUT, RESULT = "config.toml", "plan.toml", "about.json", "result.
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
 MEMORY, SCHEDULE = "memory.json", "schedule.json"
 WEIGHTS, SAMPLE = "weights.safetensors", "sample.txt"
+MODEL, ADAPTER, PRETRAINED = "model", "adapter", "pretrained"  # folders, of a run with model.pretrained or model.lora
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:

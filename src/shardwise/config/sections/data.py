@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
+from shardwise.data.sources import LEGAL_SFT
 
 from ..rules import (
     choice,
@@ -30,8 +31,8 @@ MIX = tables(
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: the data is text (``source`` or ``mix``) or a dataset (``factory``); without any
-    of them it is ``source = "stdlib"``, the source code of Python's library.
+    """``[data]``: the data is text (``source`` or ``mix``), prompts with their answers (``sft``) or a dataset
+    (``factory``); without any of them it is ``source = "stdlib"``, the source code of Python's library.
     """
 
     source: str | tuple[str, ...] | None = key(
@@ -49,6 +50,15 @@ class DataConfig:
         otherwise="none",
         legal='a list of tables such as `{source = "stdlib", weight = 0.5}`',
     )
+    sft: str | tuple[str, ...] | None = key(
+        texts(LEGAL_SFT),
+        does=(
+            "supervised fine-tuning: prompts with the answers to learn, of which each line has one as "
+            '`{"prompt": …, "response": …}` or as `{"messages": [{"role": …, "content": …}, …]}`'
+        ),
+        otherwise="none",
+        legal="a .jsonl file, a glob or a folder of them, or a list of these",
+    )
     text_field: str | None = key(
         text("the name of the column of text in .jsonl, .parquet and datasets"),
         does="the column of .jsonl, .parquet and datasets that has the text",
@@ -58,25 +68,28 @@ class DataConfig:
     tokenizer: str | None = key(
         text('"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)'),
         does="what turns text into tokens",
-        otherwise='`"bytes"`',
+        otherwise='`"bytes"`; with `model.pretrained` that of the folder',
         legal='`"bytes"`, or the path of a `tokenizer.json`',
     )
     end_token: str | None = key(
         text("the token of data.tokenizer that ends a document"),
         does="for a `tokenizer.json`: the token that ends every document (for bytes it is byte 0)",
-        otherwise="the first that it has of <code>&lt;&#124;endoftext&#124;&gt;</code>, `</s>`, `<eos>`, `[SEP]`",
+        otherwise=(
+            "the `eos_token` of the `tokenizer_config.json` beside it, else the first that it has of "
+            "<code>&lt;&#124;endoftext&#124;&gt;</code>, `</s>`, `<eos>`, `[SEP]`"
+        ),
         legal="a token of `tokenizer`",
     )
     validation: float = key(
         number(0, below=1),
-        does="the fraction of the documents that is set apart for evaluations",
+        does="the fraction of the documents, or of the examples of `sft`, that is set apart for evaluations",
         otherwise="0.01; with a `factory` 0",
         legal="from 0 to below 1; with a `factory` 0",
     )
     attention: str | None = key(
         choice("full", "document"),
-        does="whether attention crosses document boundaries, or stays within a document",
-        otherwise='`"full"`',
+        does="whether attention crosses document boundaries, or stays within a document (with `sft`: an example)",
+        otherwise='`"full"`; with `sft` `"document"`',
     )
     cache_dir: str | None = key(
         text("the path of a folder for tokens"),

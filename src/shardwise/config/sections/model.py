@@ -13,10 +13,23 @@ from ..rules import (
     key,
     number,
     reference,
+    settings,
     switch,
     table,
     text,
+    texts,
 )  # fmt: skip
+
+ALL_LINEAR = "all-linear"
+LORA = settings(
+    'a table such as {rank = 8, alpha = 16, dropout = 0.0, targets = "all-linear"}',
+    {
+        "rank": (integer(1), 8),
+        "alpha": (number(0, open_=True), 16.0),
+        "dropout": (number(0, below=1), 0.0),
+        "targets": (texts(f'"{ALL_LINEAR}", or the name of linear layers, such as "q_proj"'), ALL_LINEAR),
+    },
+)
 
 
 def _weighs(text: str) -> bool:
@@ -25,8 +38,8 @@ def _weighs(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``[model]``: a model is given by one of ``name``, ``factory`` and ``transformers``; without any of
-    them it is ``name = "gpt"``. The sizes belong to ``name``.
+    """``[model]``: a model is given by one of ``name``, ``factory``, ``transformers`` and ``pretrained``; without any
+    of them it is ``name = "gpt"``. The sizes belong to ``name``.
     """
 
     name: str | None = key(
@@ -45,6 +58,27 @@ class ModelConfig:
         does="the name of a model class of transformers",
         otherwise="none",
         legal='such as `"LlamaForCausalLM"`',
+    )
+    pretrained: str | None = key(
+        text("the path of a Hugging Face folder, with config.json and weights in safetensors"),
+        does=(
+            "a Hugging Face folder to fine-tune: class, config, weights, tokenizer and generation config come from "
+            "there, and go with what the run exports"
+        ),
+        otherwise="none",
+        legal="the path of a folder with `config.json` and weights in safetensors",
+    )
+    lora: Mapping[str, Any] | None = key(
+        LORA,
+        does=(
+            "for models of transformers: trains adapters of low rank beside frozen linear layers, by peft; `rank` "
+            "is theirs, `alpha` / `rank` scales them, `dropout` is that of their inputs, and `targets` are the layers"
+        ),
+        otherwise="none",
+        legal=(
+            '`{rank = 8, alpha = 16, dropout = 0.0, targets = "all-linear"}`, which are the defaults of its keys, or '
+            '`targets = ["q_proj", "v_proj"]`'
+        ),
     )
     loss: str | None = key(
         reference("a function loss(output, batch),"),
@@ -116,7 +150,7 @@ class ModelConfig:
     )
     config: Mapping[str, Any] | None = key(
         table("a table of values for the transformers config class"),
-        does="the values of the transformers config class",
+        does="the values of the transformers config class; with `pretrained` those that replace the folder's",
         otherwise="none",
         legal="a table",
     )
@@ -132,3 +166,8 @@ class ModelConfig:
         otherwise="none",
         legal="a safetensors file, or a folder of them",
     )
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether the model is one of transformers, which shifts labels itself."""
+        return self.transformers is not None or self.pretrained is not None
