@@ -89,8 +89,8 @@ class PackedExamples:
     A sample has ``input_ids`` and ``labels`` (length,), int64, and the fields of :class:`PackedWindows` about
     documents, which are the examples here. The label of a token that is not followed by a token of an answer is -100
     (with ``shifted=False``: of one that is no part of an answer). What is left of a row is filled with the token
-    ``end``, and is a document of its own. An example of more than ``length`` tokens is cut there, and left out if that leaves no
-    answer: ``cut`` and ``left_out`` count these. :class:`ConfigError` if no example is left.
+    ``end``, and is a document of its own. An example of more than ``length`` tokens is cut there, and left out if that
+    leaves no answer: ``cut`` and ``left_out`` count these. :class:`ConfigError` if no example is left.
     """
 
     def __init__(
