@@ -1,6 +1,6 @@
 """Write stand-ins for what you have: base/, a folder as Hugging Face models come in, but tiny, and text/.
 
-With a model of your own, leave this script out: set model.weights, data.tokenizer and [model.config] in train.toml.
+With a model of your own, leave this script out: set model.pretrained and data.source in train.toml.
 """
 
 from pathlib import Path

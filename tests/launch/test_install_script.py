@@ -1,5 +1,5 @@
 """Which build of torch ``scripts/install.sh`` asks pip for, with drivers and pip that are scripts, and which commands
-README gives.
+docs/install.md gives.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def test_install_asks_torch_s_index_for_cpus_last(smi: Smi, tmp_path: Path) -> N
     ]
 
 
-def test_the_readme_s_commands_are_those_that_are_given() -> None:
-    told = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_guide_s_commands_are_those_that_are_given() -> None:
+    told = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert all(
         f"`{drivers.install('2.13.0', build)}`" in told
         for build in ("cu130", "cu126", drivers.ROCM_BUILD, drivers.XPU_BUILD)

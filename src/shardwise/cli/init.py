@@ -27,9 +27,8 @@ TEMPLATES = {
     "gpt": Template("a small GPT on text"),
     "image": Template("a convolutional network on pictures, with a loss of your own"),
     "factory": Template("your model and your data, as two functions"),
-    "finetune": Template(
-        "the weights of a Hugging Face folder, on text", first="make_base.py", needs=("transformers",)
-    ),
+    "finetune": Template("the weights of a Hugging Face folder, on text", "make_base.py", ("transformers",)),
+    "sft": Template("the same, on questions and answers", "make_base.py", ("transformers",)),
 }
 """By name, each a folder of ``shardwise/templates``."""
 

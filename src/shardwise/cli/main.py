@@ -75,9 +75,9 @@ def init(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="gpt|image|factory|finetune",
+            metavar="gpt|image|factory|finetune|sft",
             help="gpt: a small GPT on text; image: a convolutional network on pictures; factory: your model and your "
-            "data; finetune: the weights of a Hugging Face folder.",
+            "data; finetune: the weights of a Hugging Face folder, on text; sft: the same, on answers.",
             show_default=False,
         ),
     ],

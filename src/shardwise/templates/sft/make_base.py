@@ -1,0 +1,44 @@
+"""Write stand-ins for what you have: base/, a folder as Hugging Face models come in, but tiny, and answers.jsonl.
+
+With a model of your own, leave this script out: set model.pretrained and data.sft in train.toml.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+VOCABULARY = 512
+
+
+def main() -> None:
+    base, answers = HERE / "base", HERE / "answers.jsonl"
+    lines = [
+        json.dumps({"prompt": f"What is {a} plus {b}?", "response": f"{a} plus {b} is {a + b}."})
+        for a in range(40)
+        for b in range(40)
+    ]
+    answers.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(base)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.save(str(base / "tokenizer.json"))
+    print(f"wrote {base} and {answers}")
+
+
+if __name__ == "__main__":
+    main()
