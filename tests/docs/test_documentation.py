@@ -24,7 +24,7 @@ from shardwise.config import Hardware, load_config
 from shardwise.config.sections import SECTIONS, rules
 
 LANGUAGES = {"sh", "python", "toml", "diff", "text", "json"}
-MOST_SKIPPED = 12
+MOST_SKIPPED = 13
 TAKE_SIZES = ("train", "verify", "show", "memory")  # the commands that take section.key=value
 APART = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 FOLLOWING = {"docs/evaluation.md", "docs/runs.md", "examples/loops"}
