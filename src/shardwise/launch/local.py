@@ -25,6 +25,7 @@ from shardwise.report.files import LOGS, logs
 from shardwise.runtime.progress import ask_to_stop, read_record
 
 from . import flight
+from .begin import begun
 from .monitor import MONITOR, RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
@@ -156,7 +157,8 @@ def launch_local(
             try:
                 _watch(agent, watcher, tick)
             except KeyboardInterrupt:
-                if on_stop is None or not watcher.began:
+                # Steps so short that no look has seen one count, too.
+                if on_stop is None or not (watcher.began or begun(run_dir)):
                     raise
                 asked = True
                 on_stop()
