@@ -85,11 +85,10 @@ def panels(runs: Sequence[PlottedRun], over: str = "steps") -> list[Panel]:
     found += [panel("Learning rate", "lr", from_zero=True), panel("Gradient norm", "grad_norm", smoothed=True)]
     found += [_throughput(runs, over)]
     found += [_memory_over_steps(runs, over)]
-    for title, key, factor in (
-        ("MFU (%)", "mfu", 0.01),
-        ("TFLOP/s", "tflops_per_second", 1.0),
-        ("Loss scale", "loss_scale", 1.0),
-    ):
+    use = ("MFU (%)", "mfu", 0.01)
+    if not any("mfu" in one for run in runs for one in run.metrics):
+        use = ("TFLOP/s", "tflops_per_second", 1.0)  # no peak is known to compare it with
+    for title, key, factor in (use, ("Loss scale", "loss_scale", 1.0)):
         if any(key in one for run in runs for one in run.metrics):
             found += [Panel(title, tuple(curves(key, "training", scaled=factor)), from_zero=True)]
     for key in dict.fromkeys(key for run in runs for key in run.evaluation_keys):
