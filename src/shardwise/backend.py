@@ -90,6 +90,11 @@ class Backend:
         found = Backend.here()
         return found if found.kind == kind else Backend(CUDA)
 
+    @staticmethod
+    def stood_for(device: torch.device, kind: Kind | Literal[""]) -> Backend:
+        """Return the backend of a device; on meta that of the devices of a ``kind`` that tensors stand for, if any."""
+        return Backend.of_kind(kind) if kind else Backend.of(device)
+
     @property
     def kind(self) -> Kind:
         """Return which tables of kernels hold for it."""

@@ -205,7 +205,7 @@ class _Probabilities:
 def _in_one_launch(logits: Tensor, wanted: _Named, scale: Tensor, kind: str, gradient: Tensor, losses: Tensor) -> bool:
     """Compute ``gradient`` and ``losses`` by Triton, if that can be; return whether it could."""
     plain = wanted.named is None and wanted.every is None and logits.dim() == 2 and logits.stride(1) == 1
-    if not plain or not (Backend.of_kind("gpu") if kind == "gpu" else Backend.of(logits.device)).triton:
+    if not plain or not Backend.stood_for(logits.device, kind).triton:
         return False
     (named,) = wanted.sums(slice(None), logits)  # it also fails on a target that is no class
     if logits.is_meta:

@@ -137,7 +137,7 @@ def _fill(
         raise ShardwiseError(
             f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed"
         )
-    if (Backend.of_kind("gpu") if kind == "gpu" else Backend.of(device)).triton:
+    if Backend.stood_for(device, kind).triton:
         if device.type != "meta":
             from shardwise.ops.triton_kernels import fill_words
 

@@ -11,7 +11,6 @@ from .display import printable
 
 LAUNCHER_LOG = Path("logs") / "launcher.log"
 STARTS, ENDS, STOPPED, AGAIN = "starting the ranks", "the ranks ended after", "as they were asked to", "starting again"
-ALL_ENDED = "all ranks had ended"
 
 Kind = Literal["start", "end", "stop", "fault", "restart", "other"]
 
