@@ -50,19 +50,19 @@ def test_while_ranks_evaluate(tmp_path: Path) -> None:
     """The first Ctrl-C stops after the next step, with a checkpoint; the second ends the run at once."""
     folder = tmp_path / "run"
     documents = tmp_path / "songs.jsonl"
-    verses = (f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3 for number in range(300))
+    verses = (f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3 for number in range(3000))
     documents.write_text("\n".join(json.dumps({"text": verse}) for verse in verses))
     arguments = [
         sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={documents}", "data.validation=0.3",
-        "train.eval_every=1", "train.eval_batches=300", f"train.run_dir={folder}", "train.steps=100000",
-        "checkpoint.every=0",
+        "train.eval_every=1", f"train.run_dir={folder}", "train.steps=100000", "checkpoint.every=0",
     ]  # fmt: skip
 
-    def evaluating() -> subprocess.Popen[str]:
+    def evaluating(batches: int) -> subprocess.Popen[str]:
         (folder / "monitor" / "rank_0").unlink(missing_ok=True)
         process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            [*arguments, f"train.eval_batches={batches}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
         deadline = time.monotonic() + 90
         while (record := read_record(folder, 0)) is None or not record.doing.startswith("evaluating after step"):
             assert process.poll() is None, process.communicate()[0]
@@ -70,7 +70,7 @@ def test_while_ranks_evaluate(tmp_path: Path) -> None:
             time.sleep(0.002)
         return process
 
-    once = evaluating()
+    once = evaluating(300)
     once.send_signal(signal.SIGINT)
     output = " ".join(once.communicate(timeout=90)[0].split())
     assert once.returncode == 130 and "with a checkpoint; the same command goes on" in output, output
@@ -78,11 +78,15 @@ def test_while_ranks_evaluate(tmp_path: Path) -> None:
     assert checkpoints(folder / "checkpoints")[-1].name == f"step_{done:08d}"
     assert json.loads((folder / "evaluations.jsonl").read_text().splitlines()[0])["step"] == 1
 
-    twice = evaluating()
-    for _ in range(2):
-        twice.send_signal(signal.SIGINT)
-        time.sleep(2.0)  # by then the first has been told, also on a loaded machine
+    twice = evaluating(100_000)  # tens of seconds: it is still evaluating when the second signal arrives
+    twice.send_signal(signal.SIGINT)
+    assert twice.stdout is not None
+    told = ""
+    while "once more" not in told:
+        assert (line := twice.stdout.readline()), told
+        told += line
+    twice.send_signal(signal.SIGINT)
     start = time.monotonic()
-    output = " ".join(twice.communicate(timeout=90)[0].split())
+    output = " ".join((told + twice.communicate(timeout=90)[0]).split())
     assert twice.returncode == 130 and "once more: at once" in output and "interrupted" in output, output
     assert time.monotonic() - start < 30
