@@ -58,9 +58,15 @@ def test_copies_are_an_error(tmp_path: Path, end: str) -> None:
     assert "shardwise.distribute(model, optimizer)" in found.stderr and "--ranks 1" in found.stderr
 
 
-@pytest.mark.parametrize("script", [DISTRIBUTED, SHARDED, BY_HAND, CHILDREN])
+@pytest.mark.parametrize("script", [DISTRIBUTED, SHARDED, BY_HAND])
 def test_ranks_that_know_of_each_other(tmp_path: Path, script: str) -> None:
     found = launched(tmp_path, script)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.fresh  # forked processes are started without Python's own events
+def test_ranks_that_start_others_are_left_alone(tmp_path: Path) -> None:
+    found = launched(tmp_path, CHILDREN)
     assert found.returncode == 0, found.stderr
 
 
