@@ -276,7 +276,9 @@ class Accelerator:
         for one, state in zip([*self._schedulers, *self._kept], [*own["schedulers"], *own["kept"]], strict=True):
             one.load_state_dict(state)
         python, numpy, pytorch = own["generators"]
-        random.setstate(python), np.random.set_state(numpy), torch.set_rng_state(pytorch)  # noqa: NPY002
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(pytorch)
         self._model.restore(path, own["rates"])
 
     def end_training(self) -> None:

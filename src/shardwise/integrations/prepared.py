@@ -1,11 +1,11 @@
-"""What :class:`shardwise.integrations.accelerate.Accelerator` prepares: a model, an optimizer, loaders and schedules that
-behave as Accelerate's do, on :func:`shardwise.distribute`."""
+"""What :class:`shardwise.integrations.accelerate.Accelerator` prepares: a model, its optimizer, loaders and schedules,
+which behave as Accelerate's do, on :func:`shardwise.distribute`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,19 @@ from torch.utils.data import DataLoader
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.distribute import DistributedModel, Loss, Optimizer, distribute
 from shardwise.train.trainer import Trainer
 
-if TYPE_CHECKING:
-    from .accelerate import Accelerator
+
+class Steps(Protocol):
+    """What an accelerator says of the steps."""
+
+    plan: Plan
+    gradient_accumulation_steps: int
+    sync_gradients: bool
 
 
 class OutputLoss(Loss):
@@ -83,7 +89,7 @@ class Accumulated:
 class PreparedModel:
     """This stands for the model: called with a batch it returns the loss, which is also its own ``.loss``."""
 
-    def __init__(self, accelerator: Accelerator, module: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(self, accelerator: Steps, module: nn.Module, options: Mapping[str, Any]) -> None:
         self.module, self._accelerator, self._options = module, accelerator, options
         self._optimizer: PreparedOptimizer | None = None
         self._pair: tuple[DistributedModel, Optimizer] | None = None
@@ -205,7 +211,7 @@ class PreparedModel:
 class PreparedOptimizer:
     """This stands for the optimizer: its step is one where gradients are in sync."""
 
-    def __init__(self, accelerator: Accelerator, model: PreparedModel, theirs: torch.optim.Optimizer) -> None:
+    def __init__(self, accelerator: Steps, model: PreparedModel, theirs: torch.optim.Optimizer) -> None:
         self._accelerator, self._model, self.theirs = accelerator, model, theirs
 
     def step(self, closure: None = None) -> None:
@@ -237,7 +243,7 @@ class PreparedOptimizer:
 class PreparedScheduler:
     """This stands for a schedule, which goes one step on for each rank's batch of a step, as Accelerate's does."""
 
-    def __init__(self, accelerator: Accelerator, theirs: Any) -> None:
+    def __init__(self, accelerator: Steps, theirs: Any) -> None:
         self._accelerator, self.theirs = accelerator, theirs
 
     def step(self, *given: Any) -> None:
@@ -257,7 +263,7 @@ class PreparedScheduler:
 class PreparedLoader:
     """The batches of a loader, of which as many as there are data-parallel ranks make one; every rank reads all."""
 
-    def __init__(self, accelerator: Accelerator, theirs: DataLoader[Any]) -> None:
+    def __init__(self, accelerator: Steps, theirs: DataLoader[Any]) -> None:
         self.theirs, self.at_end = theirs, False
         self._parts = accelerator.plan.mesh.axis_size(AXES)
 

@@ -165,7 +165,7 @@ class Base(Trainer):
         read, collate = self._read(dataset, description)
         rows = self._rows if is_training else args.per_device_eval_batch_size * self._parts
         whole = args.per_device_train_batch_size * self._parts if is_training and args.dataloader_drop_last else 1
-        loading = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        loading: dict[str, Any] = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
         if args.dataloader_num_workers:
             loading |= {
                 "prefetch_factor": args.dataloader_prefetch_factor, "in_order": args.dataloader_in_order,

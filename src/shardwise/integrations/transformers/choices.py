@@ -30,7 +30,7 @@ def choice_of_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> Opti
     single = {**groups[0], "params": [p for group in groups for p in group["params"]]}
     if "weight_decay" in single:
         single["weight_decay"] = max(decays)
-    choice = choice_of(type(optimizer)([single]), model)
+    choice = choice_of(type(optimizer)([single]), model)  # type: ignore[call-arg]  # its own class has defaults
     plain = {id(p) for group in groups if not group.get("weight_decay", 0.0) for p in group["params"]}
     names = [name for name, p in model.named_parameters() if id(p) in plain]
     return replace(choice, undecayed=tuple(names) if max(decays) else ())

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, sort_checkpoints, speed_metrics
 
+from shardwise.capture.capture import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.data.loader import Batch
 from shardwise.graph.torch_private import note_step
@@ -58,6 +59,8 @@ class ShardwiseTrainer(Saving):
         self._capture(self.train_dataset, choice_of_groups(self.create_optimizer(), self.model))
         batches = self.get_train_dataloader()
         updates, epochs, steps = self._lengths(batches)
+        example = dict(self.sharded.compiled.example)
+        self._flops = float(self.floating_point_ops(example)) / rows_in(example)  # of a row
         self.create_scheduler(num_training_steps=steps)
         first, skipped = self._begin(steps, epochs, updates, resumed)
         handler = self.callback_handler
@@ -156,12 +159,7 @@ class ShardwiseTrainer(Saving):
         if self._losses.device != loss.device or self._losses.dtype != loss.dtype:
             self._losses = self._losses.to(loss.device, loss.dtype)
         self._losses += loss
-        self.state.total_flos += self._flops_of_a_row * batch.rows
-
-    @property
-    def _flops_of_a_row(self) -> float:
-        example = self.sharded.compiled.example
-        return float(self.floating_point_ops(example)) / next(iter(example.values())).shape[0]
+        self.state.total_flos += self._flops * batch.rows
 
     def _log_evaluate_save(self, ignore_keys: list[str] | None) -> None:
         """Log, evaluate and save where the callbacks ask for it, in transformers' order."""
