@@ -1,0 +1,81 @@
+"""One loop, with Accelerate's object and with ours: the same losses, rates and weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from accelerated import Rows, loop, net, plain_loop
+from torch.utils.data import DataLoader
+
+from processes import run_processes
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.integrations.accelerate import Accelerator
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_loop_of_accelerate(accumulated: int) -> None:
+    expected = loop(accelerate.Accelerator(gradient_accumulation_steps=accumulated, cpu=True), accumulated)
+    found = loop(Accelerator(gradient_accumulation_steps=accumulated), accumulated)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert found["rates"] == pytest.approx(expected["rates"], rel=1e-12)
+    assert found["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-10)
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    here = Path(__file__).parent / "accelerated.py"
+    outputs = [json.loads(one.splitlines()[-1]) for one in run_processes(2, [str(here), str(tmp_path)], 200)]
+    expected = plain_loop(rows=8)
+    for found in outputs:
+        assert found["losses"] == pytest.approx(expected, rel=1e-10)
+        assert found["resumed"] == pytest.approx(expected[3:], rel=1e-10)
+        assert found["main"] == (found is outputs[0])
+
+
+def test_a_state_is_loaded_before_the_first_batch(tmp_path: Path) -> None:
+    whole = loop(Accelerator(), 1, save=tmp_path / "state")
+    again = loop(Accelerator(), 1, load=tmp_path / "state")
+    assert again["losses"] == whole["losses"][3:]
+    for name, value in whole["state"].items():
+        torch.testing.assert_close(again["state"][name], value, rtol=0, atol=0)
+
+
+def test_what_is_not_supported_says_so(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ShardwiseError, match=r"accelerator.prepare\(\) of an optimizer before its model"):
+        accelerator.prepare(torch.optim.SGD(net().parameters()))
+    with pytest.raises(ShardwiseError, match=r"accelerator.prepare\(\) of dict is not there under shardwise"):
+        accelerator.prepare({})
+    with pytest.raises(ShardwiseError, match="accelerator.init_trackers is not there under shardwise"):
+        accelerator.init_trackers("mine")
+    module = net()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert accelerator.unwrap_model(model) is module
+    with pytest.raises(ShardwiseError, match="save_state\\(\\) before a batch"):
+        accelerator.save_state(tmp_path)
+    with pytest.raises(ConfigError, match="has no state that save_state"):
+        accelerator.load_state(tmp_path)
+    batch = next(iter(DataLoader(Rows(), batch_size=4)))
+    outputs = model(**batch)
+    with pytest.raises(ShardwiseError, match=r"outputs\['logits'\] is not there"):
+        outputs["logits"]
+    accelerator.backward(outputs.loss)
+    with pytest.raises(ShardwiseError, match="clip_grad_norm_\\(norm_type=1\\)"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(ShardwiseError, match="optimizer.state_dict is not there"):
+        optimizer.state_dict()
+    with pytest.raises(ConfigError, match="mixed_precision: 'fp8' is not legal"):
+        Accelerator(mixed_precision="fp8")
+    accelerator.end_training()
+
+
+def test_accelerate_need_not_be_installed() -> None:
+    code = "import sys; sys.modules['accelerate'] = None; from shardwise.integrations.accelerate import Accelerator"
+    subprocess.run([sys.executable, "-c", f"{code}; Accelerator()"], check=True, timeout=100)
