@@ -14,6 +14,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.hooks import UserHooks
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.optim import OptimizerChoice
@@ -138,17 +139,20 @@ class Engine:
         return self.leads(bucket.index) and mesh.index(self.comm.rank, others) == 0
 
     def step(
-        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
-    ) -> StepResult:
+        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None,
+        compiled: Compiled | None = None,
+    ) -> StepResult:  # fmt: skip
         """Take one optimizer step on a batch of ``rows`` rows; ``fields`` has this rank's rows (its part of each
         microbatch in turn).
 
         All ranks call it together; ``stop`` tells all that this rank has been asked to stop.  ``ones`` are the masks
-        that are all ones in ``fields``, where the caller knows.  Returns 0-d device tensors; the host reads nothing.
+        that are all ones in ``fields``, where the caller knows; ``compiled`` is another computation with the same
+        parameters.  Returns 0-d device tensors; the host reads nothing.
         """
-        traces = self.choose(fields, rows, ones=ones)
-        program = self.program(self.compiled, traces)
-        return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
+        compiled = compiled or self.compiled
+        traces = self.choose(fields, rows, compiled, ones=ones)
+        program = self.program(compiled, traces)
+        return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled))
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
         """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is
@@ -164,9 +168,11 @@ class Engine:
         every = itertools.chain([(fields, rows, stop)], given)
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in every))
 
-    def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
+    def _input(
+        self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool, compiled: Compiled | None = None
+    ) -> StepInput:
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
-        self.check(fields, rows)
+        self.check(fields, rows, compiled)
         if rows != expected:
             raise ConfigError(
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
@@ -176,27 +182,37 @@ class Engine:
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
-    def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
-        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
-        compiled = self.compiled.evaluation()
+    def evaluate(
+        self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None,
+        compiled: Compiled | None = None,
+    ) -> StepResult:  # fmt: skip
+        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together.
+
+        ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
+        training, no buffer changes, and the random numbers are those of the next step."""
+        compiled = compiled or self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
             value, precision = local_part(self.unused[name], parameter, self.comm), compiled.plan.numeric.precision
             dtype = shadow_dtype(compiled.module, name, compiled.module.get_parameter(name), precision)
             self.memory.leaves[name] = value.to(self.comm.device, dtype)
-        program = self.program(compiled, traces)
-        return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+        program = self.program(compiled, traces, backward=False)
+        self.interpreter.commits = not compiled.training
+        try:
+            return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+        finally:
+            self.interpreter.commits = True
 
-    def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
+    def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1, backward: bool = True) -> Program:
         """Return the program that this rank runs; all ranks call it together, which before the program's first run
         starts the communicators that it lacks.
         """
-        key = (id(compiled), batches, *map(id, traces))
+        key = (id(compiled), batches, backward, *map(id, traces))
         if key not in self._prepared:
-            self.comm.prepare(compiled.communicators(traces, batches))
+            self.comm.prepare(compiled.communicators(traces, batches, backward))
             self._prepared.add(key)
-        return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
+        return class_of(compiled.programs(traces[0], len(traces), batches, backward), self.comm.mesh, self.comm.rank)
 
     def choose(
         self,
@@ -210,15 +226,15 @@ class Engine:
         """Return the trace of each microbatch of this batch; ``ones`` are the masks that are all ones in ``fields``;
         ``general`` chooses traces that hold for any masks.
         """
-        self.check(fields, rows)
         compiled = compiled or self.compiled
+        self.check(fields, rows, compiled)
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
+    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
-        expected = self.compiled.example
+        expected = (compiled or self.compiled).example
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:
@@ -226,6 +242,11 @@ class Engine:
         own = self.own_rows(rows)
         for name, value in fields.items():
             like = expected[name]
+            if not has_rows(name):
+                if value.shape != like.shape or value.dtype != like.dtype:
+                    wrong = f'field "{name}" is {tuple(value.shape)} {value.dtype}'
+                    raise ConfigError.on("batch", wrong, f"{tuple(like.shape)} {like.dtype}")
+                continue
             if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise ConfigError(
                     f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '

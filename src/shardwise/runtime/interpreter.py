@@ -45,6 +45,7 @@ class Interpreter(RankContext):
 
     runs: type[Run] = field(kw_only=True)
     recorder: Recording | None = None
+    commits: bool = True  # whether what forwards write into buffers lasts
     # By the id of the program, which is kept so that no other program gets that id.
     _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
 
@@ -246,7 +247,7 @@ class Run:
     @torch.no_grad()
     def commit_buffers(self) -> None:
         """Write the buffers' new values unless the step was skipped or, after several batches, training has halted."""
-        for name, value in self.computing.updates.items():
+        for name, value in self.computing.updates.items() if self.owner.commits else ():
             buffer = self.memory.buffers[name]
             buffer.copy_(torch.where(self.skip != 0, self.old_buffer(name), value))
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.core.errors import ConfigError
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
@@ -141,6 +142,7 @@ def trace(
         predicted=sharded.predicted,
         repeats=sharded.repeats,
         decisions=sharded.decisions,
+        kept=sharded.kept,
     )
 
 
@@ -163,7 +165,8 @@ def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket
         return sum(v.numel() * v.element_size() for v in values)
 
     with torch.no_grad():
-        rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
+        one = (v[:1] if has_rows(name) else v for name, v in batch.items())
+        rows = [cast_field(torch.empty_like(v, device="meta"), precision) for v in one]
         buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
     placed = {p.name for b in buckets for p in b.parameters}
     unused = [p for n, p in module.named_parameters() if n not in placed]
