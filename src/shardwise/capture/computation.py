@@ -14,3 +14,7 @@ class Computation(ABC):
     @abstractmethod
     def run(self, module: nn.Module, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the scalar loss of a batch, and after it the values that the loop wants to see."""
+
+    @abstractmethod
+    def bare(self) -> Computation:
+        """Return the same without the values that the loop wants to see."""

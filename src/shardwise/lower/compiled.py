@@ -163,10 +163,12 @@ class Compiled:
                 )
             return self._evaluation
 
-    def beside(self, loss: LossFunction, example: Mapping[str, Tensor], training: bool = True) -> Compiled:
+    def beside(
+        self, loss: LossFunction, example: Mapping[str, Tensor], training: bool = True, backward: bool = True
+    ) -> Compiled:
         """Return another computation with the same model, under the same plan, whose parameters have the same memory.
 
-        Raises :class:`ConfigError` if in training other parameters learn by it."""
+        Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
             _lock=threading.RLock(), _evaluation=None, _stages={},
@@ -174,7 +176,7 @@ class Compiled:
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
             self.buckets, found.general.buckets,
         ))  # fmt: skip
-        if training and (other := sorted(here ^ there)):
+        if training and backward and (other := sorted(here ^ there)):
             wrong = f"{other[0]} has a gradient in one step and none in another"
             raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
         return found

@@ -23,6 +23,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.step_sums import StepSums
+from shardwise.shard.op_spec import Placement
 from shardwise.units.trace import Parameter, Trace
 
 
@@ -53,6 +54,14 @@ class HostResult(NamedTuple):
     overflows: int | None
 
 
+class KeptParts(NamedTuple):
+    """This is what a rank has of a value that is kept for the user's loop: how it lies on the axes of the batch, and
+    the ``parts`` of the microbatches, None where another stage has them."""
+
+    placement: Placement
+    parts: list[Tensor | None]
+
+
 @dataclass
 class StepResult:
     """This has 0-d device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and
@@ -76,7 +85,7 @@ class StepResult:
     overflows: Tensor | None = None
     repeated: bool | None = None
     halted: Tensor | None = None
-    kept: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+    kept: Mapping[str, KeptParts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         scaled = [] if self.scale is None or self.overflows is None else [self.scale, self.overflows]
@@ -128,7 +137,7 @@ class BatchState:
         self.repeated: bool | None = None
         self.skips = False  # set by :meth:`validate`
         self.unreached: dict[str, Tensor] = {}  # 1 for a parameter, by name, that no rank has a gradient of
-        self.kept: dict[str, list[Tensor | None]] = {}
+        self.kept: dict[str, KeptParts] = {}
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -164,7 +173,9 @@ class BatchState:
 
     def keep(self, name: str, m: int, value: Tensor) -> None:
         """Keep what this rank has in microbatch ``m`` of a value for the user's loop."""
-        self.kept.setdefault(name, [None] * self.microbatches)[m] = value
+        if name not in self.kept:
+            self.kept[name] = KeptParts(self.traces[m].kept[name], [None] * self.microbatches)
+        self.kept[name].parts[m] = value
 
     # ---- the loss ----------------------------------------------------------------------------------------------------
 

@@ -275,15 +275,18 @@ class Engine:
             )
         return () if padded or not compiled.alike_over_batch else compiled.masks
 
-    def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
+    def culprit(
+        self, fields: Mapping[str, Tensor], rows: int, step: int, compiled: Compiled | None = None
+    ) -> tuple[str, str]:
         """Return the unit that first produced a non-finite value in a skipped step, and what that value was; all ranks
         call it together.
 
         It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
-        traces = self.choose(fields, rows)
-        program = self.program(self.compiled, traces)
+        compiled = compiled or self.compiled
+        traces = self.choose(fields, rows, compiled)
+        program = self.program(compiled, traces)
         units = len(traces[0].units)
         never = 2 * len(traces) * units
         first = [never]

@@ -24,6 +24,9 @@ from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 
+Unseen = tuple[int, Batch, StepResult, Compiled | None]
+"""A step that the host has not looked at: its number, its batch, its result, and what it computed if not as usual."""
+
 
 class NonFiniteError(ShardwiseError):
     """A step's loss or gradients were not finite; weights and state are as before it, unless stages update alone."""
@@ -121,7 +124,7 @@ class Trainer:
         )
         if not shared:
             self.compiled.release()
-        self._unseen: tuple[int, Batch, StepResult] | None = None
+        self._unseen: Unseen | None = None
         self._asked_to_stop = False
         self.stopping = False
         self.before_close: list[
@@ -182,8 +185,10 @@ class Trainer:
             dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
         )  # fmt: skip
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch, compiled: Compiled | None = None) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
+
+        ``compiled`` is another computation with the same parameters (:meth:`Compiled.beside`).
 
         It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
@@ -196,11 +201,11 @@ class Trainer:
         if self._record is not None:
             self._record.begin(at)
             self._record.batch(batch.rows)
-        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
+        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled)
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
         due = self._unseen
-        self._unseen = (at, batch, result)
+        self._unseen = (at, batch, result, compiled)
         if self.comm.device.type == "cpu":
             due = self._unseen
         if due is not None:
@@ -228,8 +233,8 @@ class Trainer:
 
     def _window(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
         first, taken, late = self.engine.step_index, deque[Batch](), self.comm.device.type != "cpu"
-        due = deque[tuple[int, Batch, StepResult]]()
-        failed: tuple[int, Batch, StepResult] | None = None
+        due = deque[Unseen]()
+        failed: Unseen | None = None
 
         def given() -> Iterator[tuple[Mapping[str, Tensor], int, bool]]:
             for at in range(first, first + number):
@@ -242,7 +247,7 @@ class Trainer:
                 yield batch.fields, batch.rows, self._asked_to_stop
 
         for at, result in enumerate(self.engine.steps(given(), number), first):
-            due.append((at, taken.popleft(), result))
+            due.append((at, taken.popleft(), result, None))
             if len(due) > late and self._has_failed((one := due.popleft())[2]):
                 failed = failed or one
             yield result
@@ -277,9 +282,9 @@ class Trainer:
         self.stopping = self.stopping or bool(found.stop)
         return found.skipped and (found.overflows is None or found.halted)
 
-    def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+    def _look(self, step: int, batch: Batch, result: StepResult, compiled: Compiled | None) -> None:
         if self._has_failed(result):
-            unit, what = self.engine.culprit(batch.fields, batch.rows, step)
+            unit, what = self.engine.culprit(batch.fields, batch.rows, step, compiled)
             self.engine.memory.halted.zero_()  # a caller that catches the error may go on
             self._unseen = None
             found = result.on_host()

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.computation import Computation
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import Layout
@@ -106,6 +107,7 @@ def trace(
         if tensor is not None and tensor.axes:
             wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
             raise ConfigError.on("tp", wrong, "tp = 1") from error
+        loss = loss.bare() if isinstance(loss, Computation) else loss
         one = _opaque(
             module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
         )
