@@ -27,6 +27,7 @@ from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
@@ -85,7 +86,7 @@ class Compiled:
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _weights: dict[int, Weights] = field(default_factory=dict)  # the costs of the general trace's units, by its id
     _captures: Captures = field(default_factory=dict)  # all plans share them
-    _programs: dict[tuple[Trace, int, int, bool], tuple[Program, ...]] = field(default_factory=dict)
+    _programs: dict[tuple[Trace, int, int, Part | None], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
@@ -296,33 +297,41 @@ class Compiled:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
-    def programs(self, one: Trace, microbatches: int, batches: int = 1, backward: bool = True) -> tuple[Program, ...]:
-        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each; without
-        ``backward`` they only compute what forward does."""
-        training = self.training and backward
-        key = (one, microbatches, batches, training)
+    def programs(
+        self, one: Trace, microbatches: int, batches: int = 1, part: Part | None = STEP
+    ) -> tuple[Program, ...]:
+        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each. They
+        run a ``part`` of a step, or, if that is None, only compute what forward does."""
+        part = part if self.training else None
+        key = (one, microbatches, batches, part)
         with self._lock:
             if key not in self._programs:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(
-                    one, plan, buckets=self.buckets, cut=self.stages_of(one), training=training, batches=batches
+                    one,
+                    plan,
+                    buckets=self.buckets,
+                    cut=self.stages_of(one),
+                    training=part is not None,
+                    batches=batches,
+                    part=part or STEP,
                 )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
-    def communicators(self, traces: Sequence[Trace], batches: int = 1, backward: bool = True) -> tuple[Members, ...]:
+    def communicators(self, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP) -> tuple[Members, ...]:
         """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
-        key: tuple[Trace | int, ...] = (*traces, batches, backward)
+        key: tuple[Trace | int | Part | None, ...] = (*traces, batches, part)
         if key not in self._communicators:
             inside = self._inside(dict.fromkeys(traces))
-            programs = self.programs(traces[0], len(traces), batches, backward)
+            programs = self.programs(traces[0], len(traces), batches, part)
             self._communicators[key] = communicators(programs, self.plan.mesh, inside)
         return self._communicators[key]
 
     @cached_property
-    def _communicators(self) -> dict[tuple[Trace | int, ...], tuple[Members, ...]]:
+    def _communicators(self) -> dict[tuple[Trace | int | Part | None, ...], tuple[Members, ...]]:
         """The results of :meth:`communicators` so far: ranks that are threads of one process share them."""
         return {}
 

@@ -26,6 +26,8 @@ from shardwise.runtime.step_sums import StepSums
 from shardwise.shard.op_spec import Placement
 from shardwise.units.trace import Parameter, Trace
 
+TURN = 0x9E3779B97F4A7C15  # far from the seeds that users choose; keys take it modulo 2**64
+
 
 @dataclass
 class StepInput:
@@ -39,6 +41,7 @@ class StepInput:
     step: int
     lr: float
     stop: bool = False
+    turn: int = 0  # of several batches of a step, which have other random numbers
 
 
 class HostResult(NamedTuple):
@@ -160,7 +163,7 @@ class BatchState:
         first, last = shard_range(self.given.rows, self.microbatches, m)
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, seed=owner.seed,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, seed=owner.seed + self.given.turn * TURN,
             step=self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 

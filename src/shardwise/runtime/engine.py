@@ -18,6 +18,7 @@ from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.part import STEP, Part
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
@@ -25,9 +26,11 @@ from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime import collect
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
@@ -88,7 +91,7 @@ class Engine:
             )
         values.check()
         comm.prepare(compiled.first_communicators)
-        self._prepared: set[tuple[int, ...]] = set()
+        self._prepared: set[tuple[int | Part | None, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
         part = plan.microbatches, comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
@@ -140,7 +143,7 @@ class Engine:
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None,
-        compiled: Compiled | None = None,
+        compiled: Compiled | None = None, part: Part = STEP, turn: int = 0,
     ) -> StepResult:  # fmt: skip
         """Take one optimizer step on a batch of ``rows`` rows; ``fields`` has this rank's rows (its part of each
         microbatch in turn).
@@ -148,11 +151,34 @@ class Engine:
         All ranks call it together; ``stop`` tells all that this rank has been asked to stop.  ``ones`` are the masks
         that are all ones in ``fields``, where the caller knows; ``compiled`` is another computation with the same
         parameters.  Returns 0-d device tensors; the host reads nothing.
+
+        A step may be several calls, each of which runs a ``part``: those before the last do not update, and count up
+        ``turn``.
         """
         compiled = compiled or self.compiled
         traces = self.choose(fields, rows, compiled, ones=ones)
-        program = self.program(compiled, traces)
-        return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled))
+        program = self.program(compiled, traces, part=part)
+        if part != STEP and self.interpreter.gradients is None:
+            self.interpreter.gradients = Gradients(self.memory, self.comm, self.interpreter.strict)
+        found = self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled, part, turn))
+        self.interpreter.gradients = None if part.updates else self.interpreter.gradients
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the whole gradients that parts of a step have completed, by name; all ranks call it together."""
+        buckets = [b for b in self.memory.buckets.values() if b.grad is not None]
+        return {
+            name: value for b in buckets
+            for name, value in collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}").items()
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace what :meth:`gradients` returned, before the update."""
+        for b in self.memory.buckets.values():
+            if b.grad is not None:
+                for parameter, box, here in b.boxes(b.held_gradient, b.held.start, b.held.start, b.held.stop):
+                    here.copy_(gradients[parameter.name][box.slices])
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
         """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is
@@ -169,8 +195,9 @@ class Engine:
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in every))
 
     def _input(
-        self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool, compiled: Compiled | None = None
-    ) -> StepInput:
+        self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool, compiled: Compiled | None = None,
+        part: Part = STEP, turn: int = 0,
+    ) -> StepInput:  # fmt: skip
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
         self.check(fields, rows, compiled)
         if rows != expected:
@@ -178,8 +205,8 @@ class Engine:
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
             )
         at = self.step_index
-        self.step_index += 1
-        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
+        self.step_index += part.updates
+        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop, turn)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(
@@ -197,22 +224,24 @@ class Engine:
             value, precision = local_part(self.unused[name], parameter, self.comm), compiled.plan.numeric.precision
             dtype = shadow_dtype(compiled.module, name, compiled.module.get_parameter(name), precision)
             self.memory.leaves[name] = value.to(self.comm.device, dtype)
-        program = self.program(compiled, traces, backward=False)
+        program = self.program(compiled, traces, part=None)
         self.interpreter.commits = not compiled.training
         try:
             return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
         finally:
             self.interpreter.commits = True
 
-    def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1, backward: bool = True) -> Program:
+    def program(
+        self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP
+    ) -> Program:
         """Return the program that this rank runs; all ranks call it together, which before the program's first run
         starts the communicators that it lacks.
         """
-        key = (id(compiled), batches, backward, *map(id, traces))
+        key = (id(compiled), batches, part, *map(id, traces))
         if key not in self._prepared:
-            self.comm.prepare(compiled.communicators(traces, batches, backward))
+            self.comm.prepare(compiled.communicators(traces, batches, part))
             self._prepared.add(key)
-        return class_of(compiled.programs(traces[0], len(traces), batches, backward), self.comm.mesh, self.comm.rank)
+        return class_of(compiled.programs(traces[0], len(traces), batches, part), self.comm.mesh, self.comm.rank)
 
     def choose(
         self,

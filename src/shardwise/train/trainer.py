@@ -13,6 +13,7 @@ from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
@@ -185,10 +186,11 @@ class Trainer:
             dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
         )  # fmt: skip
 
-    def step(self, batch: Batch, compiled: Compiled | None = None) -> StepResult:
+    def step(self, batch: Batch, compiled: Compiled | None = None, part: Part = STEP, turn: int = 0) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
-        ``compiled`` is another computation with the same parameters (:meth:`Compiled.beside`).
+        ``compiled`` is another computation with the same parameters (:meth:`Compiled.beside`); ``part`` and ``turn`` are
+        as in :meth:`Engine.step`.
 
         It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
@@ -201,9 +203,13 @@ class Trainer:
         if self._record is not None:
             self._record.begin(at)
             self._record.batch(batch.rows)
-        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled)
+        result = self.engine.step(
+            batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled, part=part, turn=turn
+        )
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
+        if not part.updates:
+            return result
         due = self._unseen
         self._unseen = (at, batch, result, compiled)
         if self.comm.device.type == "cpu":
