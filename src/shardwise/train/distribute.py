@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
@@ -99,9 +99,36 @@ class DistributedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full single-device state; all ranks call it together."""
-        self._steps.watch.check_kept()
-        self._steps.check_open({call for loss in self._steps.due for call in loss.calls})
-        return self._steps.trainer.state_dict()
+        steps = self._steps
+        steps.watch.check_kept()
+        steps.check_open({call for loss in steps.due for call in loss.calls})
+        steps.push()
+        return steps.trainer.state_dict() if steps.captured else steps.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take parameters and buffers from a single-device state."""
+        steps = self._steps
+        if not steps.captured:
+            steps.module.load_state_dict(state, strict)
+            return
+        steps.trainer.load_state_dict(state if strict else {**steps.state(), **state})
+        steps.changed()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters: what the loop reads of them, writes to them, or does to their gradients acts."""
+        yield from (one for _, one in self.named_parameters())
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with their names."""
+        yield from ((name, one) for name, one in self._steps.seen.items() if isinstance(one, nn.Parameter))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield the buffers in the same way."""
+        yield from (one for _, one in self.named_buffers())
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers with their names."""
+        yield from ((name, one) for name, one in self._steps.seen.items() if not isinstance(one, nn.Parameter))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

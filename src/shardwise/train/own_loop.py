@@ -20,17 +20,20 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT, WHOLE, has_rows
 from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.part import STEP, UPDATE, Part
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
-from shardwise.graph.torch_private import fake_mode
+from shardwise.graph.torch_private import fake_mode, without_torch_functions
 from shardwise.initial.copies import copied
 from shardwise.lower.compiled import Compiled
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
 from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
-from shardwise.train.script import Part, Plot, plot
+from shardwise.train.script import FieldPart, Plot, plot
+from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
 
 
@@ -53,7 +56,7 @@ class Kind(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-class Steps(Owner):
+class Steps(Owner, Look):
     """The model of a loop: what was recorded since its last step, and the trainer, which is made at the first step."""
 
     def __init__(
@@ -74,6 +77,11 @@ class Steps(Owner):
         self.open: list[Source] = []  # calls of the model in training since the last step
         self.held: weakref.WeakSet[Value] = weakref.WeakSet()  # what the loop holds and is not known
         self.known_state: tuple[int, dict[str, Tensor]] | None = None
+        self.turn = 0  # the programs that have run since the last step
+        self.last: tuple[Batch, Compiled] | None = None  # what the last of them computed
+        self.ended: list[Value] = []  # what they made known
+        self.filled = -1  # the version of the weights that the loop sees
+        self._seen: dict[str, Tensor] | None = None
         self._trainer: Trainer | None = None
         self._template: nn.Module | None = None
         self._shapes: dict[Any, tuple[list[Any], TreeSpec]] = {}
@@ -87,6 +95,16 @@ class Steps(Owner):
         if self._trainer is None:
             raise ShardwiseError("the model is not captured yet; legal: after the first step")
         return self._trainer
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a trainer."""
+        return self._trainer is not None
+
+    def changed(self) -> None:
+        """Note that the weights have been set: what was recorded before is of others."""
+        self.version += 1
+        self.known_state, self.due, self.open = None, [], []
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -233,6 +251,11 @@ class Steps(Owner):
             raise ShardwiseError(f"loss.backward(){at_line()}: {what}; legal: once a step, of calls after the last one")
         owners = [one for one in loss.owners if isinstance(one, Steps) and _learns(loss, one)]
         for one in owners:
+            if one.last is not None:
+                raise ShardwiseError(
+                    f"loss.backward(){at_line()}: gradients were looked at since zero_grad(); legal: a look after the "
+                    "last backward of a step"
+                )
             if not one.zeroed:
                 raise ShardwiseError(
                     f"loss.backward(){at_line()}: the gradients of the last step are still there, and on one device "
@@ -264,10 +287,13 @@ class Steps(Owner):
         if not losses:
             losses = [_with_gradient(wanted)]
             if self._trainer is None:
-                return self._locally(kept, losses)
+                self._locally(kept, losses)
+                return
         found = self._plot(losses, kept)
         if self._made(found).compiled.general.opaque is not None:
-            return self._locally(kept, losses)
+            self._locally(kept, losses)
+            return
+        self.push()
         compiled = self.compiled(found, True, bool(self.due))
         batch = self._batch(found)
         self._take(kept, self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled), batch.rows)
@@ -314,6 +340,7 @@ class Steps(Owner):
                 if isinstance(made, Deferred):
                     made._value.known = Plain(one)
             return values
+        self.push()
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self)
         made = outputs(source, *self._results(values, spec, False))
@@ -353,7 +380,7 @@ class Steps(Owner):
             assert isinstance(owner, Steps)
             for name, value in owner.state().items():
                 if (field := f"{WHOLE}state {at} {name}") in found.script.models.states[at].values():
-                    found.fields[field] = Part(value, ())
+                    found.fields[field] = FieldPart(value, ())
         return found.fields
 
     def _batch(self, found: Plot) -> Batch:
@@ -375,55 +402,158 @@ class Steps(Owner):
 
     def step(self, prepare: Callable[[Trainer], None]) -> None:
         """Run forward, backward and update of the losses that are due; ``prepare`` is called before."""
-        if not self.due:
+        if not self.due and self.last is None:
             raise ShardwiseError(
                 f"optimizer.step() without a backward since the last step or zero_grad{at_line()}; legal: after "
                 "loss.backward()"
             )
-        losses = list(self.due)
-        if late := next((one for one in losses if one.stale), None):
+        self.watch.check_kept()
+        if self.due:
+            self.push()
+            self._run(prepare, updates=True)
+        else:
+            assert self.last is not None
+            prepare(self.trainer)
+            self.trainer.engine.set_gradients(self._gradients())
+            self.trainer.step(self.last[0], self.last[1], UPDATE)
+        self.version += 1
+        self.open, self.zeroed, self.known_state, self.last, self.turn = [], False, None, None, 0
+        for value in self.ended:
+            value.forget()
+        self.ended = []
+
+    def _run(self, prepare: Callable[[Trainer], None] | None, updates: bool) -> None:
+        """Run the losses that are due, one program after the other where they are computed alike."""
+        if late := next((one for one in self.due if one.stale), None):
             line = "" if late.source is None else f" ({late.source.line})"
             raise ShardwiseError(
-                f"optimizer.step(){at_line()}: a loss{line} is of weights that have changed since; legal: "
-                "zero_grad() of each model before the backward of its next loss"
+                f"a step{at_line()}: a loss{line} is of weights that have changed since; legal: zero_grad() of each "
+                "model before the backward of its next loss"
             )
-        self.watch.check_kept()
+        self.check_open({call for one in self.due for call in one.calls})
+        groups = self._groups()
+        self.due = []
+        for number, losses in enumerate(groups):
+            ends = number + 1 == len(groups)
+            part = Part(adds=self.turn > 0, completes=ends, updates=ends and updates)
+            if part != STEP and (self.plan.overlaps or self.plan.mesh.axis_size(PIPELINE) > 1):
+                what = "several backwards a step, and looks at gradients"
+                raise ConfigError(f"{what}{at_line()}, are not possible in a pipeline; legal: pp = 1, clip_norm=...")
+            self._program(losses, part, prepare if part.updates else None)
+            self.turn += 1
+
+    def _groups(self) -> list[list[Value]]:
+        """Return the losses that are due in groups that have no call in common, if each is computed alike; otherwise
+        one program computes all."""
+        groups: list[tuple[list[Value], set[Source]]] = []
+        for loss in self.due:
+            calls = set(loss.calls)
+            joined = [loss]
+            for group in [one for one in groups if one[1] & calls]:
+                groups.remove(group)
+                joined, calls = [*group[0], *joined], calls | group[1]
+            groups.append((joined, calls))
+        losses = [one for one, _ in groups]
+        if len(losses) > 1 and len({self._plot(one, []).key for one in losses}) > 1:
+            return [list(self.due)]
+        return losses
+
+    def _program(self, losses: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None) -> None:
         calls = {call for one in losses for call in one.calls}
-        self.check_open(calls)
         single = losses[0] if len(losses) == 1 else None
         kept = [one for one in self._waiting(calls) if one is not single]
         found = self._plot(losses, kept)
-        self._with_states(found)
         trainer = self._made(found)
         compiled = self.compiled(found, True, True)
         batch = self._batch(found)
-        prepare(trainer)
-        result = trainer.step(batch, compiled)
+        if prepare is not None:
+            prepare(trainer)
+        result = trainer.step(batch, compiled, part, self.turn)
+        self.last = batch, compiled
         self._take(kept, result, batch.rows)
+        why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
         for value in kept:
-            if value.known is None:
-                value.lost = (
-                    f"the model was not captured, and computes no more than its loss ({compiled.general.opaque})"
-                )
+            value.lost = why if value.known is None else ""
         if single is not None:
             single.known = Plain(result.loss.to(single.meta.dtype).reshape(single.meta.shape))
         for i, (at, name) in enumerate(found.script.written, start=len(kept)):
             owner = found.owners[at]
             assert isinstance(owner, Steps)
-            owner.write(
-                name,
-                KeptValue(trainer.comm, self.plan, result.kept[f"{KEPT}{i}"], owner.state()[name], batch.rows).get(),
-            )
+            parts = result.kept[f"{KEPT}{i}"]
+            owner.write(name, KeptValue(trainer.comm, self.plan, parts, _like(owner.state()[name]), batch.rows).get())
         for call in found.calls:
             call.committed = True
-        self.version += 1
-        self.due, self.open, self.zeroed, self.known_state = [], [], False, None
-        for value in (*losses, *kept):
-            value.forget()
+        self.ended += [*losses, *kept]
+        if compiled.training:
+            self.known_state = None
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
-        self.due, self.zeroed = [], True
+        self.due, self.zeroed, self.last, self.turn = [], True, None, 0
+        if self._trainer is not None:
+            self._trainer.engine.interpreter.gradients = None
+        if self._seen is not None:
+            with without_torch_functions():
+                for one in self._seen.values():
+                    one.grad = None
+
+    # ---- what the loop sees of the model -----------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> dict[str, Tensor]:
+        """Parameters and buffers as the loop sees them, by name."""
+        if self._seen is None:
+            self._seen = shown(self.module, self)
+        return self._seen
+
+    def show(self) -> None:
+        """Bring them up to date."""
+        if self._trainer is not None and self.filled != self.version:
+            fill(self.seen, self.state())
+            self.filled = self.version
+
+    def push(self) -> None:
+        """Give the engine what the loop has written to parameters and buffers."""
+        if self._trainer is None or self._seen is None or self.filled != self.version:
+            return
+        if new := written(self.seen, self.state()):
+            state = {name: value for name, value in self.state().items()} | new
+            self._trainer.load_state_dict(state)
+            self.known_state = self.version, state
+
+    def show_gradients(self) -> None:
+        """Run the losses that are due, without an update, and show their gradients."""
+        if not self.due and not self.zeroed:
+            raise ShardwiseError(
+                f"a gradient is looked at{at_line()} after optimizer.step(); legal: between backward and step"
+            )
+        if not self.due:
+            return
+        if self.plan.numeric.precision == "fp16" or (
+            self._trainer is not None and self._trainer.engine.interpreter.hooks
+        ):
+            what = "under fp16" if self.plan.numeric.precision == "fp16" else "of a model with hooks on parameters"
+            raise ShardwiseError(f"a gradient is looked at{at_line()} {what}; legal: distribute(..., clip_norm=...)")
+        self.push()
+        self._run(None, updates=False)
+        found = self.trainer.engine.gradients()
+        with without_torch_functions():
+            for name, one in self.seen.items():
+                if name in found:
+                    one.grad = found[name].to(one.device, one.dtype)
+
+    def drop_gradients(self) -> None:
+        """Take a gradient that is set to None for a ``zero_grad()``, unless it has been computed."""
+        if self.last is not None:
+            raise ShardwiseError(
+                f"a gradient is set to None{at_line()}: on one device its parameter would take no step; legal: "
+                "requires_grad_(False) before the first step, or zero_grad()"
+            )
+        self.zero_grad()
+
+    def _gradients(self) -> dict[str, Tensor]:
+        with without_torch_functions():
+            return {name: one.grad for name, one in self.seen.items() if one.grad is not None}
 
     def check_open(self, calls: set[Source]) -> None:
         """Raise :class:`ShardwiseError` where a forward without a backward, which does not run here, would have written

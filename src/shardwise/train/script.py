@@ -136,7 +136,7 @@ def _resolved(leaf: Any, made: Sequence[Sequence[Any]], fields: Mapping[str, Ten
     return leaf
 
 
-class Part(NamedTuple):
+class FieldPart(NamedTuple):
     """A field of a script: its value, all rows of it, with the rows in the first dim if it has some."""
 
     value: Tensor
@@ -151,7 +151,7 @@ class Plot:
 
     script: Script
     key: tuple[Any, ...]
-    fields: dict[str, Part]
+    fields: dict[str, FieldPart]
     calls: list[Source]
     owners: list[Owner]  # of the other models, whose states are further fields
 
@@ -173,7 +173,7 @@ class _Plotter:
     ) -> None:
         self.own, self.entries, self.others, self.rows, self.dim = own, entries, others, rows, dim
         self.at: dict[Source, int] = {}
-        self.fields: dict[str, Part] = {}
+        self.fields: dict[str, FieldPart] = {}
         self.named: dict[Any, Field] = {}
         self.owners: list[Owner] = []
         self.states: list[dict[str, str]] = []
@@ -248,10 +248,10 @@ class _Plotter:
         if dims:
             name = name if name and name not in self.fields else f"input {number}"
             tensor = tensor.movedim(dims[0], 0) if dims[0] else tensor
-            self.fields[name] = Part(tensor, (True, dims[0], tensor.dtype, *tensor.shape[1:]))
+            self.fields[name] = FieldPart(tensor, (True, dims[0], tensor.dtype, *tensor.shape[1:]))
             return Field(name, dims[0])
         name = f"{WHOLE}{number}"
-        self.fields[name] = Part(tensor, (False, 0, tensor.dtype, *tensor.shape))
+        self.fields[name] = FieldPart(tensor, (False, 0, tensor.dtype, *tensor.shape))
         return Field(name)
 
 
