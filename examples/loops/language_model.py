@@ -73,7 +73,7 @@ def main(log=print):
             output, hidden = model(data, hidden)
             loss = criterion(output, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             total_loss += loss.item()
             log(loss.item())

@@ -23,7 +23,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.graph.torch_private import note_step
 from shardwise.train.habits import Watch
-from shardwise.train.optimizers import choice_of, numbers_of
+from shardwise.train.optimizers import choice_of, numbers_of, rate_of
 from shardwise.train.own_loop import Steps
 from shardwise.train.trainer import Trainer
 
@@ -174,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ShardwiseError(
                 f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of torch's"
             )
-        trainer.engine.optimizer = replace(trainer.engine.optimizer, lr=float(self._theirs.param_groups[0]["lr"]))
+        trainer.engine.optimizer = replace(trainer.engine.optimizer, lr=rate_of(self._theirs))
         note_step(self._theirs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -31,7 +31,7 @@ from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
-from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
+from shardwise.train.recording import Deferred, Later, Owner, Plain, Source, Value, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, plot
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
@@ -54,6 +54,13 @@ class Kind(NamedTuple):
     def meta(self) -> Tensor:
         """Return a new tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class Between(NamedTuple):
+    """Values that are computed of those of several programs, and what each program has to keep for them."""
+
+    values: list[Value]
+    parts: list[list[Value]]
 
 
 class Steps(Owner, Look):
@@ -117,6 +124,7 @@ class Steps(Owner, Look):
         """Return the trainer, made for a plot with losses if there is none."""
         if self._trainer is None:
             _ = self.template  # what the module is now
+            self._with_states(found)
             with torch.inference_mode(False):
                 example = {name: part.value for name, part in found.fields.items()}
                 self._trainer = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
@@ -139,6 +147,7 @@ class Steps(Owner, Look):
         """Return what a plot is captured as: once for all that are computed alike."""
         trainer, key = self._made(found) if backward else self.trainer, (found.key, training)
         if key not in self._compiled:
+            self._with_states(found)
             example = {name: part.value for name, part in found.fields.items()}
             with torch.inference_mode(False):
                 self._compiled[key] = trainer.compiled.beside(found.script, example, training, backward)
@@ -432,6 +441,7 @@ class Steps(Owner, Look):
             )
         self.check_open({call for one in self.due for call in one.calls})
         groups = self._groups()
+        between = self._between([{call for one in losses for call in one.calls} for losses in groups])
         self.due = []
         for number, losses in enumerate(groups):
             ends = number + 1 == len(groups)
@@ -439,8 +449,30 @@ class Steps(Owner, Look):
             if part != STEP and (self.plan.overlaps or self.plan.mesh.axis_size(PIPELINE) > 1):
                 what = "several backwards a step, and looks at gradients"
                 raise ConfigError(f"{what}{at_line()}, are not possible in a pipeline; legal: pp = 1, clip_norm=...")
-            self._program(losses, part, prepare if part.updates else None)
+            self._program(losses, between.parts[number], part, prepare if part.updates else None)
             self.turn += 1
+        for value in between.values:
+            value.known = Later(value)
+            self.held.discard(value)
+
+    def _between(self, groups: Sequence[set[Source]]) -> Between:
+        """Return the values that depend on the calls of several groups, and what they need of each."""
+        every = set().union(*groups)
+        found = Between([], [[] for _ in groups])
+        stack = [v for v in self._waiting(every) if not any(v.calls <= one for one in groups)]
+        seen: set[Value] = set()
+        while stack:
+            value = stack.pop()
+            at = next((i for i, one in enumerate(groups) if value.calls <= one), None)
+            if value in seen or value.settled or value.source is None:
+                continue
+            seen.add(value)
+            if at is not None:
+                found.parts[at].append(value)
+            else:
+                found.values.append(value)
+                stack += value.source.inputs
+        return found
 
     def _groups(self) -> list[list[Value]]:
         """Return the losses that are due in groups that have no call in common, if each is computed alike; otherwise
@@ -458,10 +490,12 @@ class Steps(Owner, Look):
             return [list(self.due)]
         return losses
 
-    def _program(self, losses: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None) -> None:
+    def _program(
+        self, losses: Sequence[Value], wanted: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None
+    ) -> None:
         calls = {call for one in losses for call in one.calls}
         single = losses[0] if len(losses) == 1 else None
-        kept = [one for one in self._waiting(calls) if one is not single]
+        kept = [one for one in dict.fromkeys((*self._waiting(calls), *wanted)) if one is not single]
         found = self._plot(losses, kept)
         trainer = self._made(found)
         compiled = self.compiled(found, True, True)

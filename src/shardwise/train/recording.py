@@ -70,6 +70,26 @@ class Plain(Known):
         return self.value
 
 
+class Later(Known):
+    """The value of a function of values that are known."""
+
+    def __init__(self, value: Value) -> None:
+        assert value.source is not None
+        self.source, self.index = value.source, value.index
+        self.value: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """Return the value, computed the first time."""
+        if self.value is None:
+            source = self.source
+            leaves = [one.get() if isinstance(one, Value) else one for one in source.leaves]
+            args, kwargs = tree_unflatten(leaves, source.spec)
+            with torch.no_grad():
+                self.value = tree_flatten(source.function(*args, **kwargs))[0][self.index]
+        assert self.value is not None
+        return self.value
+
+
 class Source:
     """A call of a model or of a function of torch, with :class:`Value` in place of the tensors in its arguments.
 
@@ -110,7 +130,7 @@ class Value:
         self.shares = False  # whether it is a view, or has one
         calls: set[Source] = set()
         if source is not None:
-            calls.update(*(one.calls for one in source.inputs))
+            calls.update(*(one.calls for one in source.inputs if not one.settled))
             calls |= {source} if source.owner is not None else set()
         self.calls = frozenset(calls)
 
@@ -220,13 +240,13 @@ def _interpret(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _fact(func, *args, **kwargs)
     if func is Tensor.backward:
         return _backward(*args, **kwargs)
-    if func is _GRAD:
+    if func == _GRAD:
         return None
     if func in _MOVES or func is Tensor.to:
         args, kwargs = _without_device(args, kwargs)
         if func in _MOVES or len(args) == 1 and not kwargs:
             return args[0]
-    if func is _DATA:
+    if func == _DATA:
         func = Tensor.detach
     every = list(_values((args, kwargs)))
     plain = all(one.settled or (one.known is not None and not torch.is_grad_enabled()) for one in every)
@@ -237,11 +257,11 @@ def _interpret(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _fact(func: Any, tensor: Deferred, *rest: Any, **more: Any) -> Any:
     value = tensor._value
-    if func is _DEVICE:
+    if func == _DEVICE:
         return value.owners[0].device if value.owners else torch.device("cpu")
-    if func is _NEEDS_GRAD:
+    if func == _NEEDS_GRAD:
         return value.grad
-    if func is _IS_LEAF:
+    if func == _IS_LEAF:
         return not value.grad
     made = getattr(func, "__name__", "").startswith("new_")
     device = value.owners[0].device if made and value.owners else "cpu"

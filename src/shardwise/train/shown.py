@@ -45,9 +45,9 @@ class _Shown:
     ) -> Any:
         own = [one for one in _flat((args, kwargs)) if isinstance(one, _Shown)]
         for look in {id(one._look): one._look for one in own}.values():
-            if func is _GRAD:
+            if func == _GRAD:
                 look.show_gradients()
-            elif func is _SET_GRAD and args[1] is None:
+            elif func == _SET_GRAD and args[1] is None:
                 look.drop_gradients()
             elif func not in FACTS:
                 look.show()
