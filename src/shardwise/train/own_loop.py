@@ -36,6 +36,11 @@ from shardwise.train.script import FieldPart, Plot, plot
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
 
+STILL_THERE = (
+    "the gradients of the last step are still there, and on one device this adds to them; legal: optimizer.zero_grad() "
+    "after each step"
+)
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -80,6 +85,7 @@ class Steps(Owner, Look):
         self.loss = self.options.pop("loss", None)
         self.version = 0
         self.due: list[Value] = []  # the losses whose backward was called since the gradients were set to zero
+        self.added: str | None = None  # the line of a backward while the last step's gradients were there
         self.zeroed = True  # whether the gradients of the last step have been set to zero
         self.open: list[Source] = []  # calls of the model in training since the last step
         self.held: weakref.WeakSet[Value] = weakref.WeakSet()  # what the loop holds and is not known
@@ -265,15 +271,15 @@ class Steps(Owner, Look):
                     f"loss.backward(){at_line()}: gradients were looked at since zero_grad(); legal: a look after the "
                     "last backward of a step"
                 )
-            if not one.zeroed:
-                raise ShardwiseError(
-                    f"loss.backward(){at_line()}: the gradients of the last step are still there, and on one device "
-                    "this adds to them; legal: optimizer.zero_grad() after each step"
-                )
+            if not one.zeroed and len(owners) == 1:
+                raise ShardwiseError(f"loss.backward(){at_line()}: {STILL_THERE}")
             if any(value is loss for value in one.due):
                 raise ShardwiseError(f"loss.backward(){at_line()}: called twice before optimizer.step(); legal: once")
         for one in owners:
-            one.due.append(loss)
+            if one.zeroed:
+                one.due.append(loss)
+            else:
+                one.added = at_line()  # the loop may set these gradients to zero before it needs them
 
     def _plot(self, losses: Sequence[Value], kept: Sequence[Value]) -> Plot:
         every = {owner for value in (*losses, *kept) for owner in value.owners} | {self}
@@ -289,6 +295,11 @@ class Steps(Owner, Look):
 
     def compute(self, wanted: Value) -> None:
         """Compute a value, and what else the loop holds of the calls since the last step, without their step."""
+        owners = [one for one in wanted.owners if isinstance(one, Steps)]
+        of_step = (one for one in owners if any(loss.calls & wanted.calls for loss in one.due))
+        if (owner := next(of_step, owners[-1])) is not self:
+            owner.compute(wanted)
+            return
         losses = [one for one in self.due if not one.stale]
         calls = {call for one in (*losses, wanted) for call in one.calls}
         kept = self._waiting(calls)
@@ -411,6 +422,8 @@ class Steps(Owner, Look):
 
     def step(self, prepare: Callable[[Trainer], None]) -> None:
         """Run forward, backward and update of the losses that are due; ``prepare`` is called before."""
+        if self.added is not None:
+            raise ShardwiseError(f"loss.backward(){self.added}: {STILL_THERE}")
         if not self.due and self.last is None:
             raise ShardwiseError(
                 f"optimizer.step() without a backward since the last step or zero_grad{at_line()}; legal: after "
@@ -523,7 +536,7 @@ class Steps(Owner, Look):
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
-        self.due, self.zeroed, self.last, self.turn = [], True, None, 0
+        self.due, self.zeroed, self.added, self.last, self.turn = [], True, None, None, 0
         if self._trainer is not None:
             self._trainer.engine.interpreter.gradients = None
         if self._seen is not None:
