@@ -10,9 +10,10 @@ from functools import cached_property
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.mesh import Coordinates
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
-from shardwise.core.program import Coordinates, Program
+from shardwise.core.program import Program
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft

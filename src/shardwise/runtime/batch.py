@@ -163,7 +163,8 @@ class BatchState:
         first, last = shard_range(self.given.rows, self.microbatches, m)
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, seed=owner.seed + self.given.turn * TURN,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, window,
+            seed=owner.seed + self.given.turn * TURN,
             step=self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 

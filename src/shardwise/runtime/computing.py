@@ -125,11 +125,11 @@ class Computing(UnitBackward):
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
-            own = self.gathered.own(value.detach(), update=True)
+            new = self.gathered.own(value.detach(), update=True)
             if is_kept(name):
-                batch.keep(name, number, own)
+                batch.keep(name, number, new)
             else:
-                self.update(name, own, m)
+                self.update(name, new, m)
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:

@@ -61,7 +61,7 @@ def _put(whole: Tensor, part: Tensor, place: Shard, rows: int, own: tuple[int, i
     start, stop = own
 
     def seen(x: Tensor, size: int) -> Tensor:
-        return x.unflatten(place.dim, (place.pre, size, place.post))
+        return x.reshape(*x.shape[: place.dim], place.pre, size, place.post, *x.shape[place.dim + 1 :])
 
     if stop > start:
         view = whole.view(*whole.shape[: place.dim], place.pre, rows, place.post, *whole.shape[place.dim + 1 :])

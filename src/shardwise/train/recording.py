@@ -132,7 +132,7 @@ class Value:
         if source is not None:
             calls.update(*(one.calls for one in source.inputs if not one.settled))
             calls |= {source} if source.owner is not None else set()
-        self.calls = frozenset(calls)
+        self.calls: frozenset[Source] = frozenset(calls)
 
     @staticmethod
     def of(tensor: Tensor, copied: bool) -> Value:

@@ -19,10 +19,10 @@ from shardwise.train.recording import Owner, Source, Value
 
 
 class Of(NamedTuple):
-    """Tensor ``index`` among the results of a call."""
+    """A tensor, by its number among the results of a call."""
 
     call: int
-    index: int
+    result: int
 
 
 class Field(NamedTuple):
@@ -129,7 +129,7 @@ def _called(module: nn.Module, entry: Any, state: Mapping[str, Tensor], args: An
 
 def _resolved(leaf: Any, made: Sequence[Sequence[Any]], fields: Mapping[str, Tensor]) -> Any:
     if isinstance(leaf, Of):
-        return made[leaf.call][leaf.index]
+        return made[leaf.call][leaf.result]
     if isinstance(leaf, Field):
         value = fields[leaf.name]
         return value.movedim(0, leaf.dim) if leaf.dim else value

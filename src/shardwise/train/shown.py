@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.graph.torch_private import without_torch_functions
 
-_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+_OF_GRAD: Any = Tensor.grad
+_GRAD, _SET_GRAD = _OF_GRAD.__get__, _OF_GRAD.__set__
 
 
 class Look(ABC):

@@ -189,8 +189,8 @@ class Trainer:
     def step(self, batch: Batch, compiled: Compiled | None = None, part: Part = STEP, turn: int = 0) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
-        ``compiled`` is another computation with the same parameters (:meth:`Compiled.beside`); ``part`` and ``turn`` are
-        as in :meth:`Engine.step`.
+        ``compiled`` is another computation with the same parameters (:meth:`Compiled.beside`); ``part`` and ``turn``
+        are as in :meth:`Engine.step`.
 
         It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
