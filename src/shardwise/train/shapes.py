@@ -28,8 +28,8 @@ class Kind(NamedTuple):
 
 
 class Shapes:
-    """The shapes of what ``entry(module, args, kwargs)`` returns, found on a copy of the module, once for arguments that
-    are alike."""
+    """The shapes of what ``entry(module, args, kwargs)`` returns, found on a copy of the module, once for arguments
+    that are alike."""
 
     def __init__(self, module: nn.Module, precision: str, entry: Callable[[nn.Module, Any, Any], Any]) -> None:
         self.module, self.precision, self.entry = module, precision, entry

@@ -82,7 +82,7 @@ class Assigning(WithLoss):
         """Return the loss of a batch."""
         before, found = dict(self.module.named_buffers()), dict[str, Tensor]()
         parameters = dict(self.module.named_parameters())
-        loss = super().forward(fields)
+        loss: Tensor = super().forward(fields)
         assigned_buffers(self.module, parameters, lambda name, old, new: _refuse_write(name))
 
         def keep(name: str, old: Tensor, new: Tensor) -> None:
