@@ -531,3 +531,30 @@ def test_a_schedule_over_what_distribute_returned() -> None:
             schedule.step()
             found.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_state_of_the_optimizer_goes_on_in_torch_and_back(name: str) -> None:
+    def run(model: Any, optimizer: Any, steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    plain, first, second, third = net(), net(), net(), net()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    expected = run(plain, optimizer, range(6))
+    model, ours = distribute(first, OPTIMIZERS[name](first.parameters()))
+    assert run(model, ours, range(2)) == pytest.approx(expected[:2], rel=1e-5)
+    second.load_state_dict(model.state_dict())
+    theirs = OPTIMIZERS[name](second.parameters())
+    theirs.load_state_dict(ours.state_dict())
+    assert run(second, theirs, range(2, 4)) == pytest.approx(expected[2:4], rel=1e-5)
+    model, ours = distribute(third, OPTIMIZERS[name](third.parameters()))
+    model.load_state_dict(second.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert run(model, ours, range(4, 6)) == pytest.approx(expected[4:], rel=1e-5)

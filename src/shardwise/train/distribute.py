@@ -23,6 +23,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.graph.torch_private import note_step
 from shardwise.train.habits import Watch
+from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
 from shardwise.train.optimizers import choice_of, numbers_of, rate_of
 from shardwise.train.own_loop import Steps
 from shardwise.train.trainer import Trainer
@@ -158,6 +159,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, steps: Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
         self._numbers = {} if theirs is None else numbers_of(theirs)
+        self._loaded: Mapping[str, Any] | None = None  # a state for the next step
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run forward, backward and update for the losses since the last step whose ``backward()`` was called."""
@@ -165,9 +167,25 @@ class Optimizer(torch.optim.Optimizer):
             raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         self._steps.step(self._prepare)
 
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state in the form of torch's, whole and on the host; all ranks call it together."""
+        theirs, steps = self._given("state_dict"), self._steps
+        if not steps.captured:
+            return theirs.state_dict() if self._loaded is None else dict(self._loaded)
+        return optimizer_state(steps.trainer.engine, theirs, steps.module)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take such a state, with its learning rate, before the next step."""
+        for group, given in zip(self._given("load_state_dict").param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = given["lr"]
+        self._loaded = state_dict if state_dict["state"] else None
+
     def _prepare(self, trainer: Trainer) -> None:
         if self._theirs is None:
             return
+        if self._loaded is not None:
+            load_optimizer_state(trainer.engine, self._theirs, self._steps.module, self._loaded)
+            self._loaded = None
         now = numbers_of(self._theirs)
         changed = [key for key in now if now[key] != self._numbers.get(key)]
         if changed:
@@ -200,9 +218,7 @@ class Optimizer(torch.optim.Optimizer):
         return f"distributed {self._steps.choice.name if self._theirs is None else self._theirs!r}"
 
     def __getattr__(self, name: str) -> NoReturn:
-        _refuse(
-            "optimizer", name, "step, zero_grad and param_groups; state_dict by shardwise.Checkpoints(model.trainer)"
-        )
+        _refuse("optimizer", name, "step, zero_grad, param_groups, state_dict and load_state_dict")
 
 
 def _refuse(what: str, name: str, legal: str) -> NoReturn:
