@@ -167,14 +167,14 @@ class Optimizer(torch.optim.Optimizer):
             raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         self._steps.step(self._prepare)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""
         theirs, steps = self._given("state_dict"), self._steps
         if not steps.captured:
             return theirs.state_dict() if self._loaded is None else dict(self._loaded)
         return optimizer_state(steps.trainer.engine, theirs, steps.module)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take such a state, with its learning rate, before the next step."""
         for group, given in zip(self._given("load_state_dict").param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = given["lr"]

@@ -1,4 +1,4 @@
-"""The state of the engine's optimizer in the form of torch's ``optimizer.state_dict()``, for a loop to save and load."""
+"""The state of the engine's optimizer in the form of torch's ``optimizer.state_dict()``, for loops to save."""
 
 from __future__ import annotations
 
