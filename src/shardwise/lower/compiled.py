@@ -172,7 +172,7 @@ class Compiled:
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluation=None, _stages={},
+            _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
             self.buckets, found.general.buckets,

@@ -274,6 +274,7 @@ class Model(Owner):
         self.push()
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self)
+        source.grad = True  # where autograd is off, the graph does not say to which module an op belongs
         made = outputs(source, *self.shapes.results(values, spec, False))
         kept = [one._value for one in tree_leaves(made) if isinstance(one, Deferred)]
         found = self.plot([], kept)
