@@ -22,10 +22,12 @@ from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
@@ -84,7 +86,7 @@ class Compiled:
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _weights: dict[int, Weights] = field(default_factory=dict)  # the costs of the general trace's units, by its id
     _captures: Captures = field(default_factory=dict)  # all plans share them
-    _programs: dict[tuple[Trace, int, int], tuple[Program, ...]] = field(default_factory=dict)
+    _programs: dict[tuple[Trace, int, int, Part | None], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
@@ -95,7 +97,7 @@ class Compiled:
 
     def __post_init__(self) -> None:
         refuse_unready(self.module)
-        sizes = {name: value.shape[:1] for name, value in self.example.items()}
+        sizes = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
             raise ConfigError(
                 f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
@@ -161,6 +163,24 @@ class Compiled:
                     self, training=False, like=like, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
                 )
             return self._evaluation
+
+    def beside(
+        self, loss: LossFunction, example: Mapping[str, Tensor], training: bool = True, backward: bool = True
+    ) -> Compiled:
+        """Return another computation with the same model, under the same plan, whose parameters have the same memory.
+
+        Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
+        found = replace(
+            self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
+            _lock=threading.RLock(), _evaluation=None,
+        )  # fmt: skip
+        here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
+            self.buckets, found.general.buckets,
+        ))  # fmt: skip
+        if training and backward and (other := sorted(here ^ there)):
+            wrong = f"{other[0]} has a gradient in one step and none in another"
+            raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
+        return found
 
     def under(self, plan: Plan) -> Compiled:
         """Return the same model under another plan; both share captures, and traces if these do not depend on what
@@ -277,31 +297,41 @@ class Compiled:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
-    def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
-        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each."""
-        key = (one, microbatches, batches)
+    def programs(
+        self, one: Trace, microbatches: int, batches: int = 1, part: Part | None = STEP
+    ) -> tuple[Program, ...]:
+        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each. They
+        run a ``part`` of a step, or, if that is None, only compute what forward does."""
+        part = part if self.training else None
+        key = (one, microbatches, batches, part)
         with self._lock:
             if key not in self._programs:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(
-                    one, plan, buckets=self.buckets, cut=self.stages_of(one), training=self.training, batches=batches
+                    one,
+                    plan,
+                    buckets=self.buckets,
+                    cut=self.stages_of(one),
+                    training=part is not None,
+                    batches=batches,
+                    part=part or STEP,
                 )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
-    def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
+    def communicators(self, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP) -> tuple[Members, ...]:
         """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
-        key: tuple[Trace | int, ...] = (*traces, batches)
+        key: tuple[Trace | int | Part | None, ...] = (*traces, batches, part)
         if key not in self._communicators:
             inside = self._inside(dict.fromkeys(traces))
-            programs = self.programs(traces[0], len(traces), batches)
+            programs = self.programs(traces[0], len(traces), batches, part)
             self._communicators[key] = communicators(programs, self.plan.mesh, inside)
         return self._communicators[key]
 
     @cached_property
-    def _communicators(self) -> dict[tuple[Trace | int, ...], tuple[Members, ...]]:
+    def _communicators(self) -> dict[tuple[Trace | int | Part | None, ...], tuple[Members, ...]]:
         """The results of :meth:`communicators` so far: ranks that are threads of one process share them."""
         return {}
 
