@@ -77,7 +77,6 @@ def loop(
                 optimizer.zero_grad()
             due.append(loss)
             if accelerator.sync_gradients:
-                # Accelerate's are those of each batch, ours those of the step
                 found["losses"].append(sum(one.item() for one in due) / len(due))
                 found["rates"].append(scheduler.get_last_lr()[0])
                 due = []

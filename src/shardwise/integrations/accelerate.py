@@ -5,8 +5,8 @@
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-It stands on :func:`shardwise.distribute`: forward, backward and update run in ``optimizer.step()``, and a loss has a
-value after that.  Accelerate itself need not be installed.
+It stands on :func:`shardwise.distribute`: what the loop does with a model's outputs is recorded until
+``optimizer.step()``, which runs forward, backward and update.  Accelerate itself need not be installed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardwise.checkpoint.folder import latest
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.distribute import Loss
 
 from .prepared import PreparedLoader, PreparedModel, PreparedOptimizer, PreparedScheduler
 
@@ -46,7 +46,7 @@ class Accelerator:
     """Stand for Accelerate's ``Accelerator`` on all ranks that ``shardwise launch`` or torchrun has started.
 
     Args:
-        gradient_accumulation_steps: the batches of a step, which becomes one batch of as many microbatches.
+        gradient_accumulation_steps: the number of batches whose gradients a step adds up; each loss is divided by it.
         mixed_precision: "no", "bf16" or "fp16": the precision of the plan, with masters in fp32.
         plan: the division of a step; by default data parallel over all ranks.
         options: further arguments of :func:`shardwise.distribute`: ``seed``, ``loss``.
@@ -66,13 +66,14 @@ class Accelerator:
         if plan.mesh.size != self.num_processes:
             wrong = f"its mesh {plan.mesh.shape} has {plan.mesh.size} ranks"
             raise ConfigError.on("plan", wrong, f"as many as there are processes, {self.num_processes}")
-        if gradient_accumulation_steps > 1 and plan.microbatches not in (1, gradient_accumulation_steps):
-            wrong = f"{gradient_accumulation_steps}, but the plan has {plan.microbatches} microbatches"
-            raise ConfigError.on("gradient_accumulation_steps", wrong, f"1, or {plan.microbatches}")
+        if gradient_accumulation_steps > 1 and (plan.overlaps or plan.mesh.axis_size(PIPELINE) > 1):
+            wrong = f"{gradient_accumulation_steps} under a pipeline, which takes one batch a step"
+            legal = "1, with larger batches and as many microbatches in the plan"
+            raise ConfigError.on("gradient_accumulation_steps", wrong, legal)
         if mixed_precision in ("bf16", "fp16"):
             plan = plan.replace(precision=mixed_precision)
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.plan = plan.replace(microbatches=max(gradient_accumulation_steps, plan.microbatches))
+        self.plan = plan
         self.sync_gradients = True
         self._options = options
         self._taken = 0  # batches since the last step
@@ -168,10 +169,7 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Within this, a step is taken with every ``gradient_accumulation_steps``-th batch and with a loader's last.
-
-        The loss of a step is the mean over the rows of its batches, also where a loader's last step has fewer; there
-        Accelerate divides by the full number."""
+        """Within this, a step is taken with every ``gradient_accumulation_steps``-th batch and with a loader's last."""
         self._taken += 1
         last = any(loader.at_end for loader in self._loaders)
         self.sync_gradients = last or self._taken % self.gradient_accumulation_steps == 0
@@ -180,17 +178,32 @@ class Accelerator:
             self._taken = 0
 
     def backward(self, loss: Any, **given: Any) -> None:
-        """Make the next ``optimizer.step()`` train on this loss."""
-        loss.backward(**given)
+        """Make the next ``optimizer.step()`` train on this loss, divided by the number of batches of a step."""
+        number = self.gradient_accumulation_steps
+        (loss / number if number > 1 else loss).backward(**given)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> None:
-        """Clip the gradients of the next step; their norm is known only after it, and not returned."""
-        if norm_type != 2:
-            _refuse(f"clip_grad_norm_(norm_type={norm_type})", "2")
-        if self._model is None or self._model.trainer is None:
-            _refuse("clip_grad_norm_() before a batch", "between backward and step")
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip the gradients of the next step to a norm; return their norm before, or None where no step follows.
+
+        The Euclidean norm of all parameters has a value after the step; for others gradients are put together on each
+        rank, now."""
+        if not self.sync_gradients:
+            return None
+        if self._model is None:
+            _refuse("clip_grad_norm_() before prepare()", "between backward and step")
+        given = self._model.shown([parameters] if isinstance(parameters, Tensor) else parameters)
+        model, optimizer = self._model.pair
+        if norm_type == 2 and all(name in given for name, one in model.named_parameters() if one.requires_grad):
+            return optimizer.clip_grad_norm_(float(max_norm))
+        return nn.utils.clip_grad_norm_(list(given.values()), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of the gradients of the next step; they are put together on each rank for it."""
+        if self._model is None:
+            _refuse("clip_grad_value_() before prepare()", "between backward and step")
         if self.sync_gradients:
-            self._model.clip(float(max_norm))
+            given = self._model.shown([parameters] if isinstance(parameters, Tensor) else parameters)
+            nn.utils.clip_grad_value_(list(given.values()), clip_value)
 
     def autocast(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """Return a context that does nothing: the plan says which dtype computes."""
@@ -200,8 +213,6 @@ class Accelerator:
 
     def gather(self, tensor: Any) -> Any:
         """Return ``tensor`` with the rows of all ranks, which here every rank has."""
-        if isinstance(tensor, Loss):
-            return tensor.detach().reshape(1)
         if isinstance(tensor, Tensor):
             return tensor.detach().reshape(1) if not tensor.dim() else tensor.detach()
         if isinstance(tensor, dict):

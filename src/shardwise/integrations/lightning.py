@@ -36,7 +36,8 @@ UNCALLED = (
 
 @dataclass
 class Fitted:
-    """What a training gave: the loss of each step, and the loss of each validation."""
+    """What a training gave: the loss of each step, which is the sum of its batches' divided by
+    ``accumulate_grad_batches``, and the loss of each validation."""
 
     losses: list[float] = field(default_factory=list)
     validation_losses: list[float] = field(default_factory=list)
@@ -75,6 +76,7 @@ def fit(
     model, ours, loader = accelerator.prepare(step, optimizer, train_dataloaders)
     validation = None if val_dataloaders is None else accelerator.prepare(val_dataloaders)
     found, epoch = Fitted(), 0
+    due: list[Tensor] = []  # the losses of the batches since the last step
     while (max_epochs is None or epoch < max_epochs) and (max_steps < 0 or len(found.losses) < max_steps):
         model.train()
         for batch in loader:
@@ -83,8 +85,10 @@ def fit(
                 accelerator.backward(loss)
                 ours.step()
                 ours.zero_grad()
+            due.append(loss.detach())
             if accelerator.sync_gradients:
-                found.losses.append(loss.item())
+                found.losses.append(sum(one.item() for one in due) / accumulate_grad_batches)
+                due = []
                 schedule.after(len(found.losses), "step")
             if 0 <= max_steps <= len(found.losses):
                 break
@@ -148,8 +152,8 @@ class _Index:
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError.on(self._name, "it reads the index of the batch", "a field of the batch, if it needs one")
 
-    __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __add__ = __radd__ = _refuse  # type: ignore[assignment]
-    __sub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __bool__ = __format__ = __str__ = __hash__ = _refuse  # type: ignore[assignment]
+    __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __add__ = __radd__ = _refuse
+    __sub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __bool__ = __format__ = __str__ = __hash__ = _refuse
 
 
 @dataclass

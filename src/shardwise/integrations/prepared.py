@@ -3,7 +3,7 @@ which behave as Accelerate's do, on :func:`shardwise.distribute`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -13,12 +13,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
+from shardwise.checkpoint.weights import fit_weights
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES
 from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.distribute import DistributedModel, Loss, Optimizer, distribute
+from shardwise.train.distribute import DistributedModel, Optimizer, distribute
 from shardwise.train.trainer import Trainer
 
 
@@ -26,76 +27,16 @@ class Steps(Protocol):
     """What an accelerator says of the steps."""
 
     plan: Plan
-    gradient_accumulation_steps: int
     sync_gradients: bool
 
 
-class OutputLoss(Loss):
-    """The loss of a batch, also in the place of a model's output that has it: ``outputs.loss``, ``outputs["loss"]``."""
-
-    @property
-    def loss(self) -> OutputLoss:
-        return self
-
-    def __getitem__(self, key: object) -> OutputLoss:
-        if key in ("loss", 0):
-            return self
-        raise ShardwiseError(f"outputs[{key!r}] is not there under shardwise, which computes the loss; legal: the loss")
-
-
-class Accumulated:
-    """The loss of a batch that is part of a step: it has the value of the step's loss, once that is done."""
-
-    def __init__(self, model: PreparedModel, fields: Mapping[str, Tensor]) -> None:
-        self._model, self.fields, self.whole = model, fields, None
-
-    whole: OutputLoss | None
-
-    @property
-    def loss(self) -> Accumulated:
-        return self
-
-    def __getitem__(self, key: object) -> Accumulated:
-        if key in ("loss", 0):
-            return self
-        raise ShardwiseError(f"outputs[{key!r}] is not there under shardwise, which computes the loss; legal: the loss")
-
-    def backward(self, **given: Any) -> None:
-        """Make the step train on this batch, too."""
-        self._model.add(self, given)
-
-    def detach(self) -> Tensor:
-        """Return the loss of the whole step: the mean over all of its batches."""
-        if self.whole is None:
-            raise ShardwiseError("the value of this loss is known after the step that its batch is part of")
-        return self.whole.detach()
-
-    def item(self) -> float:
-        return float(self.detach())
-
-    __float__ = item
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ShardwiseError(
-            f"loss.{name} is not there under shardwise; legal: backward, and item, detach after the step"
-        )
-
-
 class PreparedModel:
-    """This stands for the model: called with a batch it returns the loss, which is also its own ``.loss``."""
+    """This stands for the model: called with a batch it returns what the model returns, as under ``distribute``."""
 
     def __init__(self, accelerator: Steps, module: nn.Module, options: Mapping[str, Any]) -> None:
         self.module, self._accelerator, self._options = module, accelerator, options
         self._optimizer: PreparedOptimizer | None = None
         self._pair: tuple[DistributedModel, Optimizer] | None = None
-        self._due: list[Accumulated] = []
-        self._restore: tuple[Path, list[float]] | None = None
-        self.trainer: Trainer | None = None
 
     def bind(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Train this model by ``optimizer``."""
@@ -112,65 +53,32 @@ class PreparedModel:
             self._pair = distribute(self.module, theirs, self._accelerator.plan, **self._options)
         return self._pair
 
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer, once there is one."""
+        return self._pair[0].trainer if self._pair is not None and self._pair[0].captured else None
+
     def __call__(self, *args: Any, **fields: Any) -> Any:
-        """Return the loss of a batch; in training it has a value after the step."""
-        if self.module.training and self._accelerator.gradient_accumulation_steps > 1:
-            if args:
-                raise ConfigError("model(...): with gradient_accumulation_steps; legal: fields by keyword")
-            return Accumulated(self, fields)
-        return self._forward(*args, **fields)
-
-    def _forward(self, *args: Any, **fields: Any) -> Any:
-        model = self.pair[0]
-        found = model(*args, **fields)
-        if self.trainer is None:
-            self.trainer = model.trainer
-        if self._restore is not None:
-            self._restored()
-            if not self.module.training:
-                found = model(*args, **fields)
-        if type(found) is Loss:
-            found.__class__ = OutputLoss
-        return found
-
-    def add(self, one: Accumulated, given: Mapping[str, Any]) -> None:
-        """Take a batch into the step; with the last, forward and backward of all of them are those of one batch."""
-        if given:
-            raise ShardwiseError("accelerator.backward(...) with arguments; legal: accelerator.backward(loss)")
-        self._due.append(one)
-        if self._accelerator.sync_gradients:
-            names = self._due[0].fields.keys()
-            if any(other.fields.keys() != names for other in self._due):
-                raise ConfigError.on("batch", "the batches of a step have different fields", "the same in all")
-            whole = self._forward(**{name: torch.cat([other.fields[name] for other in self._due]) for name in names})
-            whole.backward()
-            for other in self._due:
-                other.whole = whole
-            self._due = []
-
-    def clip(self, norm: float | None) -> None:
-        """Let the next step clip gradients to a norm."""
-        assert self.trainer is not None
-        self.trainer.engine.interpreter.clip_norm = norm
+        """Return what the model returns: in training tensors whose values the step computes, or a look at one."""
+        return self.pair[0](*args, **fields)
 
     def rates(self) -> list[float]:
         """Return the learning rates of the optimizer's groups."""
         return [] if self._optimizer is None else [float(g["lr"]) for g in self._optimizer.param_groups]
 
     def restore(self, path: Path, rates: list[float]) -> None:
-        """Go on from a checkpoint: now, or as soon as the first batch has shown what the model computes."""
-        self._restore = path, rates
+        """Go on from a checkpoint: now, or as soon as the first step has shown what the model computes."""
         if self._optimizer is not None:
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        if self.trainer is not None:
-            self._restored()
+        if self.trainer is None:  # for evaluations before the first step
+            self.module.load_state_dict(dict(fit_weights(path, self.module, "load_state")))
 
-    def _restored(self) -> None:
-        assert self.trainer is not None and self._restore is not None
-        path, self._restore = self._restore[0], None
-        with Checkpoints(self.trainer, path.parent) as checkpoints:
-            checkpoints.restore(path=path)
+        def restore(trainer: Trainer) -> None:
+            with Checkpoints(trainer, path.parent) as checkpoints:
+                checkpoints.restore(path=path)
+
+        self.pair[0].when_captured(restore)
 
     def train(self, mode: bool = True) -> PreparedModel:
         self.module.train(mode)
@@ -184,14 +92,29 @@ class PreparedModel:
         return self.module.training
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters of the module, for ``clip_grad_norm_``; their values are in the engine."""
-        return self.module.parameters(recurse)
+        """Yield the parameters: those of the module for its optimizer, and later what ``distribute`` shows of them."""
+        yield from (one for _, one in self.named_parameters())
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with their names."""
+        yield from self.module.named_parameters() if self._pair is None else self._pair[0].named_parameters()
+
+    def shown(self, given: Iterable[Tensor]) -> dict[str, nn.Parameter]:
+        """Return by name what ``distribute`` shows of those of the model's parameters that are given."""
+        shown, known = dict(self.pair[0].named_parameters()), {id(one) for one in given}
+        own = dict(self.module.named_parameters())
+        found = {name: one for name, one in shown.items() if id(one) in known or id(own[name]) in known}
+        if len(found) < len(known):
+            raise ShardwiseError("a parameter is given that the prepared model does not have; legal: its parameters()")
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._accelerator.sync_gradients:
+            self.pair[0].zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full state; all ranks call it together."""
-        if self.trainer is None:
-            return dict(self.module.state_dict())
-        return self.pair[0].state_dict()
+        return dict(self.module.state_dict()) if self._pair is None else self._pair[0].state_dict()
 
     def close(self) -> None:
         if self.trainer is not None:
@@ -203,8 +126,8 @@ class PreparedModel:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ShardwiseError(
-            f"model.{name} is not there under shardwise; legal: a call, train, eval, parameters, state_dict, and "
-            f"accelerator.unwrap_model(model).{name} for what needs no values"
+            f"model.{name} is not there under shardwise; legal: a call, train, eval, parameters, named_parameters, "
+            f"zero_grad, state_dict, and accelerator.unwrap_model(model).{name} for what needs no values"
         )
 
 
@@ -220,11 +143,18 @@ class PreparedOptimizer:
             raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         if self._accelerator.sync_gradients:
             self._model.pair[1].step()
-            self._model.clip(self._model._options.get("clip_norm"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._accelerator.sync_gradients:
             self._model.pair[1].zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of torch's, whole and on the host; all ranks call it together."""
+        return self._model.pair[1].state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take such a state, with its learning rate, before the next step."""
+        self._model.pair[1].load_state_dict(state_dict)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -235,8 +165,8 @@ class PreparedOptimizer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ShardwiseError(
-            f"optimizer.{name} is not there under shardwise; legal: step, zero_grad, param_groups, and "
-            "accelerator.save_state"
+            f"optimizer.{name} is not there under shardwise; legal: step, zero_grad, param_groups, state_dict, "
+            "load_state_dict, and accelerator.save_state"
         )
 
 

@@ -98,6 +98,19 @@ class DistributedModel:
         """Return the trainer, which exists after the first step, for :class:`shardwise.Checkpoints`."""
         return self._steps.trainer
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is a trainer."""
+        return self._steps.captured
+
+    def when_captured(self, function: Callable[[Trainer], object]) -> None:
+        """Call ``function`` with the trainer, whose state it may set: now, or before the first step computes."""
+        if self._steps.captured:
+            function(self._steps.trainer)
+            self._steps.changed()
+        else:
+            self._steps.when_made.append(function)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full single-device state; all ranks call it together."""
         steps = self._steps
@@ -166,6 +179,11 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ShardwiseError("optimizer.step(closure): it would run several times; legal: optimizer.step()")
         self._steps.step(self._prepare)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let the step clip the gradients of all parameters to a norm, without putting them together; return their norm
+        before that, a tensor whose value is known after the step."""
+        return self._steps.clip(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""

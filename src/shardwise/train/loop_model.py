@@ -7,7 +7,7 @@ import inspect
 import weakref
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class Model(Owner):
         self.filled = -1  # the version of the weights that the loop sees
         self._seen: dict[str, Tensor] | None = None
         self.made: Trainer | None = None
+        self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
         self._compiled: dict[Any, Compiled] = {}
 
@@ -111,6 +112,9 @@ class Model(Owner):
             self.watch.begin()
             self.made.before_close.append(self._give_back)
             atexit.register(self._leave)
+            for function in self.when_made:
+                function(self.made)
+            self.known_state = None
         return self.made
 
     def _give_back(self) -> None:

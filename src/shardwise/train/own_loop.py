@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwise.capture.running import at_line
@@ -13,9 +14,10 @@ from shardwise.core.fields import KEPT
 from shardwise.core.part import STEP, UPDATE, Part
 from shardwise.graph.torch_private import without_torch_functions
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.batch import StepResult
 from shardwise.train.kept import KeptValue
 from shardwise.train.loop_model import Model, like_of
-from shardwise.train.recording import Later, Owner, Plain, Source, Value
+from shardwise.train.recording import Later, Owner, Plain, Source, Value, deferred
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
 
@@ -34,6 +36,10 @@ class Between(NamedTuple):
 
 class Steps(Model, Look):
     """The model of a loop and its steps: what was recorded since the last one."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.clips: list[tuple[float, Value]] = []  # what the next step clips to, and the norms that the loop holds
 
     def backward(self, loss: Value) -> None:
         """Note a loss for the next step of every model that it depends on."""
@@ -74,14 +80,43 @@ class Steps(Model, Look):
             self._run(prepare, updates=True)
         else:
             assert self.last is not None
-            prepare(self.trainer)
+            self._begin_update(self.trainer, prepare)
             self.trainer.engine.set_gradients(self._gradients())
-            self.trainer.step(self.last[0], self.last[1], UPDATE)
+            self._end_update(self.trainer.step(self.last[0], self.last[1], UPDATE))
         self.version += 1
         self.open, self.zeroed, self.known_state, self.last, self.turn = [], False, None, None, 0
         for value in self.ended:
             value.forget()
         self.ended = []
+
+    def clip(self, norm: float) -> Tensor:
+        """Let the next step clip its gradients to a norm; return their norm before that, which has a value after the
+        step."""
+        if not self.due and self.last is None:
+            raise ShardwiseError(
+                f"gradients are clipped{at_line()} without a backward; legal: between backward and step"
+            )
+        if self.plan.stages_alone:
+            wrong = f'{norm:g} is not legal with schedule "{self.plan.pipeline.schedule}"'
+            raise ConfigError.on("clip_norm", f"{wrong}, whose stages do not wait for the norm of all", "none")
+        dtype = torch.float64 if self.plan.numeric.precision == "fp64" else torch.float32
+        found = Value(torch.empty((), dtype=dtype, device="meta"))
+        found.lost = "the step computes the norm of its gradients"
+        self.clips.append((norm, found))
+        return deferred(found)
+
+    def _begin_update(self, trainer: Trainer, prepare: Callable[[Trainer], None]) -> None:
+        clip_norm = self.options.get("clip_norm")
+        limits = [norm for norm, _ in self.clips] + ([] if clip_norm is None else [clip_norm])
+        trainer.engine.interpreter.clip_norm = min(limits, default=None)
+        prepare(trainer)
+
+    def _end_update(self, result: StepResult) -> None:
+        norm = result.grad_norm
+        for limit, value in self.clips:
+            value.known = Plain(norm.to(value.meta.dtype))
+            norm = norm.clamp(max=limit)  # what a further call of the loop's finds
+        self.clips = []
 
     def _run(self, prepare: Callable[[Trainer], None] | None, updates: bool) -> None:
         """Run the losses that are due, one program after the other where they are computed alike."""
@@ -153,8 +188,10 @@ class Steps(Model, Look):
         compiled = self.compiled(found, True, True)
         batch = self.batch(found)
         if prepare is not None:
-            prepare(trainer)
+            self._begin_update(trainer, prepare)
         result = trainer.step(batch, compiled, part, self.turn)
+        if prepare is not None:
+            self._end_update(result)
         self.last = batch, compiled
         self.take(kept, result, batch.rows)
         why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
@@ -175,7 +212,7 @@ class Steps(Model, Look):
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
-        self.due, self.zeroed, self.added, self.last, self.turn = [], True, None, None, 0
+        self.due, self.zeroed, self.added, self.last, self.turn, self.clips = [], True, None, None, 0, []
         if self.made is not None:
             self.made.engine.interpreter.gradients = None
         if self._seen is not None:

@@ -174,7 +174,10 @@ class Value:
     def get(self) -> Tensor:
         """Return the value, computed now if it is not known."""
         if self.known is None and not self.stale and not self.lost:
-            self.owners[0].compute(self)
+            if self.calls:
+                self.owners[0].compute(self)
+            else:  # of what a step gives beside the results of models
+                self.known = Later(self)
         if self.known is None:
             raise ShardwiseError(
                 f"a value of the loop is looked at{at_line()} that was not computed: "
