@@ -93,6 +93,56 @@ def loop(
     return found
 
 
+def criterion_loop(accelerator: Any, rows: int, clip: str = "all") -> dict[str, Any]:
+    """A loop whose model knows no loss: it is combined of a criterion and a penalty, after several outputs."""
+    if accelerator.__module__.startswith("shardwise"):
+        accelerator.plan = accelerator.plan.replace(precision="fp64")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+    model = accelerator.prepare(module)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loader = accelerator.prepare(DataLoader(Rows(), batch_size=rows))
+    criterion = nn.MSELoss()
+    found: dict[str, Any] = {"losses": [], "errors": [], "norms": []}
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                output = model(batch["x"])
+                loss = criterion(output, batch["y"]) + 0.1 * output.square().mean()
+                accelerator.backward(loss)
+                norm = clipped(accelerator, model, clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                found["losses"].append(loss.item())
+                found["errors"].append((output - batch["y"]).abs().max().item())
+                found["norms"].append(None if norm is None else float(norm))
+    model.eval()
+    with torch.no_grad():
+        x = Rows().x
+        found["outputs"] = accelerator.gather_for_metrics(model(x)).flatten().tolist()
+    found["state"] = {name: value.tolist() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return found
+
+
+def clipped(accelerator: Any, model: Any, clip: str) -> Any:
+    if clip == "value":
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_value_(model.parameters(), 0.02)
+    elif clip == "part":
+        return accelerator.clip_grad_norm_(list(model.parameters())[:2], 0.1)
+    elif clip == "largest":
+        return accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
+    elif clip == "twice":
+        accelerator.clip_grad_norm_(model.parameters(), 0.3)
+        return accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    else:
+        return accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    return None
+
+
 def plain_loop(rows: int) -> list[float]:
     """The losses of plain PyTorch with batches of ``rows``, and a schedule that goes two steps on each time."""
     model = net()
@@ -116,6 +166,9 @@ def plain_loop(rows: int) -> list[float]:
 if __name__ == "__main__":
     from shardwise.integrations.accelerate import Accelerator
 
+    if sys.argv[1] == "criterion":
+        print(json.dumps(criterion_loop(Accelerator(gradient_accumulation_steps=3), rows=2, clip=sys.argv[2])))
+        sys.exit()
     folder = Path(sys.argv[1]) / "state"
     first = Accelerator()
     first.wait_for_everyone()

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
 import torch
-from accelerated import Rows, loop, net, plain_loop
+from accelerated import Rows, criterion_loop, loop, net, plain_loop
 from torch.utils.data import DataLoader
 
 from processes import run_processes
@@ -27,6 +28,29 @@ def test_the_loop_of_accelerate(accumulated: int) -> None:
     assert found["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-10)
     for name, value in expected["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-9, atol=1e-11)
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys() and len(found["losses"]) == 4  # of five batches, three and two a step
+    for name in ("losses", "errors", "norms", "outputs"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-11), name
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(torch.tensor(found["state"][name]), torch.tensor(value), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("clip", ["all", "twice", "part", "largest", "value"])
+def test_a_criterion_of_the_loop(clip: str) -> None:
+    """``loss = criterion(model(x), y)``, of batches that add up, the last step of fewer."""
+    expected = criterion_loop(accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True), 4, clip)
+    compare(criterion_loop(Accelerator(gradient_accumulation_steps=3), 4, clip), expected)
+
+
+@pytest.mark.parametrize("clip", ["all", "part"])
+def test_a_criterion_of_the_loop_on_two_ranks(clip: str) -> None:
+    here = Path(__file__).parent / "accelerated.py"
+    expected = criterion_loop(accelerate.Accelerator(gradient_accumulation_steps=3, cpu=True), 4, clip)
+    for output in run_processes(2, [str(here), "criterion", clip], 200):
+        compare(json.loads(output.splitlines()[-1]), expected)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
 from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
-from shardwise.train.script import FieldPart, Plot, plot
+from shardwise.train.script import FieldPart, Plot, Script, plot
 from shardwise.train.shapes import Shapes
 from shardwise.train.trainer import Trainer
 
@@ -72,7 +72,7 @@ class Model(Owner):
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, list[Compiled]] = {}  # those of a plot's key differ in what they keep
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Model(Owner):
             with torch.inference_mode(False):
                 example = {name: part.value for name, part in found.fields.items()}
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
-            self._compiled[found.key, True] = self.made.compiled
+            self._compiled[found.key, True] = [self.made.compiled]
             self.watch.begin()
             self.made.before_close.append(self._give_back)
             atexit.register(self._leave)
@@ -127,14 +127,17 @@ class Model(Owner):
         self.trainer.close()
 
     def compiled(self, found: Plot, training: bool, backward: bool) -> Compiled:
-        """Return what a plot is captured as: once for all that are computed alike."""
+        """Return what a plot is captured as: once for all that are computed alike, and keep no more than the first."""
         trainer, key = self.trained(found) if backward else self.trainer, (found.key, training)
-        if key not in self._compiled:
-            self.with_states(found)
-            example = {name: part.value for name, part in found.fields.items()}
-            with torch.inference_mode(False):
-                self._compiled[key] = trainer.compiled.beside(found.script, example, training, backward)
-        return self._compiled[key]
+        alike, kept = self._compiled.setdefault(key, []), set(found.script.kept)
+        enough = sorted((len(script_of(one).kept), i) for i, one in enumerate(alike) if kept <= {*script_of(one).kept})
+        if enough:
+            return alike[enough[0][1]]
+        self.with_states(found)
+        example = {name: part.value for name, part in found.fields.items()}
+        with torch.inference_mode(False):
+            alike.append(trainer.compiled.beside(found.script, example, training, backward))
+        return alike[-1]
 
     # ---- calls of the model ------------------------------------------------------------------------------------------
 
@@ -231,11 +234,13 @@ class Model(Owner):
         self.push()
         compiled = self.compiled(found, True, bool(self.due))
         batch = self.batch(found)
-        self.take(kept, self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled), batch.rows)
+        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
+        self.take(kept, found, compiled, result, batch.rows)
 
-    def take(self, kept: Sequence[Value], result: StepResult, rows: int) -> None:
-        for i, value in enumerate(kept):
-            parts = result.kept.get(f"{KEPT}{i}")
+    def take(self, kept: Sequence[Value], found: Plot, compiled: Compiled, result: StepResult, rows: int) -> None:
+        """Note the values that a plot keeps, of what the program has kept of a batch of so many rows."""
+        for value, leaf in zip(kept, found.script.kept, strict=True):
+            parts = result.kept.get(f"{KEPT}{script_of(compiled).kept.index(leaf)}")
             if parts is not None:
                 value.known = KeptValue(self.trainer.comm, self.plan, parts, value.meta, rows)
                 self.held.discard(value)
@@ -285,7 +290,7 @@ class Model(Owner):
         batch = self.batch(found)
         compiled = self.compiled(found, False, False)
         result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
-        self.take(kept, result, batch.rows)
+        self.take(kept, found, compiled, result, batch.rows)
         return made
 
     # ---- batches -----------------------------------------------------------------------------------------------------
@@ -343,6 +348,12 @@ def like_of(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
+def script_of(compiled: Compiled) -> Script:
+    """Return the script that was captured."""
+    assert isinstance(compiled.loss, Script)
+    return compiled.loss
+
+
 def _with_gradient(value: Value) -> Value:
     """Return a value from which a gradient goes to the model, of those that ``value`` depends on."""
     stack, seen = [value], set[int]()
@@ -371,4 +382,4 @@ def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
         )
 
 
-__all__ = ["Arguments", "Model", "like_of"]
+__all__ = ["Arguments", "Model", "like_of", "script_of"]

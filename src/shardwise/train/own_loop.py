@@ -16,7 +16,7 @@ from shardwise.graph.torch_private import without_torch_functions
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.train.kept import KeptValue
-from shardwise.train.loop_model import Model, like_of
+from shardwise.train.loop_model import Model, like_of, script_of
 from shardwise.train.recording import Later, Owner, Plain, Source, Value, deferred
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
@@ -193,13 +193,13 @@ class Steps(Model, Look):
         if prepare is not None:
             self._end_update(result)
         self.last = batch, compiled
-        self.take(kept, result, batch.rows)
+        self.take(kept, found, compiled, result, batch.rows)
         why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
         for value in kept:
             value.lost = why if value.known is None else ""
         if single is not None:
             single.known = Plain(result.loss.to(single.meta.dtype).reshape(single.meta.shape))
-        for i, (at, name) in enumerate(found.script.written, start=len(kept)):
+        for i, (at, name) in enumerate(found.script.written, start=len(script_of(compiled).kept)):
             owner = found.owners[at]
             assert isinstance(owner, Steps)
             parts = result.kept[f"{KEPT}{i}"]
