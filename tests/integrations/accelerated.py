@@ -117,7 +117,7 @@ def criterion_loop(accelerator: Any, rows: int, clip: str = "all") -> dict[str, 
             if accelerator.sync_gradients:
                 found["losses"].append(loss.item())
                 found["errors"].append((output - batch["y"]).abs().max().item())
-                found["norms"].append(None if norm is None else float(norm))
+                found["norms"] += [] if norm is None else [float(norm)]
     model.eval()
     with torch.no_grad():
         x = Rows().x
@@ -128,19 +128,15 @@ def criterion_loop(accelerator: Any, rows: int, clip: str = "all") -> dict[str, 
 
 
 def clipped(accelerator: Any, model: Any, clip: str) -> Any:
+    if not accelerator.sync_gradients or clip == "none":
+        return None
     if clip == "value":
-        if accelerator.sync_gradients:
-            accelerator.clip_grad_value_(model.parameters(), 0.02)
-    elif clip == "part":
+        return accelerator.clip_grad_value_(model.parameters(), 0.02)
+    if clip == "part":
         return accelerator.clip_grad_norm_(list(model.parameters())[:2], 0.1)
-    elif clip == "largest":
+    if clip == "largest":
         return accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
-    elif clip == "twice":
-        accelerator.clip_grad_norm_(model.parameters(), 0.3)
-        return accelerator.clip_grad_norm_(model.parameters(), 0.1)
-    else:
-        return accelerator.clip_grad_norm_(model.parameters(), 0.1)
-    return None
+    return accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
 
 def plain_loop(rows: int) -> list[float]:

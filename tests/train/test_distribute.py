@@ -436,6 +436,21 @@ def test_what_becomes_of_their_optimizer() -> None:
         step(model, optimizer)
 
 
+def test_several_backwards_of_which_the_loop_holds_the_last_loss() -> None:
+    """The programs of a step are computed alike and keep different values."""
+    plain, ours, found = net(), net(), []
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for model, optimizer in ((plain, theirs), distribute(ours, OptimizerChoice("sgd", lr=0.1, momentum=0.0))):
+        for turn in range(2):
+            for number in range(3):
+                loss = model(**batch(3 * turn + number))
+                (loss / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found[2:] == pytest.approx(found[:2], rel=1e-5)
+
+
 def test_a_backward_is_taken_back() -> None:
     """Gradients that are set to zero before the step are those of the next backward alone."""
     plain, ours = net(), net()

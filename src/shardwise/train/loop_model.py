@@ -110,6 +110,7 @@ class Model(Owner):
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
             self._compiled[found.key, True] = [self.made.compiled]
             self.watch.begin()
+            self.made.before_save.append(self.push)
             self.made.before_close.append(self._give_back)
             atexit.register(self._leave)
             for function in self.when_made:

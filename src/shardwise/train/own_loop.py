@@ -39,7 +39,7 @@ class Steps(Model, Look):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.clips: list[tuple[float, Value]] = []  # what the next step clips to, and the norms that the loop holds
+        self.clipped: tuple[float, Value] | None = None  # what the next step clips to, and the norm that the loop holds
 
     def backward(self, loss: Value) -> None:
         """Note a loss for the next step of every model that it depends on."""
@@ -96,27 +96,27 @@ class Steps(Model, Look):
             raise ShardwiseError(
                 f"gradients are clipped{at_line()} without a backward; legal: between backward and step"
             )
+        if self.clipped is not None or self.options.get("clip_norm") is not None:
+            raise ShardwiseError(f"gradients are clipped{at_line()} a second time for a step; legal: once")
         if self.plan.stages_alone:
             wrong = f'{norm:g} is not legal with schedule "{self.plan.pipeline.schedule}"'
             raise ConfigError.on("clip_norm", f"{wrong}, whose stages do not wait for the norm of all", "none")
         dtype = torch.float64 if self.plan.numeric.precision == "fp64" else torch.float32
         found = Value(torch.empty((), dtype=dtype, device="meta"))
         found.lost = "the step computes the norm of its gradients"
-        self.clips.append((norm, found))
+        self.clipped = norm, found
         return deferred(found)
 
     def _begin_update(self, trainer: Trainer, prepare: Callable[[Trainer], None]) -> None:
         clip_norm = self.options.get("clip_norm")
-        limits = [norm for norm, _ in self.clips] + ([] if clip_norm is None else [clip_norm])
-        trainer.engine.interpreter.clip_norm = min(limits, default=None)
+        trainer.engine.interpreter.clip_norm = clip_norm if self.clipped is None else self.clipped[0]
         prepare(trainer)
 
     def _end_update(self, result: StepResult) -> None:
-        norm = result.grad_norm
-        for limit, value in self.clips:
-            value.known = Plain(norm.to(value.meta.dtype))
-            norm = norm.clamp(max=limit)  # what a further call of the loop's finds
-        self.clips = []
+        if self.clipped is not None:
+            value = self.clipped[1]
+            value.known = Plain(result.grad_norm.to(value.meta.dtype))
+            self.clipped = None
 
     def _run(self, prepare: Callable[[Trainer], None] | None, updates: bool) -> None:
         """Run the losses that are due, one program after the other where they are computed alike."""
@@ -212,7 +212,7 @@ class Steps(Model, Look):
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
-        self.due, self.zeroed, self.added, self.last, self.turn, self.clips = [], True, None, None, 0, []
+        self.due, self.zeroed, self.added, self.last, self.turn, self.clipped = [], True, None, None, 0, None
         if self.made is not None:
             self.made.engine.interpreter.gradients = None
         if self._seen is not None:

@@ -131,9 +131,9 @@ class Trainer:
         self._own_rows = OwnRows(plan, self.comm)
         self._asked_to_stop = False
         self.stopping = False
-        self.before_close: list[
-            Callable[[], object]
-        ] = []  # calls that need the other ranks to end, such as that for checkpoints being written
+        # Calls that need the other ranks: a loop's writes are taken before a save, and saves are waited for at the end.
+        self.before_save: list[Callable[[], object]] = []
+        self.before_close: list[Callable[[], object]] = []
 
     def _compiled(
         self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, loss_weight: str | None,
