@@ -140,7 +140,9 @@ class BatchState:
         self.repeated: bool | None = None
         self.skips = False  # set by :meth:`validate`
         self.unreached: dict[str, Tensor] = {}  # 1 for a parameter, by name, that no rank has a gradient of
-        self.kept: dict[str, KeptParts] = {}
+        self.kept = {
+            name: KeptParts(place, [None] * self.microbatches) for name, place in self.traces[0].kept.items()
+        }  # on every stage, though one of them computes it
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -177,8 +179,6 @@ class BatchState:
 
     def keep(self, name: str, m: int, value: Tensor) -> None:
         """Keep what this rank has in microbatch ``m`` of a value for the user's loop."""
-        if name not in self.kept:
-            self.kept[name] = KeptParts(self.traces[m].kept[name], [None] * self.microbatches)
         self.kept[name].parts[m] = value
 
     # ---- the loss ----------------------------------------------------------------------------------------------------

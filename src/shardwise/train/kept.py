@@ -37,7 +37,7 @@ class KeptValue(Known):
             return one
         first = next((part for part in parts if part is not None), None)
         dtype = self.meta.dtype if first is None else first.dtype
-        whole = torch.zeros(self.meta.shape, dtype=dtype, device="cpu" if first is None else first.device)
+        whole = torch.zeros(self.meta.shape, dtype=dtype, device=self.comm.device if first is None else first.device)
         index = mesh.index(self.comm.rank, AXES)
         if mesh.index(self.comm.rank, mesh.other_axes((*AXES, PIPELINE))) == 0:  # the others have the same
             ranges = rank_rows(self.rows, len(parts), mesh.axis_size(AXES), index)
