@@ -132,6 +132,14 @@ ZERO: Mapping[str, Rule] = {
     "override_module_apply": always("`shardwise train` makes initial values without a model on any device"),
     "log_trace_cache_warnings": none("the order of gathers is known before the first step"),
 }  # fmt: skip
+
+
+def _logger(name: str, value: Any, context: Context) -> Answer:
+    """Answer ``enabled`` of a logger, with all that are enabled."""
+    loggers = [one for one in ("tensorboard", "wandb") if context.values.get(f"{one}.enabled") is True]
+    return switch(key(train_loggers=loggers))(name, value, context)
+
+
 RULES: Mapping[str, Rule] = {
     WHOLE: number("data.batch_size", "the rows of a step, over all ranks and microbatches", least=1, whole=True),
     MICRO: _micro,
@@ -207,10 +215,11 @@ RULES: Mapping[str, Rule] = {
     "memory_breakdown": elsewhere("`shardwise memory` predicts and shows memory by category"),
     "flops_profiler.*": elsewhere("`shardwise show` has the FLOPs of each unit"),
     "comms_logger.*": elsewhere("`shardwise show` lists what is communicated, and by which op"),
-    "tensorboard.enabled": switch(key(train_tensorboard=True)),
+    "tensorboard.enabled": _logger,
     "tensorboard.*": elsewhere("curves are in train.run_dir"),
     "csv_monitor.*": always("metrics.jsonl in train.run_dir has the curves"),
-    "wandb.*": none("metrics.jsonl in train.run_dir has the curves"),
+    "wandb.enabled": _logger,
+    "wandb.*": elsewhere("wandb reads its environment: WANDB_PROJECT, WANDB_ENTITY"),
     "comet.*": none("metrics.jsonl in train.run_dir has the curves"),
     "autotuning.*": elsewhere('`shardwise memory` predicts what fits; parallel.tensor_plan = "auto" searches'),
     "elasticity.*": always("a checkpoint resumes on any number of ranks; train.max_restarts"),
