@@ -48,13 +48,15 @@ def test_a_deepspeed_config(tmp_path: Path) -> None:
                               "overlap_comm": True, "reduce_bucket_size": 5e8},
         "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.2}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 50}},
-        "communication_data_type": "fp16", "tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": 10,
+        "communication_data_type": "fp16", "tensorboard": {"enabled": True},
+        "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": 10,
     }  # fmt: skip
     assert made(tmp_path, "ds.json", values, ranks=2) == {
         "data.batch_size": 16, "parallel.microbatches": 2, "train.clip_norm": 0.5, "parallel.precision": "fp16",
         "train.loss_scale": "dynamic", "parallel.zero": 2, "parallel.offload": "optimizer", "optimizer.name": "adamw",
         "optimizer.betas": [0.8, 0.9], "optimizer.weight_decay": 0.2, "optimizer.schedule": "cosine",
-        "optimizer.warmup_steps": 5, "train.steps": 50, "parallel.reduce": "fp16", "train.loggers": ["tensorboard", "wandb"],
+        "optimizer.warmup_steps": 5, "train.steps": 50, "parallel.reduce": "fp16",
+        "train.loggers": ["tensorboard", "wandb"],
     }  # fmt: skip
     plain = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
     assert made(tmp_path, "plain.json", plain)["optimizer.name"] == "adam"

@@ -136,7 +136,9 @@ ZERO: Mapping[str, Rule] = {
 
 def _logger(name: str, value: Any, context: Context) -> Answer:
     """Answer ``enabled`` of a logger, with all that are enabled."""
-    loggers = [one for one in ("tensorboard", "wandb") if context.values.get(f"{one}.enabled") is True]
+    loggers = [
+        one for one in ("tensorboard", "wandb") if name.startswith(one) or context.values.get(f"{one}.enabled") is True
+    ]
     return switch(key(train_loggers=loggers))(name, value, context)
 
 
