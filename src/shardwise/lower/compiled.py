@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
+from shardwise.lower.traced_for import solves, traced_for
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.measure.unit_traffic import communicating_axes
@@ -381,25 +381,6 @@ class Compiled:
 
 def _lying(one: Parameter) -> str:
     return f"{one.placed}, its gradient summed over {', '.join(one.summed)}," if one.summed else str(one.placed)
-
-
-def solves(plan: Plan) -> bool:
-    """Whether a solver decides how ops and parameters are sharded."""
-    return plan.tensor.plan == "auto" and bool(tensor_axes(plan.mesh))
-
-
-def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
-    """Return all of a plan that a trace depends on, for comparison with another plan. Rules for parameters are among
-    it, for parameters with different rules do not share a bucket.
-    """
-    mesh, rules = plan.mesh, plan.data.parameters
-    solved: tuple[Any, ...] = ()
-    if plan.tensor.plan == "auto":
-        across = axes_across(mesh, per_host or mesh.size)
-        solved = (plan.microbatches, mesh.axis_size((SHARDS, REPLICAS)), across)
-    sizes = tuple((axis, mesh.axis_size(axis)) for axis in tensor_axes(mesh))
-    exchanges = plan.exchanges_microbatches
-    return plan.numeric, plan.tensor, solved, sizes, exchanges, rules if len(rules) > 1 else ()
 
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:

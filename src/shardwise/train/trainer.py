@@ -18,7 +18,8 @@ from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
-from shardwise.lower.compiled import Compiled, solves
+from shardwise.lower.compiled import Compiled
+from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
