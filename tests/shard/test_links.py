@@ -16,7 +16,8 @@ from shardwise.core.rates import rates
 from shardwise.estimate.traffic import step_traffic
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
-from shardwise.lower.compiled import Compiled, traced_for
+from shardwise.lower.compiled import Compiled
+from shardwise.lower.traced_for import traced_for
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel

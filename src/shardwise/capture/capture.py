@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
+from shardwise.capture.computation import Computation
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept
@@ -27,6 +28,7 @@ from shardwise.capture.state import Change, PythonState, assigned_buffers, kept_
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
 from shardwise.core.errors import ConfigError, describe
+from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import exports_modules_unhooked, import_export
 from shardwise.initial.copies import copied
@@ -35,14 +37,15 @@ UNSEEN = "something that no look into its attributes shows (an iterator, a clock
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
-LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor] | Computation
 
 
 class WithLoss(nn.Module):
     """Run ``module`` and then its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
 
     Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
-    With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
+    With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.  A
+    :class:`Computation` calls the module itself, and ``forward`` returns all that it does.
     """
 
     def __init__(
@@ -54,14 +57,17 @@ class WithLoss(nn.Module):
         self.precision = precision
         self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
 
-    def __call__(self, fields: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, fields: Mapping[str, Tensor]) -> Any:
         """Return the loss of a batch; hooks on all modules are not called for this one, which no user knows."""
         return self.forward(fields)
 
-    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch."""
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the loss of a batch, a tensor; for a :class:`Computation` a tuple of it and what is kept."""
         seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
         with Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext():
+            if isinstance(self.loss, Computation):
+                loss, *kept = self.loss.run(self.module, seen)
+                return (loss_of(loss, "loss.backward(): the loop"), *kept) if kept else loss_of(loss)
             if self.loss is not None:
                 output = self.loss(self.module(**_accepted(self.module, seen)), seen)
                 return loss_of(output, f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
@@ -86,9 +92,10 @@ class Watched(WithLoss):
         super().__init__(*args)
         self.noted = Noted()
 
-    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch."""
-        before, buffers = PythonState(self.module, self.loss), dict(self.module.named_buffers())
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the loss of a batch, as before."""
+        functions = [] if isinstance(self.loss, Computation) else [self.loss]
+        before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
         loss = super().forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
@@ -265,13 +272,17 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
 
 def rows_in(batch: Mapping[str, Tensor]) -> int:
     """Return the number of rows of a batch, which all of its fields have."""
-    return next(iter(batch.values())).shape[0]
+    return next(value for name, value in batch.items() if has_rows(name)).shape[0]
 
 
 def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """Return ``rows`` rows that repeat those of ``batch``, as distinct tensors, since export merges equal ones."""
+    """Return ``rows`` rows that repeat those of ``batch``, as distinct tensors, since export merges equal ones; a field
+    without rows stays what it is."""
     out = {}
     for name, value in batch.items():
+        if not has_rows(name):
+            out[name] = value.detach().cpu().clone()
+            continue
         index = torch.arange(rows) % max(value.shape[0], 1)
         out[name] = value.detach().cpu()[index].clone()
     return out
@@ -286,7 +297,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
     shapes = None
     if rows is None:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
-        shapes = ({name: {0: dim} for name in example},)
+        shapes = ({name: {0: dim} if has_rows(name) else None for name in example},)
     with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         import_export()
         with exports_modules_unhooked():

@@ -7,6 +7,6 @@ from torch import Tensor
 _FACTS = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "is_cuda", "is_sparse",
           "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mps", "grad_fn")  # fmt: skip
 _METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "ndimension",
-            "__hash__", "__len__")  # fmt: skip
+            "__hash__", "__len__", "new_zeros", "new_ones", "new_empty", "new_full")  # fmt: skip
 FACTS = frozenset([*(getattr(Tensor, name).__get__ for name in _FACTS), *(getattr(Tensor, name) for name in _METHODS)])
 """The functions that ask for facts."""

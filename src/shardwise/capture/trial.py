@@ -166,7 +166,7 @@ def _one(
     with names, exporting(), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the capture has passed them on
         loss = forward(fields)
-    results = {"the loss": names.name(loss)}
+    results = {"the loss": _digest(*map(names.name, tree_leaves(loss)))}
     for name, one in module.named_buffers():
         results[f"the buffer {name}"] = names.name(one)
     return Found(results, names.operations)

@@ -197,6 +197,24 @@ def config(
         run(arguments or [], reference, json)
 
 
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A YAML of Accelerate, a JSON of DeepSpeed, or FSDP arguments.")],
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="accelerate, deepspeed or fsdp  [default: by its keys]"),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks, for batch sizes.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the config.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what each key of another library's config becomes here, and write it as a config of shardwise."""
+    with reported(json):
+        from .convert import run
+
+        run(file, source, ranks, out, json)
+
+
 Schedules = Annotated[
     list[str] | None,
     typer.Option(

@@ -43,7 +43,8 @@ class OptimizerChoice:
 
     The hyperparameters have the meaning, and ``eps`` and ``weight_decay`` the defaults, that they have in
     :mod:`torch.optim`; weight decay is decoupled for ``adamw`` and a term of the gradient for all others.
-    ``decay = "matrices"`` applies weight decay only to parameters of two dims or more, so not to norms and biases.
+    ``decay = "matrices"`` applies weight decay only to parameters of two dims or more, so not to norms and biases;
+    ``undecayed`` names further parameters without it.
 
     The learning rate rises linearly over ``warmup_steps`` to ``lr``.  Then it stays there (``constant``), falls as half
     a cosine until the last of ``total_steps`` (``cosine``), or stays and falls linearly over the last
@@ -59,6 +60,7 @@ class OptimizerChoice:
     eps: float | None = None
     weight_decay: float | None = None
     decay: Literal["matrices", "all"] = "matrices"
+    undecayed: tuple[str, ...] = ()
     momentum: float = 0.0
     nesterov: bool = False
     alpha: float = 0.99
@@ -104,7 +106,7 @@ class OptimizerChoice:
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether weight decay applies to the parameter called ``name`` of this ``shape``."""
-        return self.decay == "all" or len(shape) >= 2
+        return (self.decay == "all" or len(shape) >= 2) and name not in self.undecayed
 
     def _check_numbers(self) -> None:
         betas = self.betas

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.fields import KEPT
 from shardwise.graph.aliases import aliased, is_idle, is_random, looks_alike, refuse_without_memory
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
@@ -35,11 +36,12 @@ _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
 
 @dataclass
 class Normal:
-    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``."""
+    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``: what
+    forward keeps for the user's loop (``core/fields.py`` names it), and the new values of buffers."""
 
     graph: fx.Graph
     captured: Captured
-    updates: list[str] = field(default_factory=list)  # the names of buffers whose new values follow the loss
+    updates: list[str] = field(default_factory=list)  # the names of what follows the loss
 
 
 def functionalise(captured: Captured) -> Normal:
@@ -66,6 +68,7 @@ class _Walker:
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
         self.loss: fx.Node | None = None
+        self.kept: list[fx.Node] = []  # what is kept for the user's loop
 
     # ---- reading and writing -------------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class _Walker:
             elif old.op == "output":
                 if inputs is not None:
                     return old.args[0]
-                self.loss = self.read(old.args[0][0])
+                self.loss, *self.kept = map(self.read, old.args[0])
             elif old.op == "get_attr":
                 self.value[old] = (getattr(owner, str(old.target)), owner)
             else:
@@ -363,15 +366,17 @@ class _Walker:
         new.meta["val"] = example
         return self.call(aten.to.dtype, (new, dtype), goal)
 
+    def computed(self, value: fx.Node) -> fx.Node:
+        """Return a copy of a placeholder (a buffer, a field or a parameter), because no unit computes it."""
+        return self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value
+
     def finish(self) -> Normal:
         assert self.loss is not None
-        names, outputs = [], []
+        names, outputs = [f"{KEPT}{i}" for i in range(len(self.kept))], list(map(self.computed, self.kept))
         for old in self.captured.graph.nodes:
             if old.op == "placeholder" and old.name in self.captured.buffers and self.writes.get(old):
                 names.append(self.captured.buffers[old.name])
-                value = self.value[old]
-                # A placeholder is copied (another buffer, a field or a parameter), because no unit computes it.
-                outputs.append(self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value)
+                outputs.append(self.computed(self.value[old]))
         output = self.new.output((self.loss, *outputs))
         output.meta = {}
         live: set[fx.Node] = set()

@@ -22,7 +22,8 @@ from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import gradient_dtypes
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
-from shardwise.lower.compiled import Compiled, solves, traced_for
+from shardwise.lower.compiled import Compiled
+from shardwise.lower.traced_for import solves, traced_for
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes

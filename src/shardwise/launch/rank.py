@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from shardwise.core.errors import ShardwiseError, describe
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
 
+from .copies import Copies
 from .monitor import RANKS_LOCK, RankError, log_path
 from .watch import STACK_SIGNAL, stack_path
 
@@ -141,7 +142,13 @@ def main() -> None:
     with rank_process(Path(run_dir)) as progress:
         progress.phase(f"running {script}")
         os.environ[RUN_DIR] = run_dir  # tells a Trainer in the script where its record is
-        run_script(script, arguments)
+        copies = Copies()
+        try:
+            run_script(script, arguments)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        copies.check(script)
 
 
 if __name__ == "__main__":

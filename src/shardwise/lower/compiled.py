@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,12 @@ from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
@@ -34,6 +35,7 @@ from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
+from shardwise.lower.traced_for import solves, traced_for
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.measure.unit_traffic import communicating_axes
@@ -84,7 +86,7 @@ class Compiled:
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _weights: dict[int, Weights] = field(default_factory=dict)  # the costs of the general trace's units, by its id
     _captures: Captures = field(default_factory=dict)  # all plans share them
-    _programs: dict[tuple[Trace, int, int], tuple[Program, ...]] = field(default_factory=dict)
+    _programs: dict[tuple[Trace, int, int, Part | None], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
@@ -95,7 +97,7 @@ class Compiled:
 
     def __post_init__(self) -> None:
         refuse_unready(self.module)
-        sizes = {name: value.shape[:1] for name, value in self.example.items()}
+        sizes = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
             raise ConfigError(
                 f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
@@ -161,6 +163,24 @@ class Compiled:
                     self, training=False, like=like, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
                 )
             return self._evaluation
+
+    def beside(
+        self, loss: LossFunction, example: Mapping[str, Tensor], training: bool = True, backward: bool = True
+    ) -> Compiled:
+        """Return another computation with the same model, under the same plan, whose parameters have the same memory.
+
+        Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
+        found = replace(
+            self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
+            _lock=threading.RLock(), _evaluation=None,
+        )  # fmt: skip
+        here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
+            self.buckets, found.general.buckets,
+        ))  # fmt: skip
+        if training and backward and (other := sorted(here ^ there)):
+            wrong = f"{other[0]} has a gradient in one step and none in another"
+            raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
+        return found
 
     def under(self, plan: Plan) -> Compiled:
         """Return the same model under another plan; both share captures, and traces if these do not depend on what
@@ -277,31 +297,41 @@ class Compiled:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
-    def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
-        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each."""
-        key = (one, microbatches, batches)
+    def programs(
+        self, one: Trace, microbatches: int, batches: int = 1, part: Part | None = STEP
+    ) -> tuple[Program, ...]:
+        """Return the checked programs of a trace for ``batches`` batches of ``microbatches`` microbatches each. They
+        run a ``part`` of a step, or, if that is None, only compute what forward does."""
+        part = part if self.training else None
+        key = (one, microbatches, batches, part)
         with self._lock:
             if key not in self._programs:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(
-                    one, plan, buckets=self.buckets, cut=self.stages_of(one), training=self.training, batches=batches
+                    one,
+                    plan,
+                    buckets=self.buckets,
+                    cut=self.stages_of(one),
+                    training=part is not None,
+                    batches=batches,
+                    part=part or STEP,
                 )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
-    def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
+    def communicators(self, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP) -> tuple[Members, ...]:
         """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
-        key: tuple[Trace | int, ...] = (*traces, batches)
+        key: tuple[Trace | int | Part | None, ...] = (*traces, batches, part)
         if key not in self._communicators:
             inside = self._inside(dict.fromkeys(traces))
-            programs = self.programs(traces[0], len(traces), batches)
+            programs = self.programs(traces[0], len(traces), batches, part)
             self._communicators[key] = communicators(programs, self.plan.mesh, inside)
         return self._communicators[key]
 
     @cached_property
-    def _communicators(self) -> dict[tuple[Trace | int, ...], tuple[Members, ...]]:
+    def _communicators(self) -> dict[tuple[Trace | int | Part | None, ...], tuple[Members, ...]]:
         """The results of :meth:`communicators` so far: ranks that are threads of one process share them."""
         return {}
 
@@ -351,25 +381,6 @@ class Compiled:
 
 def _lying(one: Parameter) -> str:
     return f"{one.placed}, its gradient summed over {', '.join(one.summed)}," if one.summed else str(one.placed)
-
-
-def solves(plan: Plan) -> bool:
-    """Whether a solver decides how ops and parameters are sharded."""
-    return plan.tensor.plan == "auto" and bool(tensor_axes(plan.mesh))
-
-
-def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
-    """Return all of a plan that a trace depends on, for comparison with another plan. Rules for parameters are among
-    it, for parameters with different rules do not share a bucket.
-    """
-    mesh, rules = plan.mesh, plan.data.parameters
-    solved: tuple[Any, ...] = ()
-    if plan.tensor.plan == "auto":
-        across = axes_across(mesh, per_host or mesh.size)
-        solved = (plan.microbatches, mesh.axis_size((SHARDS, REPLICAS)), across)
-    sizes = tuple((axis, mesh.axis_size(axis)) for axis in tensor_axes(mesh))
-    exchanges = plan.exchanges_microbatches
-    return plan.numeric, plan.tensor, solved, sizes, exchanges, rules if len(rules) > 1 else ()
 
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.slots import SlotSpan, assign
@@ -49,7 +50,9 @@ class Reductions:
         buckets: Sequence[Bucket],
         batch: Callable[[int], int],
         ends: Sequence[int],
+        part: Part = STEP,
     ) -> None:
+        self.part = part
         self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
         self.narrow = plan.data.reduce not in ("auto", "fp64" if plan.numeric.precision == "fp64" else "fp32")
         self.ways: list[list[_Way]] = [[] for _ in ends]
@@ -71,7 +74,7 @@ class Reductions:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
         elif rule.grad == "S":
             for group in _groups(self.draft, writers, self.plan.data.reduced):
-                first = not ways
+                first = not ways and not self.part.adds
                 direct = first and bool(each) and not self.narrow
                 ways.append(_Way(bucket, group, each, first, False, direct, self._stop(group[-1], number)))
         elif self.narrow and once:
@@ -99,7 +102,8 @@ class Reductions:
             stop = self.ends[number]
             added = [i for i, held in draft.after.items() if i <= stop and any(grad in one.writes for one in held)]
             found[bucket.index] = at = max([*mine, *added])
-            draft.after[at] += [_reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once]
+            if self.part.completes:
+                draft.after[at] += [_reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once]
         return found
 
 

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.mesh import Coordinates
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.tensor_options import tensor_axes
@@ -31,12 +33,14 @@ def lower(
     trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: StageSplit | None = None,
     training: bool = True,
     batches: int = 1,
+    part: Part = STEP,
 ) -> tuple[Program, ...]:  # fmt: skip
     """Return the programs of ``batches`` batches, one for each rank of the pipeline: ranks that differ in other axes
     run the same program.
 
     ``buckets`` are by default those of the trace, and ``cut`` has the stages that follow from the plan and the units'
-    costs. Without ``training`` the programs only compute the loss of a batch. Raises :class:`ConfigError` if the stages
+    costs. Without ``training`` the programs only compute the loss of a batch; in training they run a ``part`` of its
+    step. Raises :class:`ConfigError` if the stages
     cannot compute the model.
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
@@ -82,7 +86,9 @@ def lower(
     if training:
         check_tied(plan, cut, buckets)
     versions = Versions(cut, plan, batches)
-    each = [_Lowering(trace, plan, buckets, training, cut, rank, versions) for rank in range(cut.ranks)]
+    each = [_Lowering(trace, plan, buckets, training, cut, rank, versions, part) for rank in range(cut.ranks)]
+    if not part.computes:
+        return tuple(one.update_alone() for one in each)
     drafts = [one.draft() for one in each]
     cuts = messages(drafts, cut, versions)
     return tuple(one.program(draft, at) for one, draft, at in zip(each, drafts, cuts, strict=True))
@@ -99,6 +105,7 @@ class _Lowering:
     cut: StageSplit
     rank: int
     versions: Versions
+    part: Part = STEP
     _written: set[tuple[int, int]] = field(default_factory=set)  # (bucket, batch) of gradients that have been written
     _begun: set[tuple[int, int]] = field(default_factory=set)  # (unit, microbatch) of forwards of units without a stage
 
@@ -154,7 +161,7 @@ class _Lowering:
         """
         versions, own = self.versions, self.own if self.training else []
         ends = versions.ends(draft)
-        reductions = Reductions(draft, self.plan, self.buckets, versions.batch, ends)
+        reductions = Reductions(draft, self.plan, self.buckets, versions.batch, ends, self.part)
         slots = gather(draft, self.plan, self.buckets, ends)
         copies, stashes = stash(draft, own, ends)
         for batch, end in enumerate(ends):
@@ -164,13 +171,13 @@ class _Lowering:
                 draft.after[draft.writers(summed)[-1]] += loss
                 loss = []
             complete = reductions.put(batch)
-            for bucket, (first, *_) in shared(self.cut, self.rank, own):
+            for bucket, (first, *_) in shared(self.cut, self.rank, own) if self.part.completes else ():
                 if self.rank != first:
                     draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
             # 2BW leaves time between the last gradient and the update, in which the sums over stages run.
             early = max(complete.values(), default=end) if self.training and self.plan.double_buffered else end
-            draft.after[early] += [*loss, *tied(self.cut, self.rank, own)]
-            if self.training:
+            draft.after[early] += [*loss, *(tied(self.cut, self.rank, own) if self.part.completes else ())]
+            if self.training and self.part.updates:
                 draft.after[early] += self.norm(batch)
                 draft.after[end] += self.finish(batch, copies[batch])
             if self.training and versions.validates(batch):
@@ -178,10 +185,20 @@ class _Lowering:
                 at[:0] = [self.validate(batch), *self.reports(batch)]
             else:
                 draft.after[end] += self.reports(batch)
-        place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
-        name = stages_at(self.cut.home, self.rank) if place else "all ranks"
         instructions = tuple(derive_waits(draft.instructions()))
-        return Program(name, place, instructions, slots, reductions.pool, stashes, versions.batches)
+        return Program(*self.place, instructions, slots, reductions.pool, stashes, versions.batches)
+
+    @property
+    def place(self) -> tuple[str, Coordinates]:
+        """The name and the coordinates of the ranks that run the program."""
+        if self.cut.ranks == 1:
+            return "all ranks", ()
+        return stages_at(self.cut.home, self.rank), ((PIPELINE, self.rank),)
+
+    def update_alone(self) -> Program:
+        """Return the program of an update by gradients that earlier programs have completed."""
+        instructions = [*self.norm(0), *self.finish(0, ()), self.report(0)]
+        return Program(*self.place, tuple(derive_waits(instructions)))
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
@@ -403,7 +420,8 @@ class _Lowering:
         return [self.report(k) for k in due if k >= 0]
 
     def report(self, batch: int) -> Instruction:
-        kinds = (BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT) if self.training else (BufferKind.LOSS,)
+        decided = self.training and self.part.updates
+        kinds = (BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT) if decided else (BufferKind.LOSS,)
         reads = tuple(kind.of(version=batch) for kind in kinds)
         frees = (*reads, BufferKind.WEIGHT.of(version=batch), BufferKind.BATCH.of(version=batch))
         return Instruction(Op.REPORT, version=batch, reads=reads, frees=frees)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_field
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
 from shardwise.ops.env import Env
@@ -22,7 +23,10 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.step_sums import StepSums
+from shardwise.shard.op_spec import Placement
 from shardwise.units.trace import Parameter, Trace
+
+TURN = 0x9E3779B97F4A7C15  # far from the seeds that users choose; keys take it modulo 2**64
 
 
 @dataclass
@@ -37,6 +41,7 @@ class StepInput:
     step: int
     lr: float
     stop: bool = False
+    turn: int = 0  # of several batches of a step, which have other random numbers
 
 
 class HostResult(NamedTuple):
@@ -52,6 +57,14 @@ class HostResult(NamedTuple):
     overflows: int | None
 
 
+class KeptParts(NamedTuple):
+    """This is what a rank has of a value that is kept for the user's loop: how it lies on the axes of the batch, and
+    the ``parts`` of the microbatches, None where another stage has them."""
+
+    placement: Placement
+    parts: list[Tensor | None]
+
+
 @dataclass
 class StepResult:
     """This has 0-d device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and
@@ -62,7 +75,8 @@ class StepResult:
     ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is the factor
     on the loss, and ``overflows`` the number of skipped steps in a row.  ``repeated`` says whether the stages had
     wrongly updated by their own norms; it is None if they had not updated so.  ``halted`` is not 0 if no step is taken
-    any more until the host has looked.
+    any more until the host has looked.  ``kept`` has what this rank has, in each microbatch, of the values that
+    are kept for the user's loop, by name.
     """
 
     loss: Tensor
@@ -74,6 +88,7 @@ class StepResult:
     overflows: Tensor | None = None
     repeated: bool | None = None
     halted: Tensor | None = None
+    kept: Mapping[str, KeptParts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         scaled = [] if self.scale is None or self.overflows is None else [self.scale, self.overflows]
@@ -125,6 +140,9 @@ class BatchState:
         self.repeated: bool | None = None
         self.skips = False  # set by :meth:`validate`
         self.unreached: dict[str, Tensor] = {}  # 1 for a parameter, by name, that no rank has a gradient of
+        self.kept = {
+            name: KeptParts(place, [None] * self.microbatches) for name, place in self.traces[0].kept.items()
+        }  # on every stage, though one of them computes it
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -147,14 +165,21 @@ class BatchState:
         first, last = shard_range(self.given.rows, self.microbatches, m)
         rows, offset, window = (self.given.rows, 0, (first, last)) if self.cuts else (last - first, first, None)
         return Env(
-            owner.comm, owner.axes, self.parts, self.index, rows, offset, window, seed=owner.seed,
+            owner.comm, owner.axes, self.parts, self.index, rows, offset, window,
+            seed=owner.seed + self.given.turn * TURN,
             step=self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:
-        """Return this rank's rows of a field in a microbatch."""
+        """Return this rank's rows of a field in a microbatch; a field without rows is whole."""
+        if not has_rows(name):
+            return self.fields[name]
         a, b = env.range()
         return self.fields[name].narrow(0, self.start[m], b - a)
+
+    def keep(self, name: str, m: int, value: Tensor) -> None:
+        """Keep what this rank has in microbatch ``m`` of a value for the user's loop."""
+        self.kept[name].parts[m] = value
 
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +340,9 @@ class BatchState:
         targets = None if self.sums is None else self.sums.targets
         weight = rows if targets is None else targets.sum()
         halted = self.memory.halted.clone()
-        return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
+        return StepResult(
+            self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted, self.kept
+        )  # fmt: skip
 
 
 class BatchStates:

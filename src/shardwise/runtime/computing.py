@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.fields import is_kept
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.ops.env import Env
 from shardwise.ops.weight_gradients import GradientFactors
@@ -124,7 +125,11 @@ class Computing(UnitBackward):
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
-            self.update(name, self.gathered.own(value.detach(), update=True), m)
+            new = self.gathered.own(value.detach(), update=True)
+            if is_kept(name):
+                batch.keep(name, number, new)
+            else:
+                self.update(name, new, m)
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:

@@ -14,9 +14,11 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.hooks import UserHooks
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.part import STEP, Part
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
@@ -24,9 +26,11 @@ from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime import collect
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
@@ -87,7 +91,7 @@ class Engine:
             )
         values.check()
         comm.prepare(compiled.first_communicators)
-        self._prepared: set[tuple[int, ...]] = set()
+        self._prepared: set[tuple[int | Part | None, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
         part = plan.microbatches, comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
@@ -138,17 +142,43 @@ class Engine:
         return self.leads(bucket.index) and mesh.index(self.comm.rank, others) == 0
 
     def step(
-        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
-    ) -> StepResult:
+        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None,
+        compiled: Compiled | None = None, part: Part = STEP, turn: int = 0,
+    ) -> StepResult:  # fmt: skip
         """Take one optimizer step on a batch of ``rows`` rows; ``fields`` has this rank's rows (its part of each
         microbatch in turn).
 
         All ranks call it together; ``stop`` tells all that this rank has been asked to stop.  ``ones`` are the masks
-        that are all ones in ``fields``, where the caller knows.  Returns 0-d device tensors; the host reads nothing.
+        that are all ones in ``fields``, where the caller knows; ``compiled`` is another computation with the same
+        parameters.  Returns 0-d device tensors; the host reads nothing.
+
+        A step may be several calls, each of which runs a ``part``: those before the last do not update, and count up
+        ``turn``.
         """
-        traces = self.choose(fields, rows, ones=ones)
-        program = self.program(self.compiled, traces)
-        return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
+        compiled = compiled or self.compiled
+        traces = self.choose(fields, rows, compiled, ones=ones)
+        program = self.program(compiled, traces, part=part)
+        if part != STEP and self.interpreter.gradients is None:
+            self.interpreter.gradients = Gradients(self.memory, self.comm, self.interpreter.strict)
+        found = self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled, part, turn))
+        self.interpreter.gradients = None if part.updates else self.interpreter.gradients
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the whole gradients that parts of a step have completed, by name; all ranks call it together."""
+        buckets = [b for b in self.memory.buckets.values() if b.grad is not None]
+        return {
+            name: value for b in buckets
+            for name, value in collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}").items()
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace what :meth:`gradients` returned, before the update."""
+        for b in self.memory.buckets.values():
+            if b.grad is not None:
+                for parameter, box, here in b.boxes(b.held_gradient, b.held.start, b.held.start, b.held.stop):
+                    here.copy_(gradients[parameter.name][box.slices])
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
         """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is
@@ -164,39 +194,54 @@ class Engine:
         every = itertools.chain([(fields, rows, stop)], given)
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in every))
 
-    def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
+    def _input(
+        self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool, compiled: Compiled | None = None,
+        part: Part = STEP, turn: int = 0,
+    ) -> StepInput:  # fmt: skip
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
-        self.check(fields, rows)
+        self.check(fields, rows, compiled)
         if rows != expected:
             raise ConfigError(
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
             )
         at = self.step_index
-        self.step_index += 1
-        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
+        self.step_index += part.updates
+        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop, turn)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
-    def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
-        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
-        compiled = self.compiled.evaluation()
+    def evaluate(
+        self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None,
+        compiled: Compiled | None = None,
+    ) -> StepResult:  # fmt: skip
+        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together.
+
+        ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
+        training, no buffer changes, and the random numbers are those of the next step."""
+        compiled = compiled or self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
             value, precision = local_part(self.unused[name], parameter, self.comm), compiled.plan.numeric.precision
             dtype = shadow_dtype(compiled.module, name, compiled.module.get_parameter(name), precision)
             self.memory.leaves[name] = value.to(self.comm.device, dtype)
-        program = self.program(compiled, traces)
-        return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+        program = self.program(compiled, traces, part=None)
+        self.interpreter.commits = not compiled.training
+        try:
+            return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+        finally:
+            self.interpreter.commits = True
 
-    def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
+    def program(
+        self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP
+    ) -> Program:
         """Return the program that this rank runs; all ranks call it together, which before the program's first run
         starts the communicators that it lacks.
         """
-        key = (id(compiled), batches, *map(id, traces))
+        key = (id(compiled), batches, part, *map(id, traces))
         if key not in self._prepared:
-            self.comm.prepare(compiled.communicators(traces, batches))
+            self.comm.prepare(compiled.communicators(traces, batches, part))
             self._prepared.add(key)
-        return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
+        return class_of(compiled.programs(traces[0], len(traces), batches, part), self.comm.mesh, self.comm.rank)
 
     def choose(
         self,
@@ -210,15 +255,15 @@ class Engine:
         """Return the trace of each microbatch of this batch; ``ones`` are the masks that are all ones in ``fields``;
         ``general`` chooses traces that hold for any masks.
         """
-        self.check(fields, rows)
         compiled = compiled or self.compiled
+        self.check(fields, rows, compiled)
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
+    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
-        expected = self.compiled.example
+        expected = (compiled or self.compiled).example
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:
@@ -226,6 +271,11 @@ class Engine:
         own = self.own_rows(rows)
         for name, value in fields.items():
             like = expected[name]
+            if not has_rows(name):
+                if value.shape != like.shape or value.dtype != like.dtype:
+                    wrong = f'field "{name}" is {tuple(value.shape)} {value.dtype}'
+                    raise ConfigError.on("batch", wrong, f"{tuple(like.shape)} {like.dtype}")
+                continue
             if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
                 raise ConfigError(
                     f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '
@@ -254,15 +304,18 @@ class Engine:
             )
         return () if padded or not compiled.alike_over_batch else compiled.masks
 
-    def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
+    def culprit(
+        self, fields: Mapping[str, Tensor], rows: int, step: int, compiled: Compiled | None = None
+    ) -> tuple[str, str]:
         """Return the unit that first produced a non-finite value in a skipped step, and what that value was; all ranks
         call it together.
 
         It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
-        traces = self.choose(fields, rows)
-        program = self.program(self.compiled, traces)
+        compiled = compiled or self.compiled
+        traces = self.choose(fields, rows, compiled)
+        program = self.program(compiled, traces)
         units = len(traces[0].units)
         never = 2 * len(traces) * units
         first = [never]

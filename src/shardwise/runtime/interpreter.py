@@ -45,6 +45,8 @@ class Interpreter(RankContext):
 
     runs: type[Run] = field(kw_only=True)
     recorder: Recording | None = None
+    commits: bool = True  # whether what forwards write into buffers lasts
+    gradients: Gradients | None = None  # those of a step whose parts are several programs
     # By the id of the program, which is kept so that no other program gets that id.
     _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
 
@@ -89,7 +91,7 @@ class Run:
         self.memory = memory = owner.memory
         self.batches = BatchStates(owner, self.traces, self.given)
         self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload)
-        self.gradients = Gradients(memory, comm, owner.strict)
+        self.gradients = owner.gradients or Gradients(memory, comm, owner.strict)
         each = [*self.traces] * self.program.batches  # one for each microbatch of all batches
         self.computing = values = Computing(owner, each, self.batches, self.gathered, self.gradients)
         self.messages = Messages(comm, self.gradients, each, values.live, values.pending, values.received, owner.strict)
@@ -246,7 +248,7 @@ class Run:
     @torch.no_grad()
     def commit_buffers(self) -> None:
         """Write the buffers' new values unless the step was skipped or, after several batches, training has halted."""
-        for name, value in self.computing.updates.items():
+        for name, value in self.computing.updates.items() if self.owner.commits else ():
             buffer = self.memory.buffers[name]
             buffer.copy_(torch.where(self.skip != 0, self.old_buffer(name), value))
 

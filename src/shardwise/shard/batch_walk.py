@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.core.fields import has_rows
 from shardwise.graph.schema import is_tensor, selects_result
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
@@ -57,7 +58,7 @@ class BatchWalk:
     def initial_state(self, node: fx.Node) -> Placement:
         """Return the state with which a placeholder starts."""
         if node.name in self.context.captured.fields:
-            return Shard(0)
+            return Shard(0) if has_rows(self.context.captured.fields[node.name]) else "I"
         return "R" if node in self.context.parameters else "I"
 
     def state(self, node: fx.Node) -> Placement:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.graph.captured import Uncapturable
@@ -53,7 +54,8 @@ class ShardingContext:
         self.symbol: Any = None  # the number of rows; None where the batch dim is static
         self.example = 0  # the number of rows in the shapes of the captured graph
         for node in normal.graph.find_nodes(op="placeholder"):
-            size = node.meta["val"].shape[0] if node.name in self.captured.fields else None
+            field = self.captured.fields.get(node.name)
+            size = node.meta["val"].shape[0] if field is not None and has_rows(field) else None
             if isinstance(size, torch.SymInt):
                 self.symbol, self.example = size.node.expr, concrete(size)
         self.notes: dict[str, None] = {}

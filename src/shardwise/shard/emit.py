@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.backend import Backend
+from shardwise.core.fields import is_kept
 from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
@@ -28,7 +29,7 @@ from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.local_graph import LocalGraph
-from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement
+from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement, Shard
 from shardwise.shard.redistribute import Redistribution
 
 aten = torch.ops.aten
@@ -52,6 +53,7 @@ class Emitter(LocalGraph):
         self.replicated: dict[tuple[str, str], list[fx.Node]] = {}
         self.layouts: dict[str, Layout] = {}
         self.summed: dict[str, tuple[str, ...]] = {}
+        self.kept: dict[str, Placement] = {}  # how what is kept lies on the axes of the batch, by name
 
     def run(self) -> None:
         """Make the whole graph."""
@@ -64,7 +66,9 @@ class Emitter(LocalGraph):
             elif node.op == "output":
                 loss, *updates = node.args[0]
                 partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
-                self.graph.output((partial, *(self.whole(u) for u in updates)))
+                names = self.context.normal.updates
+                rest = [self.left(u, n) if is_kept(n) else self.whole(u) for u, n in zip(updates, names, strict=True)]
+                self.graph.output((partial, *rest))
         eliminate_dead(self.graph)
 
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
@@ -217,6 +221,15 @@ class Emitter(LocalGraph):
     def whole(self, node: fx.Node) -> fx.Node:
         """Return a captured node's value as I."""
         return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
+
+    def left(self, node: fx.Node, name: str) -> fx.Node:
+        """Return a value that is kept for the user's loop: this rank's rows, or its part of a sum over ranks."""
+        value = self.value[node]
+        place = value.meta["states"][ROWS]
+        split = isinstance(place, Shard) and (place.parts or not isinstance(place.pre, int))
+        value = self.convert(value, {g: "I" for g in self.groups if g != ROWS or split})
+        self.kept[name] = value.meta["states"][ROWS]
+        return value
 
     # ---- what rules emit ------------------------------------------------------------------------------------
 

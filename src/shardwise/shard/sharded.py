@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.shard.assignment import Assignment, Decisions, TensorParallelSpec
 from shardwise.shard.batch_walk import BatchWalk, postpone
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Placement
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
 from shardwise.shard.recipe.walk import recipe
@@ -47,7 +48,8 @@ class Sharded:
     not be the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` returns the seconds of a
     microbatch, by which a solver chooses, and ``decisions`` are what one has chosen.  ``over_batch`` says that
     microbatches are to exchange, like ranks, where rows meet, and ``undivided`` are the ops whose backward needs the
-    gradient of the whole batch at once.
+    gradient of the whole batch at once.  ``kept`` says
+    how what is kept for the user's loop lies on the axes of the batch, by name.
     """
 
     graph: fx.Graph
@@ -63,6 +65,7 @@ class Sharded:
     decisions: Decisions | None
     over_batch: bool = False
     undivided: tuple[str, ...] = ()
+    kept: Mapping[str, Placement] = field(default_factory=dict)
 
 
 def shard(
@@ -85,6 +88,7 @@ def shard(
         emitter.graph, normal, emitter.replicated, emitter.layouts, emitter.summed, context.decided, context.notes,
         context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
         lambda rows: repeats(context, emitter.replicated, rows), decisions, over_batch, tuple(context.undivided),
+        emitter.kept,
     )  # fmt: skip
 
 

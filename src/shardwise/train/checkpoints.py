@@ -93,6 +93,8 @@ class Checkpoints:
         The loader's position is that after the last batch it handed out.
         """
         self.trainer.finish()
+        for function in self.trainer.before_save:
+            function()
         step = self.trainer.engine.step_index
         if step == self._step:  # at the end of a run, or when asked to stop, this step may just have been saved
             self.wait()

@@ -14,10 +14,12 @@ from shardwise.capture.running import noting_batch
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
-from shardwise.lower.compiled import Compiled, solves
+from shardwise.lower.compiled import Compiled
+from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
@@ -25,6 +27,9 @@ from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 from shardwise.train.own_rows import OwnRows
+
+Unseen = tuple[int, Batch, StepResult, Compiled | None]
+"""A step that the host has not looked at: its number, its batch, its result, and what it computed if not as usual."""
 
 
 class NonFiniteError(ShardwiseError):
@@ -123,13 +128,13 @@ class Trainer:
         )
         if not shared:
             self.compiled.release()
-        self._unseen: tuple[int, Batch, StepResult] | None = None
+        self._unseen: Unseen | None = None
         self._own_rows = OwnRows(plan, self.comm)
         self._asked_to_stop = False
         self.stopping = False
-        self.before_close: list[
-            Callable[[], object]
-        ] = []  # calls that need the other ranks to end, such as that for checkpoints being written
+        # Calls that need the other ranks: a loop's writes are taken before a save, and saves are waited for at the end.
+        self.before_save: list[Callable[[], object]] = []
+        self.before_close: list[Callable[[], object]] = []
 
     def _compiled(
         self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, loss_weight: str | None,
@@ -185,12 +190,19 @@ class Trainer:
             dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
         )  # fmt: skip
 
-    def step(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
+    def step(
+        self,
+        batch: Batch | Mapping[str, Tensor],
+        compiled: Compiled | None = None,
+        part: Part = STEP,
+        turn: int = 0,
+    ) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
         ``batch`` is one of :meth:`loader`, or a dict of tensors: the rows that this rank has read.  Then every rank
         passes the same number of rows, in every step (:class:`OwnRows`); ranks that differ only in other axes than
-        ``dp_replicate`` and ``dp`` pass the same rows.
+        ``dp_replicate`` and ``dp`` pass the same rows.  ``compiled`` is another computation with the same parameters
+        (:meth:`Compiled.beside`); ``part`` and ``turn`` are as in :meth:`Engine.step`.
 
         It returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is
         not finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where
@@ -202,11 +214,15 @@ class Trainer:
             self._record.begin(at)
             self._record.batch(batch.rows)
         with noting_batch(lambda: batch.fields):
-            result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
+            result = self.engine.step(
+                batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled, part=part, turn=turn
+            )
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
+        if not part.updates:
+            return result
         due = self._unseen
-        self._unseen = (at, batch, result)
+        self._unseen = (at, batch, result, compiled)
         if self.comm.device.type == "cpu":
             due = self._unseen
         if due is not None:
@@ -234,8 +250,8 @@ class Trainer:
 
     def _window(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
         first, taken, late = self.engine.step_index, deque[Batch](), self.comm.device.type != "cpu"
-        due = deque[tuple[int, Batch, StepResult]]()
-        failed: tuple[int, Batch, StepResult] | None = None
+        due = deque[Unseen]()
+        failed: Unseen | None = None
 
         def given() -> Iterator[tuple[Mapping[str, Tensor], int, bool]]:
             for at in range(first, first + number):
@@ -249,7 +265,7 @@ class Trainer:
 
         with noting_batch(lambda: taken[-1].fields if taken else {}):
             for at, result in enumerate(self.engine.steps(given(), number), first):
-                due.append((at, taken.popleft(), result))
+                due.append((at, taken.popleft(), result, None))
                 if len(due) > late and self._has_failed((one := due.popleft())[2]):
                     failed = failed or one
                 yield result
@@ -295,9 +311,9 @@ class Trainer:
         self.stopping = self.stopping or bool(found.stop)
         return found.skipped and (found.overflows is None or found.halted)
 
-    def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+    def _look(self, step: int, batch: Batch, result: StepResult, compiled: Compiled | None) -> None:
         if self._has_failed(result):
-            unit, what = self.engine.culprit(batch.fields, batch.rows, step)
+            unit, what = self.engine.culprit(batch.fields, batch.rows, step, compiled)
             self.engine.memory.halted.zero_()  # a caller that catches the error may go on
             self._unseen = None
             found = result.on_host()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.backend import Backend
+from shardwise.core.fields import is_kept
 from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has, regroups
 from shardwise.graph.functional import Normal
@@ -162,7 +163,8 @@ def bounded(node: fx.Node) -> bool:
 
 def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
     """Return the buffers whose new values depend on rows that meet in one microbatch alone."""
-    updates = dict(zip(outputs_of(sharded.graph)[1:], sharded.normal.updates, strict=True))
+    pairs = zip(outputs_of(sharded.graph)[1:], sharded.normal.updates, strict=True)
+    updates = {node: name for node, name in pairs if not is_kept(name)}
     if meet.others:
         return frozenset(updates.values())
     alone = set(meet.norms)
@@ -172,9 +174,10 @@ def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
 def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
     """Return the nodes of the local graph on which the loss depends through a buffer's new value at most, with its
     name."""
-    loss, *written = outputs_of(sharded.graph)
+    loss, *rest = outputs_of(sharded.graph)
+    written = {node: name for node, name in zip(rest, sharded.normal.updates, strict=True) if not is_kept(name)}
     seen, found = _ancestors([loss], written), dict[fx.Node, str]()
-    for value, name in zip(written, sharded.normal.updates, strict=True):
+    for value, name in written.items():
         found |= {node: name for node in _ancestors([value], ()) if node not in seen and node not in found}
     return found
 

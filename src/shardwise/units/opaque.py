@@ -27,6 +27,7 @@ from shardwise.capture.running import fields_in_words, running_module
 from shardwise.capture.state import assigned_buffers, kept_tensors
 from shardwise.capture.trial import generators_kept
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
+from shardwise.core.fields import has_rows
 from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
 from shardwise.ops import collectives, norms
@@ -81,7 +82,7 @@ class Assigning(WithLoss):
         """Return the loss of a batch."""
         before, found = dict(self.module.named_buffers()), dict[str, Tensor]()
         parameters = dict(self.module.named_parameters())
-        loss = super().forward(fields)
+        loss: Tensor = super().forward(fields)
         assigned_buffers(self.module, parameters, lambda name, old, new: _refuse_write(name))
 
         def keep(name: str, old: Tensor, new: Tensor) -> None:
@@ -204,7 +205,7 @@ class OpaqueCall:
         fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
         if not collectives.local_rows(env):
             # A row of weight zero stands in: the module may refuse an empty batch, and others wait in its collectives.
-            fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
+            fields = {k: v.new_zeros((1, *v.shape[1:])) if has_rows(k) else v for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
         same = {n: values[f"module.{n}"] for n in self.buffers if self.written.get(n) == "same"}

@@ -23,6 +23,7 @@ from shardwise.graph.schema import op_name
 from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.shard.assignment import Decisions
+from shardwise.shard.op_spec import Placement
 from shardwise.shard.sizes import local_shape
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
@@ -274,7 +275,8 @@ class Trace:
     once. ``tensor`` gives the number of ranks of each axis of tensor parallelism. If users pin parameters,
     ``decided`` gives for each parameter and axis the pin or op that chose its layout. ``predicted()`` gives the
     seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
-    ``replicated`` are the ops without a sharding rule, as (op, module path).
+    ``replicated`` are the ops without a sharding rule, as (op, module path). ``kept`` says how the values that are kept
+    for the user's loop lie on the axes of the batch, by name.
     """
 
     units: list[Unit]
@@ -303,6 +305,7 @@ class Trace:
     predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
+    kept: Mapping[str, Placement] = field(default_factory=dict)
 
     @cached_property
     def shared(self) -> frozenset[str]:

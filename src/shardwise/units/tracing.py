@@ -11,7 +11,9 @@ from torch import Tensor, fx, nn
 
 from shardwise.capture.capture import LossFunction, capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.computation import Computation
 from shardwise.core.errors import ConfigError
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
@@ -105,6 +107,7 @@ def trace(
         if tensor is not None and tensor.axes:
             wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
             raise ConfigError.on("tp", wrong, "tp = 1") from error
+        loss = loss.bare() if isinstance(loss, Computation) else loss
         one = _opaque(
             module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
         )
@@ -141,6 +144,7 @@ def trace(
         predicted=sharded.predicted,
         repeats=sharded.repeats,
         decisions=sharded.decisions,
+        kept=sharded.kept,
     )
 
 
@@ -163,7 +167,8 @@ def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket
         return sum(v.numel() * v.element_size() for v in values)
 
     with torch.no_grad():
-        rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
+        one = (v[:1] if has_rows(name) else v for name, v in batch.items())
+        rows = [cast_field(torch.empty_like(v, device="meta"), precision) for v in one]
         buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
     placed = {p.name for b in buckets for p in b.parameters}
     unused = [p for n, p in module.named_parameters() if n not in placed]

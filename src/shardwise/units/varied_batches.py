@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.fields import has_rows
 from shardwise.graph.torch_private import TorchDispatchMode, schema
 
 ABSENT = 4  # the most numbers that a field does not have of which trials see batches
@@ -25,7 +26,7 @@ Numbers = frozenset[float]
 
 def rows_of(batch: Fields) -> int:
     """Return the number of rows of a batch."""
-    return len(next(iter(batch.values())))
+    return len(next(value for name, value in batch.items() if has_rows(name)))
 
 
 def first_part(batch: Fields) -> int:
@@ -35,12 +36,13 @@ def first_part(batch: Fields) -> int:
 
 def cut(batch: Fields, first: int) -> list[Fields]:
     """Return the first rows of a batch, and its others."""
-    return [{k: v[:first] for k, v in batch.items()}, {k: v[first:] for k, v in batch.items()}]
+    parts = slice(first), slice(first, None)
+    return [{k: v[part] if has_rows(k) else v for k, v in batch.items()} for part in parts]
 
 
 def repeated(batch: Fields, rows: int) -> Fields:
     """Return ``rows`` rows on the CPU: the first ones of a batch, again and again where it has fewer."""
-    return {k: v.cpu()[torch.arange(rows) % len(v)] for k, v in batch.items()}
+    return {k: v.cpu()[torch.arange(rows) % len(v)] if has_rows(k) else v.cpu() for k, v in batch.items()}
 
 
 class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,14 +69,14 @@ def diverse(batch: Fields, name: str | None = None) -> Fields:
     """Return the batch with noise on its floating-point fields and all values of its others in order, or only in the
     field ``name``."""
     return {
-        k: v if name not in (None, k) else _noised(v, i) if v.is_floating_point() else _sorted(v)
+        k: v if name not in (None, k) or not has_rows(k) else _noised(v, i) if v.is_floating_point() else _sorted(v)
         for i, (k, v) in enumerate(batch.items())
     }
 
 
 def marked(batch: Fields, numbers: Numbers) -> Iterator[Fields]:
     """Yield batches in which elements of one field may not count; ``numbers`` are those that forward compares with."""
-    for name, value in batch.items():
+    for name, value in ((k, v) for k, v in batch.items() if has_rows(k)):
         for one in _marks(value, numbers):
             changed = _with(value, one)
             if not torch.equal(changed, value):

@@ -28,7 +28,8 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES
-from shardwise.lower.compiled import Compiled, solves
+from shardwise.lower.compiled import Compiled
+from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from shardwise.core.fields import has_rows
 from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.ops.env import ROWS
 from shardwise.parallel.tensor import Role, role
@@ -69,7 +70,8 @@ class TensorWalk(OpenParameters):
     def initial_state(self, node: fx.Node) -> Placement:
         name = self.context.parameters.get(node)
         if name is None or self.inert:
-            return Shard(0) if self.role.rows and node.name in self.context.captured.fields else "I"
+            field = self.context.captured.fields.get(node.name)
+            return Shard(0) if self.role.rows and field is not None and has_rows(field) else "I"
         if self.context.tensor.layouts is not None:
             return place_of(self.context.tensor.layouts.get(name), self.axis, self.context.tensor.axes)
         return self.leave_open(node)

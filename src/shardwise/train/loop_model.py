@@ -1,0 +1,386 @@
+"""The model of a user's own loop: its calls are recorded, and values that the loop looks at are computed."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import weakref
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from shardwise.capture.capture import loss_of, rows_in
+from shardwise.capture.running import at_line
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import KEPT, WHOLE, has_rows
+from shardwise.core.layout import rank_rows
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, Batch
+from shardwise.initial.copies import copied
+from shardwise.lower.compiled import Compiled
+from shardwise.runtime.batch import StepResult
+from shardwise.runtime.communicator import host_sum
+from shardwise.train.habits import Watch
+from shardwise.train.kept import KeptValue
+from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
+from shardwise.train.script import FieldPart, Plot, Script, plot
+from shardwise.train.shapes import Shapes
+from shardwise.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a call of a model is made of, for messages and for the names of fields."""
+
+    names: list[str]
+
+
+class Model(Owner):
+    """The model of a loop: its calls, the values that they give, and the trainer, which is made at the first step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        choice: OptimizerChoice,
+        plan: Plan,
+        options: Mapping[str, Any],
+        watch: Watch,
+        rows: int,
+    ) -> None:
+        self.module, self.plan, self.watch, self.dim = module, plan, watch, rows
+        self.choice, self.options = choice, dict(options)
+        self.loss = self.options.pop("loss", None)
+        self.version = 0
+        self.due: list[Value] = []  # the losses whose backward was called since the gradients were set to zero
+        self.added: str | None = None  # the line of a backward while the last step's gradients were there
+        self.zeroed = True  # whether the gradients of the last step have been set to zero
+        self.open: list[Source] = []  # calls of the model in training since the last step
+        self.held: weakref.WeakSet[Value] = weakref.WeakSet()  # what the loop holds and is not known
+        self.known_state: tuple[int, dict[str, Tensor]] | None = None
+        self.turn = 0  # the programs that have run since the last step
+        self.last: tuple[Batch, Compiled] | None = None  # what the last of them computed
+        self.ended: list[Value] = []  # what they made known
+        self.filled = -1  # the version of the weights that the loop sees
+        self._seen: dict[str, Tensor] | None = None
+        self.made: Trainer | None = None
+        self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
+        self.shapes = Shapes(module, plan.numeric.precision, self.entry)
+        self._compiled: dict[Any, list[Compiled]] = {}  # those of a plot's key differ in what they keep
+
+    # ---- the trainer -------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer; raise :class:`ShardwiseError` before the first step."""
+        if self.made is None:
+            raise ShardwiseError("the model is not captured yet; legal: after the first step")
+        return self.made
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a trainer."""
+        return self.made is not None
+
+    def changed(self) -> None:
+        """Note that the weights have been set: what was recorded before is of others."""
+        self.version += 1
+        self.known_state, self.due, self.open = None, [], []
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device on which the loop's values are."""
+        if self.made is not None:
+            return self.made.comm.device
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    def trained(self, found: Plot) -> Trainer:
+        """Return the trainer, made for a plot with losses if there is none."""
+        if self.made is None:
+            _ = self.shapes.template  # what the module is now
+            self.with_states(found)
+            with torch.inference_mode(False):
+                example = {name: part.value for name, part in found.fields.items()}
+                self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
+            self._compiled[found.key, True] = [self.made.compiled]
+            self.watch.begin()
+            self.made.before_save.append(self.push)
+            self.made.before_close.append(self._give_back)
+            atexit.register(self._leave)
+            for function in self.when_made:
+                function(self.made)
+            self.known_state = None
+        return self.made
+
+    def _give_back(self) -> None:
+        self.watch.end(self.trainer.state_dict())
+
+    def _leave(self) -> None:
+        """Close the trainer at the end of the process: nobody sees the module any more."""
+        if self._give_back in self.trainer.before_close:
+            self.trainer.before_close.remove(self._give_back)
+        self.trainer.close()
+
+    def compiled(self, found: Plot, training: bool, backward: bool) -> Compiled:
+        """Return what a plot is captured as: once for all that are computed alike, and keep no more than the first."""
+        trainer, key = self.trained(found) if backward else self.trainer, (found.key, training)
+        alike, kept = self._compiled.setdefault(key, []), set(found.script.kept)
+        enough = sorted((len(script_of(one).kept), i) for i, one in enumerate(alike) if kept <= {*script_of(one).kept})
+        if enough:
+            return alike[enough[0][1]]
+        self.with_states(found)
+        example = {name: part.value for name, part in found.fields.items()}
+        with torch.inference_mode(False):
+            alike.append(trainer.compiled.beside(found.script, example, training, backward))
+        return alike[-1]
+
+    # ---- calls of the model ------------------------------------------------------------------------------------------
+
+    def entry(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a module as the loop calls it; with a loss function return the loss, which sees all arguments."""
+        if self.loss is None:
+            return module(*args, **kwargs)
+        names = inspect.signature(module.forward).parameters
+        every = any(one.kind is one.VAR_KEYWORD for one in names.values())
+        bound = inspect.signature(module.forward).bind_partial(*args)
+        fields = {**bound.arguments, **kwargs}
+        output = module(**{name: value for name, value in fields.items() if every or name in names})
+        return loss_of(self.loss(output, fields), f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the model gives for arguments, recorded in training, computed in evaluation mode."""
+        training = self.module.training
+        self.watch.check(training)
+        names = self._names(args, kwargs)
+        if training and not torch.is_grad_enabled():
+            raise ShardwiseError(f"model(...) without gradients in training mode{at_line()}; legal: after model.eval()")
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        if not training:  # nothing of it has a gradient
+            with torch.no_grad():
+                return self._evaluate(
+                    [one._value.get() if isinstance(one, Deferred) else one for one in leaves], spec, names
+                )
+        values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
+        source = Source(Arguments(names), spec.unflatten(values), self, True)
+        self.open.append(source)
+        return outputs(source, *self.shapes.results(values, spec, True))
+
+    def _names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        """Return a name for each leaf of the arguments; raise :class:`ConfigError` for what the model does not take."""
+        signature = inspect.signature(self.module.forward)
+        beside = set() if self.loss is None else kwargs.keys() - signature.parameters.keys()
+        try:
+            bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name not in beside})
+        except TypeError as error:
+            raise ConfigError(f"model(...): {error}; legal: the arguments of the model's forward") from None
+        kinds = {name: one.kind for name, one in signature.parameters.items()}
+        positional = [name for name, kind in kinds.items() if kind not in (
+            inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY,
+        )][: len(args)]  # fmt: skip
+        del bound
+        positional += [""] * (len(args) - len(positional))
+        pairs = [*zip(positional, args, strict=True), *kwargs.items()]
+        return [name if one is value else "" for name, value in pairs for one in tree_leaves(value)]
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def note(self, value: Value) -> None:
+        """Note that the loop holds a value."""
+        self.held.add(value)
+
+    def plot(self, losses: Sequence[Value], kept: Sequence[Value]) -> Plot:
+        every = {owner for value in (*losses, *kept) for owner in value.owners} | {self}
+        mine = [one for one in every if isinstance(one, Model)]
+        return plot(
+            self,
+            losses,
+            kept,
+            {one: one.entry for one in mine},
+            {one: one.shapes.template for one in mine},
+            None,
+            self.dim,
+        )
+
+    def waiting(self, calls: set[Source]) -> list[Value]:
+        """Return what the loop holds of these calls alone and does not know, in the order in which it was made."""
+        found = [v for v in list(self.held) if v.known is None and v.alive and not v.stale and v.calls <= calls]
+        return sorted(found, key=lambda v: (v.source.number if v.source else 0, v.index))
+
+    def compute(self, wanted: Value) -> None:
+        """Compute a value, and what else the loop holds of the calls since the last step, without their step."""
+        owners = [one for one in wanted.owners if isinstance(one, Model)]
+        of_step = (one for one in owners if any(loss.calls & wanted.calls for loss in one.due))
+        if (owner := next(of_step, owners[-1])) is not self:
+            owner.compute(wanted)
+            return
+        losses = [one for one in self.due if not one.stale]
+        calls = {call for one in (*losses, wanted) for call in one.calls}
+        kept = self.waiting(calls)
+        kept = kept if any(one is wanted for one in kept) else [*kept, wanted]
+        if not losses:
+            losses = [_with_gradient(wanted)]
+            if self.made is None:
+                self._locally(kept, losses)
+                return
+        found = self.plot(losses, kept)
+        if self.trained(found).compiled.general.opaque is not None:
+            self._locally(kept, losses)
+            return
+        self.push()
+        compiled = self.compiled(found, True, bool(self.due))
+        batch = self.batch(found)
+        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
+        self.take(kept, found, compiled, result, batch.rows)
+
+    def take(self, kept: Sequence[Value], found: Plot, compiled: Compiled, result: StepResult, rows: int) -> None:
+        """Note the values that a plot keeps, of what the program has kept of a batch of so many rows."""
+        for value, leaf in zip(kept, found.script.kept, strict=True):
+            parts = result.kept.get(f"{KEPT}{script_of(compiled).kept.index(leaf)}")
+            if parts is not None:
+                value.known = KeptValue(self.trainer.comm, self.plan, parts, value.meta, rows)
+                self.held.discard(value)
+
+    def _locally(self, kept: Sequence[Value], losses: Sequence[Value]) -> None:
+        """Compute values in the ordinary way, on every rank: before the first step, and for a model that is not
+        captured."""
+        found = self.plot(losses, kept)
+        script = found.script
+        script.calls = tuple(one._replace(apart=True) for one in script.calls)
+        fields = {name: part.value for name, part in self.with_states(found).items()}
+        module = self.module if self.made is None else self._replica()
+        with torch.no_grad():
+            _, *values = script.run(module, fields)
+        for value, one in zip(kept, values, strict=False):
+            value.known = Plain(one)
+
+    def _replica(self) -> nn.Module:
+        state = self.state()
+        memo: dict[int, Any] = {id(p): nn.Parameter(state[n]) for n, p in self.shapes.template.named_parameters()}
+        memo |= {id(b): state[n].clone() for n, b in self.shapes.template.named_buffers()}
+        return copied(self.shapes.template, memo)
+
+    def _evaluate(self, leaves: Sequence[Any], spec: TreeSpec, names: list[str]) -> Any:
+        """Return what the model gives in evaluation mode: known values, which ranks have in parts."""
+        opaque = self.made is not None and self.made.compiled.general.opaque is not None
+        if self.made is None or opaque:
+            module = self.module if self.made is None else self._replica().train(False)
+            args, kwargs = spec.unflatten(leaves)
+            flat, out = tree_flatten(self.entry(module, args, kwargs))
+            results = [(one, False) if isinstance(one, Tensor) else one for one in flat]
+            source = Source(Arguments(names), (), self)
+            values = outputs(
+                source, [(like_of(one[0]), False) if isinstance(one, tuple) else one for one in results], out
+            )
+            for one, made in zip(flat, tree_leaves(values), strict=True):
+                if isinstance(made, Deferred):
+                    made._value.known = Plain(one)
+            return values
+        self.push()
+        values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
+        source = Source(Arguments(names), spec.unflatten(values), self)
+        source.grad = True  # where autograd is off, the graph does not say to which module an op belongs
+        made = outputs(source, *self.shapes.results(values, spec, False))
+        kept = [one._value for one in tree_leaves(made) if isinstance(one, Deferred)]
+        found = self.plot([], kept)
+        batch = self.batch(found)
+        compiled = self.compiled(found, False, False)
+        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
+        self.take(kept, found, compiled, result, batch.rows)
+        return made
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return parameters and buffers as they are now, by name; all ranks call it together."""
+        if self.known_state is None or self.known_state[0] != self.version:
+            if self.made is None:
+                named = [*self.module.named_parameters(), *self.module.named_buffers()]
+                found = {name: value.detach().clone() for name, value in named}
+            else:
+                found = {**self.made.engine.memory.buffers, **self.made.state_dict()}
+            self.known_state = self.version, found
+        return self.known_state[1]
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Set a buffer."""
+        with torch.no_grad():
+            if self.made is None:
+                self.module.get_buffer(name).copy_(value)
+            else:
+                self.made.engine.memory.buffers[name].copy_(value)
+        self.known_state = None
+
+    def with_states(self, found: Plot) -> dict[str, Any]:
+        """Return the fields of a plot with the states of the other models among them."""
+        for at, owner in enumerate(found.owners):
+            assert isinstance(owner, Model)
+            for name, value in owner.state().items():
+                if (field := f"{WHOLE}state {at} {name}") in found.script.models.states[at].values():
+                    found.fields[field] = FieldPart(value, ())
+        return found.fields
+
+    def batch(self, found: Plot) -> Batch:
+        """Return this rank's rows of the fields of a plot."""
+        brought = {name: part.value for name, part in found.fields.items() if not name.startswith(f"{WHOLE}state ")}
+        whole = {name: part.value for name, part in self.with_states(found).items()}
+        if self.made is not None:
+            _compare(self.made, brought)
+        mesh, rows = self.plan.mesh, rows_in(whole)
+        rank = self.trainer.comm.rank
+        ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
+        mine = {
+            name: torch.cat([value[a:b] for a, b in ranges]) if has_rows(name) else value
+            for name, value in whole.items()
+        }
+        return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+    @abstractmethod
+    def push(self) -> None:
+        """Give the engine what the loop has written to parameters and buffers."""
+
+
+def like_of(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def script_of(compiled: Compiled) -> Script:
+    """Return the script that was captured."""
+    assert isinstance(compiled.loss, Script)
+    return compiled.loss
+
+
+def _with_gradient(value: Value) -> Value:
+    """Return a value from which a gradient goes to the model, of those that ``value`` depends on."""
+    stack, seen = [value], set[int]()
+    while stack:
+        one = stack.pop(0)
+        if one.grad:
+            return one
+        if one.source is not None and id(one.source) not in seen:
+            seen.add(id(one.source))
+            stack.extend(one.source.inputs)
+    raise ShardwiseError(f"a value is looked at{at_line()} that has no gradient; legal: after optimizer.step()")
+
+
+def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
+    if trainer.plan.mesh.size == 1:
+        return
+    word = 0
+    for name in sorted(batch):
+        word = zlib.crc32(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), word)
+    word %= 1 << 20  # so that the sums below stay within 64 bits
+    total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
+    if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
+        raise ConfigError(
+            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
+        )
+
+
+__all__ = ["Arguments", "Model", "like_of", "script_of"]

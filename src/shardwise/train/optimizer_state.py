@@ -1,0 +1,64 @@
+"""The state of the engine's optimizer in the form of torch's ``optimizer.state_dict()``, for loops to save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.runtime.communicator import host_sum
+from shardwise.runtime.engine import Engine
+from shardwise.train.state import held, owned
+
+
+def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters, in the order in which its state dict numbers them."""
+    known = {id(p): name for name, p in module.named_parameters()}
+    return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _keys(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return what such an optimizer keeps of a parameter of one element."""
+    own = {k: v for k, v in optimizer.param_groups[0].items() if k in signature(type(optimizer).__init__).parameters}
+    dummy = nn.Parameter(torch.zeros(1))
+    dummy.grad = torch.zeros(1)
+    made = type(optimizer)([dummy], **{k: v for k, v in own.items() if k != "params"})
+    made.step()
+    return {key: value for key, value in made.state[dummy].items() if isinstance(value, Tensor)}
+
+
+def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Return the whole state, on the host, in the form of ``optimizer.state_dict()``; all ranks call it together."""
+    mine: dict[str, list[Any]] = {}
+    for piece in owned(engine):
+        mine.setdefault(piece.name, []).append(piece)
+    shapes = {p.name: torch.Size(p.shape) for b in engine.compiled.buckets for p in b.parameters if b.learns}
+    found: dict[int, dict[str, Tensor]] = {}
+    keys, wide = _keys(optimizer), torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
+    for number, name in enumerate(_names(optimizer, module)):
+        for key, like in keys.items() if name in shapes else ():
+            whole = torch.zeros(shapes[name] if like.dim() else (), dtype=torch.float64)
+            for piece in mine.get(f"optimizer.{name}.{key}", ()):
+                whole[piece.box.slices] += piece.tensor.cpu()
+            host_sum(engine.comm, whole, f"the optimizer's {key} of {name}")
+            found.setdefault(number, {})[key] = whole.to(wide if like.dim() else like.dtype)
+    return {"state": found, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    engine: Engine, optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any]
+) -> None:
+    """Take the state of a state dict; raise :class:`ConfigError` where it lacks some."""
+    names = _names(optimizer, module)
+    values = {f"optimizer.{names[n]}.{key}": value for n, one in state["state"].items() for key, value in one.items()}
+    for piece in held(engine):
+        if piece.name.startswith("optimizer."):
+            if piece.name not in values:
+                legal = "the state_dict() of the same optimizer over the same parameters, after a step"
+                raise ConfigError.on("optimizer.load_state_dict", f"{piece.name} is not there", legal)
+            piece.tensor.copy_(torch.as_tensor(values[piece.name])[piece.box.slices])

@@ -1,0 +1,310 @@
+"""The steps of a user's own loop: what it has recorded up to ``backward`` is captured, once, and run as programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.capture.running import at_line
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.fields import KEPT
+from shardwise.core.part import STEP, UPDATE, Part
+from shardwise.graph.torch_private import without_torch_functions
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.batch import StepResult
+from shardwise.train.kept import KeptValue
+from shardwise.train.loop_model import Model, like_of, script_of
+from shardwise.train.recording import Later, Owner, Plain, Source, Value, deferred
+from shardwise.train.shown import Look, fill, shown, written
+from shardwise.train.trainer import Trainer
+
+STILL_THERE = (
+    "the gradients of the last step are still there, and on one device this adds to them; legal: optimizer.zero_grad() "
+    "after each step"
+)
+
+
+class Between(NamedTuple):
+    """Values that are computed of those of several programs, and what each program has to keep for them."""
+
+    values: list[Value]
+    parts: list[list[Value]]
+
+
+class Steps(Model, Look):
+    """The model of a loop and its steps: what was recorded since the last one."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.clipped: tuple[float, Value] | None = None  # what the next step clips to, and the norm that the loop holds
+
+    def backward(self, loss: Value) -> None:
+        """Note a loss for the next step of every model that it depends on."""
+        if loss.stale:
+            what = "this loss is that of a step that is done" if loss.known is not None else "the weights have changed"
+            raise ShardwiseError(f"loss.backward(){at_line()}: {what}; legal: once a step, of calls after the last one")
+        owners = [one for one in loss.owners if isinstance(one, Steps) and _learns(loss, one)]
+        for one in owners:
+            if one.last is not None:
+                raise ShardwiseError(
+                    f"loss.backward(){at_line()}: gradients were looked at since zero_grad(); legal: a look after the "
+                    "last backward of a step"
+                )
+            if not one.zeroed and len(owners) == 1:
+                raise ShardwiseError(f"loss.backward(){at_line()}: {STILL_THERE}")
+            if any(value is loss for value in one.due):
+                raise ShardwiseError(f"loss.backward(){at_line()}: called twice before optimizer.step(); legal: once")
+        for one in owners:
+            if one.zeroed:
+                one.due.append(loss)
+            else:
+                one.added = at_line()  # the loop may set these gradients to zero before it needs them
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, prepare: Callable[[Trainer], None]) -> None:
+        """Run forward, backward and update of the losses that are due; ``prepare`` is called before."""
+        if self.added is not None:
+            raise ShardwiseError(f"loss.backward(){self.added}: {STILL_THERE}")
+        if not self.due and self.last is None:
+            raise ShardwiseError(
+                f"optimizer.step() without a backward since the last step or zero_grad{at_line()}; legal: after "
+                "loss.backward()"
+            )
+        self.watch.check_kept()
+        if self.due:
+            self.push()
+            self._run(prepare, updates=True)
+        else:
+            assert self.last is not None
+            self._begin_update(self.trainer, prepare)
+            self.trainer.engine.set_gradients(self._gradients())
+            self._end_update(self.trainer.step(self.last[0], self.last[1], UPDATE))
+        self.version += 1
+        self.open, self.zeroed, self.known_state, self.last, self.turn = [], False, None, None, 0
+        for value in self.ended:
+            value.forget()
+        self.ended = []
+
+    def clip(self, norm: float) -> Tensor:
+        """Let the next step clip its gradients to a norm; return their norm before that, which has a value after the
+        step."""
+        if not self.due and self.last is None:
+            raise ShardwiseError(
+                f"gradients are clipped{at_line()} without a backward; legal: between backward and step"
+            )
+        if self.clipped is not None or self.options.get("clip_norm") is not None:
+            raise ShardwiseError(f"gradients are clipped{at_line()} a second time for a step; legal: once")
+        if self.plan.stages_alone:
+            wrong = f'{norm:g} is not legal with schedule "{self.plan.pipeline.schedule}"'
+            raise ConfigError.on("clip_norm", f"{wrong}, whose stages do not wait for the norm of all", "none")
+        dtype = torch.float64 if self.plan.numeric.precision == "fp64" else torch.float32
+        found = Value(torch.empty((), dtype=dtype, device="meta"))
+        found.lost = "the step computes the norm of its gradients"
+        self.clipped = norm, found
+        return deferred(found)
+
+    def _begin_update(self, trainer: Trainer, prepare: Callable[[Trainer], None]) -> None:
+        clip_norm = self.options.get("clip_norm")
+        trainer.engine.interpreter.clip_norm = clip_norm if self.clipped is None else self.clipped[0]
+        prepare(trainer)
+
+    def _end_update(self, result: StepResult) -> None:
+        if self.clipped is not None:
+            value = self.clipped[1]
+            value.known = Plain(result.grad_norm.to(value.meta.dtype))
+            self.clipped = None
+
+    def _run(self, prepare: Callable[[Trainer], None] | None, updates: bool) -> None:
+        """Run the losses that are due, one program after the other where they are computed alike."""
+        if late := next((one for one in self.due if one.stale), None):
+            line = "" if late.source is None else f" ({late.source.line})"
+            raise ShardwiseError(
+                f"a step{at_line()}: a loss{line} is of weights that have changed since; legal: zero_grad() of each "
+                "model before the backward of its next loss"
+            )
+        self.check_open({call for one in self.due for call in one.calls})
+        groups = self._groups()
+        between = self._between([{call for one in losses for call in one.calls} for losses in groups])
+        self.due = []
+        for number, losses in enumerate(groups):
+            ends = number + 1 == len(groups)
+            part = Part(adds=self.turn > 0, completes=ends, updates=ends and updates)
+            if part != STEP and (self.plan.overlaps or self.plan.mesh.axis_size(PIPELINE) > 1):
+                what = "several backwards a step, and looks at gradients"
+                raise ConfigError(f"{what}{at_line()}, are not possible in a pipeline; legal: pp = 1, clip_norm=...")
+            self._program(losses, between.parts[number], part, prepare if part.updates else None)
+            self.turn += 1
+        for value in between.values:
+            value.known = Later(value)
+            self.held.discard(value)
+
+    def _between(self, groups: Sequence[set[Source]]) -> Between:
+        """Return the values that depend on the calls of several groups, and what they need of each."""
+        every = set().union(*groups)
+        found = Between([], [[] for _ in groups])
+        stack = [v for v in self.waiting(every) if not any(v.calls <= one for one in groups)]
+        seen: set[Value] = set()
+        while stack:
+            value = stack.pop()
+            at = next((i for i, one in enumerate(groups) if value.calls <= one), None)
+            if value in seen or value.settled or value.source is None:
+                continue
+            seen.add(value)
+            if at is not None:
+                found.parts[at].append(value)
+            else:
+                found.values.append(value)
+                stack += value.source.inputs
+        return found
+
+    def _groups(self) -> list[list[Value]]:
+        """Return the losses that are due in groups that have no call in common, if each is computed alike; otherwise
+        one program computes all."""
+        groups: list[tuple[list[Value], set[Source]]] = []
+        for loss in self.due:
+            calls = set(loss.calls)
+            joined = [loss]
+            for group in [one for one in groups if one[1] & calls]:
+                groups.remove(group)
+                joined, calls = [*group[0], *joined], calls | group[1]
+            groups.append((joined, calls))
+        losses = [one for one, _ in groups]
+        if len(losses) > 1 and len({self.plot(one, []).key for one in losses}) > 1:
+            return [list(self.due)]
+        return losses
+
+    def _program(
+        self, losses: Sequence[Value], wanted: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None
+    ) -> None:
+        calls = {call for one in losses for call in one.calls}
+        single = losses[0] if len(losses) == 1 else None
+        kept = [one for one in dict.fromkeys((*self.waiting(calls), *wanted)) if one is not single]
+        found = self.plot(losses, kept)
+        trainer = self.trained(found)
+        compiled = self.compiled(found, True, True)
+        batch = self.batch(found)
+        if prepare is not None:
+            self._begin_update(trainer, prepare)
+        result = trainer.step(batch, compiled, part, self.turn)
+        if prepare is not None:
+            self._end_update(result)
+        self.last = batch, compiled
+        self.take(kept, found, compiled, result, batch.rows)
+        why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
+        for value in kept:
+            value.lost = why if value.known is None else ""
+        if single is not None:
+            single.known = Plain(result.loss.to(single.meta.dtype).reshape(single.meta.shape))
+        for i, (at, name) in enumerate(found.script.written, start=len(script_of(compiled).kept)):
+            owner = found.owners[at]
+            assert isinstance(owner, Steps)
+            parts = result.kept[f"{KEPT}{i}"]
+            owner.write(name, KeptValue(trainer.comm, self.plan, parts, like_of(owner.state()[name]), batch.rows).get())
+        for call in found.calls:
+            call.committed = True
+        self.ended += [*losses, *kept]
+        if compiled.training:
+            self.known_state = None
+
+    def zero_grad(self) -> None:
+        """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
+        self.due, self.zeroed, self.added, self.last, self.turn, self.clipped = [], True, None, None, 0, None
+        if self.made is not None:
+            self.made.engine.interpreter.gradients = None
+        if self._seen is not None:
+            with without_torch_functions():
+                for one in self._seen.values():
+                    one.grad = None
+
+    # ---- what the loop sees of the model -----------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> dict[str, Tensor]:
+        """Parameters and buffers as the loop sees them, by name."""
+        if self._seen is None:
+            self._seen = shown(self.module, self)
+        return self._seen
+
+    def show(self) -> None:
+        """Bring them up to date."""
+        if self.made is not None and self.filled != self.version:
+            fill(self.seen, self.state())
+            self.filled = self.version
+
+    def push(self) -> None:
+        """Give the engine what the loop has written to parameters and buffers."""
+        if self.made is None or self._seen is None or self.filled != self.version:
+            return
+        if new := written(self.seen, self.state()):
+            state = {**self.state(), **new}
+            self.made.load_state_dict(state)
+            self.known_state = self.version, state
+
+    def show_gradients(self) -> None:
+        """Run the losses that are due, without an update, and show their gradients."""
+        if not self.due and not self.zeroed:
+            raise ShardwiseError(
+                f"a gradient is looked at{at_line()} after optimizer.step(); legal: between backward and step"
+            )
+        if not self.due:
+            return
+        if self.plan.numeric.precision == "fp16" or (self.made is not None and self.made.engine.interpreter.hooks):
+            what = "under fp16" if self.plan.numeric.precision == "fp16" else "of a model with hooks on parameters"
+            raise ShardwiseError(f"a gradient is looked at{at_line()} {what}; legal: distribute(..., clip_norm=...)")
+        self.push()
+        self._run(None, updates=False)
+        found = self.trainer.engine.gradients()
+        with without_torch_functions():
+            for name, one in self.seen.items():
+                if name in found:
+                    one.grad = found[name].to(one.device, one.dtype)
+
+    def drop_gradients(self) -> None:
+        """Take a gradient that is set to None for a ``zero_grad()``, unless it has been computed."""
+        if self.last is not None:
+            raise ShardwiseError(
+                f"a gradient is set to None{at_line()}: on one device its parameter would take no step; legal: "
+                "requires_grad_(False) before the first step, or zero_grad()"
+            )
+        self.zero_grad()
+
+    def _gradients(self) -> dict[str, Tensor]:
+        with without_torch_functions():
+            return {name: one.grad for name, one in self.seen.items() if one.grad is not None}
+
+    def check_open(self, calls: set[Source]) -> None:
+        """Raise :class:`ShardwiseError` where a forward without a backward, which does not run here, would have written
+        to a buffer."""
+        left = [one for one in self.open if one not in calls and not one.committed]
+        if left and self.made is not None:
+            written = dict.fromkeys(name for unit in self.made.compiled.general.units for name in unit.updates)
+            if names := [name for name in written if not name.startswith(KEPT)]:
+                what = f"a forward in training without backward and step writes to {names[0]}"
+                raise ShardwiseError(
+                    f"model(...) ({left[0].line}): {what} on one device, and is not run here; legal: model.eval() "
+                    "for it"
+                )
+        self.open = [one for one in self.open if one in calls]
+
+
+def _learns(loss: Value, owner: Owner) -> bool:
+    """Return whether a gradient goes from a loss to a model."""
+    seen: set[Source] = set()
+    stack = [loss]
+    while stack:
+        value = stack.pop()
+        source = value.source
+        if source is None or not value.grad or source in seen:
+            continue
+        seen.add(source)
+        if source.owner is owner:
+            return True
+        stack.extend(source.inputs)
+    return False
+
+
+__all__ = ["Steps"]

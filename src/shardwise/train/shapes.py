@@ -1,0 +1,83 @@
+"""What a model returns for arguments: the shapes, without its computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from shardwise.capture.capture import shadow
+from shardwise.core.errors import ConfigError
+from shardwise.graph.torch_private import fake_mode
+from shardwise.train.recording import Value
+
+
+class Kind(NamedTuple):
+    """What a model returns for a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def meta(self) -> Tensor:
+        """Return a new tensor of this kind."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class Shapes:
+    """The shapes of what ``entry(module, args, kwargs)`` returns, found on a copy of the module, once for arguments
+    that are alike."""
+
+    def __init__(self, module: nn.Module, precision: str, entry: Callable[[nn.Module, Any, Any], Any]) -> None:
+        self.module, self.precision, self.entry = module, precision, entry
+        self._template: nn.Module | None = None
+        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+
+    @property
+    def template(self) -> nn.Module:
+        """A copy of the module whose parameters take no memory, for the shapes of what it returns."""
+        if self._template is None:
+            self._template = shadow(self.module, self.precision)
+        return self._template
+
+    def results(self, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
+        """Return what the model returns for arguments like these: for each tensor one like it and whether it has a
+        gradient."""
+        modes = [one.training for one in self.module.modules()]
+        key = (
+            str(spec), training, tuple(modes),
+            tuple((tuple(v.meta.shape), v.meta.dtype, v.grad) if isinstance(v, Value) else repr(v) for v in values),
+        )  # fmt: skip
+        if key not in self._known:
+            for one, mode in zip(self.template.modules(), modes, strict=True):
+                one.training = mode
+            try:
+                with fake_mode():
+                    found = self._run_template(values, spec, training)
+            except Exception:  # what it computes depends on values: it runs on some
+                found = self._run_template(values, spec, training)
+            self._known[key] = found
+        kinds, out = self._known[key]
+        return [(one.meta(), one.grad) if isinstance(one, Kind) else one for one in kinds], out
+
+    def _run_template(self, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
+        def like(value: Value) -> Tensor:
+            made = torch.zeros(value.meta.shape, dtype=value.meta.dtype)
+            if value.known is not None and type(made) is Tensor:
+                made = value.known.get().detach().cpu()
+            return made.requires_grad_(value.grad)
+
+        args, kwargs = spec.unflatten([like(one) if isinstance(one, Value) else one for one in values])
+        with torch.set_grad_enabled(training), torch.random.fork_rng():
+            flat, out = tree_flatten(self.entry(self.template, args, kwargs))
+        if strange := [one for one in flat if not isinstance(one, Tensor | int | float | bool | str | None)]:
+            what = f"forward returns an object of type {type(strange[0]).__name__}"
+            raise ConfigError(f"model: {what}; legal: tensors, and tuples, lists, dicts and outputs of transformers")
+        found = [
+            Kind(tuple(map(int, one.shape)), one.dtype, one.requires_grad) if isinstance(one, Tensor) else one
+            for one in flat
+        ]
+        return found, out

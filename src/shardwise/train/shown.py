@@ -1,0 +1,106 @@
+"""The parameters and buffers that a loop sees of a distributed model: their values and gradients come from the engine
+when it looks at them, and what it writes goes back before the next program runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.tensor_facts import FACTS
+from shardwise.graph.torch_private import without_torch_functions
+
+_OF_GRAD: Any = Tensor.grad
+_GRAD, _SET_GRAD = _OF_GRAD.__get__, _OF_GRAD.__set__
+
+
+class Look(ABC):
+    """It knows where the values of a model are."""
+
+    @abstractmethod
+    def show(self) -> None:
+        """Bring what the loop sees up to date; all ranks call it together."""
+
+    @abstractmethod
+    def show_gradients(self) -> None:
+        """Bring the gradients that the loop sees up to date; all ranks call it together."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Note that the loop sets gradients to None."""
+
+
+class _Shown:
+    """Mixed into the classes of the tensors that the loop sees."""
+
+    _look: Look
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        own = [one for one in _flat((args, kwargs)) if isinstance(one, _Shown)]
+        for look in {id(one._look): one._look for one in own}.values():
+            if func == _GRAD:
+                look.show_gradients()
+            elif func == _SET_GRAD and args[1] is None:
+                look.drop_gradients()
+            elif func not in FACTS:
+                look.show()
+        with without_torch_functions():
+            return func(*args, **(kwargs or {}))
+
+
+class ShownParameter(_Shown, nn.Parameter):
+    """A parameter."""
+
+
+class ShownBuffer(_Shown, Tensor):
+    """A buffer."""
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, list | tuple):
+        for one in tree:
+            yield from _flat(one)
+    elif isinstance(tree, dict):
+        yield from _flat(list(tree.values()))
+    else:
+        yield tree
+
+
+def shown(module: nn.Module, look: Look) -> dict[str, Tensor]:
+    """Return what the loop sees of a module, by name, in the module's own memory."""
+    found: dict[str, Tensor] = {}
+    with without_torch_functions():
+        for name, parameter in module.named_parameters():
+            found[name] = made = ShownParameter(parameter.detach().as_subclass(Tensor), parameter.requires_grad)
+            made._look = look
+        for name, buffer in module.named_buffers():
+            found[name] = own = buffer.detach().as_subclass(Tensor).as_subclass(ShownBuffer)
+            own._look = look
+    return found
+
+
+@torch.no_grad()
+def fill(seen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy a state to what the loop sees."""
+    with without_torch_functions():
+        for name, tensor in seen.items():
+            if name in state:
+                tensor.copy_(state[name])
+
+
+@torch.no_grad()
+def written(seen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the loop has written since :func:`fill`, by name."""
+    with without_torch_functions():
+        return {
+            name: tensor.detach().as_subclass(Tensor).clone()
+            for name, tensor in seen.items()
+            if name in state and not torch.equal(tensor.to(state[name].device, state[name].dtype), state[name])
+        }
