@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.capture.capture import rows_in
+from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh

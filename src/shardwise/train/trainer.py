@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction, rows_in
+from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
