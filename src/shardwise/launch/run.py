@@ -31,7 +31,7 @@ from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import utilisation, write_about
-from .evaluation import evaluate
+from .evaluation import evaluated
 from .folder import CHECKPOINTS, keep_lines, read_lines
 from .measuring import StepMemory, write_memory
 from .ready import Ready
@@ -220,7 +220,7 @@ class Run(Ready):
         self.side.progress.phase(f"evaluating after step {done - 1}")
         trainer = self.trainer
         batches = trainer.one_pass(self.data.validation, self.config.data.batch_size, self.config.train.eval_batches)
-        found = evaluate(trainer, batches, perplexity=self.data.decode is not None)
+        found = evaluated(trainer, batches, perplexity=self.data.decode is not None)
         if trainer.comm.rank == 0:
             values = {"step": done, **found}
             append_line(self.folder / EVALUATIONS, values, self.side.tell)

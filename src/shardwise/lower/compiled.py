@@ -159,11 +159,12 @@ class Compiled:
 
         It computes what is ``wanted`` of batches like ``example``, by default those that train.
         """
-        example = self.example if example is None else example
-        key = (wanted, *((name, one.shape[1:], one.dtype) for name, one in sorted(example.items())))
+        if example is None or _form(example) == _form(self.example):
+            example = self.example
+        key = (wanted, *_form(example))
         with self._lock:
             if key not in self._evaluations:
-                alike = wanted == "loss" and example is self.example
+                alike = example is self.example
                 like = None if self.like is None else self.like.evaluation(wanted, example)
                 self._evaluations[key] = replace(
                     self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
@@ -356,6 +357,11 @@ class Compiled:
                 raise ShardwiseError(
                     f"parameter {other.name} lies as {_lying(own)} in training, and as {_lying(other)} in another trace"
                 )
+
+
+def _form(example: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return what a capture depends on of the rows of an example."""
+    return sorted((name, tuple(one.shape[1:]), one.dtype) for name, one in example.items())
 
 
 def _lying(one: Parameter) -> str:

@@ -168,7 +168,7 @@ class DistributedModel:
         batch = self._steps.part(fields)
         if not training:
             self._steps.check_waiting()
-            return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
+            return Loss(self._steps, None, self._steps.trainer.evaluate_batch(batch).loss)
         if not torch.is_grad_enabled():
             raise ShardwiseError("model(...) without gradients in training mode; legal: after model.eval()")
         self._steps.waiting.append(loss := Loss(self._steps, batch))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.capture.wrapped import LossFunction, rows_in
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.data.samples import Samples
 from shardwise.lower.compiled import Compiled, solves
 from shardwise.parallel.pipeline import stages_in_words
 from shardwise.runtime.batch import StepResult
@@ -23,6 +25,9 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
+
+from .evaluation import Evaluation, evaluate, joined, own_rows, predictions
+from .metrics import metrics_of
 
 
 class NonFiniteError(ShardwiseError):
@@ -259,12 +264,65 @@ class Trainer:
         """
         self._asked_to_stop = True
 
-    def evaluate(self, batch: Batch) -> StepResult:
+    def evaluate_batch(self, batch: Batch) -> StepResult:
         """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch.
 
         ``weight`` of the result is the amount over which it is a mean, for means over several batches.
         """
         return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
+
+    def evaluate(
+        self, data: Any, metrics: Any = (), *, batch_size: int | None = None, batches: int | None = None
+    ) -> Evaluation:
+        """Return the loss and the metrics of ``data`` in evaluation mode; all ranks call it together.
+
+        Args:
+            data: a map-style dataset of dicts of tensors; or an iterable of whole batches that every rank has (a
+                DataLoader), or of batches of :meth:`one_pass`.
+            metrics: names of ready-made metrics ("accuracy", "top-5", "perplexity", "f1", "f1-binary"), functions
+                ``metric(outputs, batch) -> (sum, count)`` or a dict of these by name, objects of torchmetrics, or a
+                dict of any of these by name.  Each row counts exactly once.
+            batch_size: the rows of a batch of a dataset, over all ranks; by default it is the example's.
+            batches: the most batches; their rows are spread evenly over the dataset.
+        """
+        found = metrics_of(metrics, self.compiled.module)
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            return evaluate(self, self.one_pass(data, batch_size, batches), found, self._example_of(data))
+        if not hasattr(data, "__iter__"):
+            legal = "a dataset, a loader of whole batches, or batches of one_pass"
+            raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
+        given = iter(data) if batches is None else islice(data, batches)
+        first = next(given, None)
+        if first is None:
+            return evaluate(self, (), found)
+        every = chain([first], given)
+        if isinstance(first, Batch):
+            return evaluate(self, every, found)
+        example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
+        return evaluate(self, own_rows(self, every), found, example)
+
+    def predictions(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Iterator[Any]:
+        """Yield the outputs of each batch of a map-style ``dataset``, in its order, on the host; see :meth:`predict`.
+
+        All ranks iterate together; with ``rank`` only that rank gets outputs, and the others None.
+        """
+        example = self._example_of(dataset)
+        return predictions(self, self.one_pass(dataset, batch_size), example, rank)
+
+    def predict(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Any:
+        """Return the model's outputs for all rows of ``dataset``, in its order, each row once, on the host.
+
+        Outputs are what the model's forward returns without its loss and without what has no rows: a tensor, a tuple,
+        or a dict whose names are attributes too (``found.logits``).  If forward returns the loss alone, they are what
+        it returns without the field "labels".  The dataset needs no labels.  All ranks call it together; with ``rank``
+        only that rank gets the result, and the others None.
+        """
+        found = [one for one in self.predictions(dataset, batch_size, rank=rank) if one is not None]
+        return joined(found) if found else None
+
+    def _example_of(self, dataset: Any) -> dict[str, Tensor]:
+        samples = Samples(dataset)
+        return samples.read([0, min(1, samples.size - 1)])
 
     def finish(self) -> None:
         """Look at the last step; raise :class:`NonFiniteError` if it was not finite."""

@@ -157,7 +157,8 @@ class Unit:
 
     ``inputs`` and ``outputs`` are the names of live tensors, which units hand to each other; the values that the
     function returns are the ``outputs``, then the new values of the buffers ``updates``, then, in evaluation,
-    ``results`` tensors with rows that the model itself returns besides its loss. ``input_grads`` and ``output_grads`` say which inputs and outputs have gradients.
+    ``results`` tensors with rows that the model itself returns besides its loss. ``input_grads`` and ``output_grads``
+    say which inputs and outputs have gradients.
 
     A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
     together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
