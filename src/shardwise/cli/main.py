@@ -81,6 +81,28 @@ def train(arguments: Arguments = None, json: Json = False) -> None:
 
 
 @app.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...", help="Other data, metrics or devices than the run's.", show_default=False
+        ),
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="Whose weights: best, last, or a step.")] = "last",
+    json: Json = False,
+) -> None:
+    """Evaluate the weights of a run on its validation data, all of it, or on other data."""
+    with reported(json):
+        path, given = split_arguments(overrides or [])  # before torch is imported
+        if path is not None:
+            raise ConfigError(f"{path}: legal: section.key=value after the run's folder, whose config is used")
+        from .evaluate import run
+
+        run(run_dir, checkpoint, given, json)
+
+
+@app.command()
 def verify(
     arguments: Arguments = None,
     json: Json = False,

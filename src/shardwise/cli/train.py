@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, build_data, build_plan, load_config
+from shardwise.config import Config, build_data, build_metrics, build_plan, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
@@ -29,14 +29,26 @@ from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.launch.subject import check_plan
 from shardwise.report.display import Display, show_result
-from shardwise.report.files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, SCHEDULE
+from shardwise.report.files import (
+    ABOUT,
+    BEST,
+    CONFIG,
+    EVALUATIONS,
+    MEMORY,
+    METRICS,
+    PLAN,
+    RESULT,
+    SAMPLE,
+    SAMPLES,
+    SCHEDULE,
+)
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
 
 from .common import INTERRUPTED, exit_code
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun, where nobody watches and ranks may start at different times
-STALE = (SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN)
+STALE = (BEST, SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,6 +70,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
     notices = [*warnings, *config.notices, *_prepare_data(config, console if first else None)]
+    build_metrics(config)
     with console.status("capturing the model") if first and not json else nullcontext():
         # All ranks under torchrun check, so that none waits for another that fails.
         check_plan(config, torch.device(backend.type))

@@ -1,6 +1,6 @@
 """The configuration of a run, which is checked before anything starts."""
 
-from .build import Data, build_data, build_loss_scale, build_model, build_optimizer, build_plan
+from .build import Data, build_data, build_loss_scale, build_metrics, build_model, build_optimizer, build_plan
 from .config import Config, load_config
 from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -18,6 +18,7 @@ __all__ = [
     "TrainConfig",
     "build_data",
     "build_loss_scale",
+    "build_metrics",
     "build_model",
     "build_optimizer",
     "build_plan",

@@ -14,7 +14,16 @@ from shardwise.core.errors import ConfigError
 from .defaults import complete
 from .draft import ConfigDraft, problem, reworded
 from .hardware import Hardware
-from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .sections import (
+    SECTIONS,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from .toml import dumps
 
 
@@ -28,6 +37,7 @@ class Config:
 
     model: ModelConfig
     data: DataConfig
+    validation: ValidationConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig
     train: TrainConfig

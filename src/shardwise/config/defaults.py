@@ -22,6 +22,7 @@ from .draft import ConfigDraft
 from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
 from .sections import rules
+from .validation import complete_validation
 
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers")
@@ -40,7 +41,7 @@ def complete(draft: ConfigDraft, hardware: Hardware) -> None:
     """Fill in the draft's defaults, and refuse all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _tf32, _train, _checkpoint, _mesh, _pins):
+    for step in (_optimizer, _loss_scale, _tf32, _train, complete_validation, _checkpoint, _mesh, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -151,12 +152,6 @@ def _train(draft: ConfigDraft) -> None:
     key = "train.run_dir"
     if draft.sound(key) and there(draft[key], os.path.lexists) and not there(draft[key], os.path.isdir):
         draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
-    steps, key = draft["train.steps"], "train.eval_every"
-    if not draft.sound("data.validation", "train.steps"):
-        return
-    draft.default(key, max(1, steps // 10) if draft["data.validation"] else 0)
-    if draft.sound(key) and draft[key] and not draft["data.validation"]:
-        draft.refuse(key, "0, for data.validation = 0 sets no data apart")
 
 
 def _checkpoint(draft: ConfigDraft) -> None:

@@ -13,10 +13,10 @@ from shardwise.data.sources import STDLIB
 from shardwise.data.tokenizer import BYTES
 
 from .rules import Illegal
-from .sections import SECTIONS, rules
+from .sections import MOVED, SECTIONS, rules
 from .toml import parse, shown
 
-REFERENCES = ("model.factory", "model.loss", "data.factory")
+REFERENCES = ("model.factory", "model.loss", "data.factory", "validation.factory")
 PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 
 
@@ -71,6 +71,7 @@ class ConfigDraft:
         return _merged(before, value) if rest and isinstance(before, dict) else value
 
     def _add(self, section: str, name: str, value: Any, origin: str, folder: Path) -> None:
+        section, _, name = MOVED.get(f"{section}.{name}", f"{section}.{name}").partition(".")
         legal = rules(section)
         if name not in legal:
             self._unknown(name, origin, "key", legal, f"{section}.")
@@ -84,9 +85,10 @@ class ConfigDraft:
             self.refuse(key, legal[name].legal, str(error))
             return
         if key in REFERENCES:
-            place, _, function = read.rpartition(":")
-            read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
-        elif key == "data.source":
+            read = _absolute_reference(read, folder)
+        elif key == "validation.metrics":
+            read = tuple(_absolute_reference(one, folder) for one in read)
+        elif key in ("data.source", "validation.source"):
             read = _absolute_source(read, folder)
         elif key == "data.mix":
             read = tuple({**part, "source": _absolute_source(part["source"], folder)} for part in read)
@@ -169,6 +171,12 @@ def _merged(before: Any, value: Any) -> Any:
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{name: _merged(before.get(name), item) for name, item in value.items()}}
+
+
+def _absolute_reference(reference: str, folder: Path) -> str:
+    """Return a reference to a function with an absolute path, if it has a path."""
+    place, _, function = reference.rpartition(":")
+    return f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else reference
 
 
 def _absolute_source(source: str | tuple[str, ...], folder: Path) -> str | tuple[str, ...]:

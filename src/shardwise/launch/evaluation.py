@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from shardwise.core.metrics import LOSS, PERPLEXITY
 from shardwise.data.loader import Batch
@@ -14,7 +16,12 @@ from shardwise.train.trainer import Trainer
 
 
 def evaluated(
-    trainer: Trainer, batches: Iterable[Batch], metrics: Sequence[Metric] = (), *, perplexity: bool
+    trainer: Trainer,
+    batches: Iterable[Batch],
+    metrics: Sequence[Metric] = (),
+    example: Mapping[str, Tensor] | None = None,
+    *,
+    perplexity: bool,
 ) -> dict[str, Any]:
     """Return what an evaluation has found, fit for JSON: what is no finite number is None; all ranks call it together.
 
@@ -22,7 +29,7 @@ def evaluated(
     """
     if perplexity and all(one.name != PERPLEXITY for one in metrics):
         metrics = [Perplexity(), *metrics]
-    found = evaluate(trainer, batches, metrics)
+    found = evaluate(trainer.engine, batches, metrics, example)
     values: dict[str, Any] = {LOSS: _number(found.loss), "rows": found.rows}
     values |= {name: _number(value) for name, value in found.metrics.items()}
     if perplexity and values[PERPLEXITY] is None:

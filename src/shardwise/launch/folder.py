@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
-from shardwise.config.sections import SECTIONS
+from shardwise.config.sections import SECTIONS, moved
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
@@ -28,7 +28,7 @@ MUST_MATCH = ("model", "data.source", "data.mix", "data.factory", "data.argument
 START_ONLY = ("model.weights",)  # read only at the start of a run
 NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
 MAY_CHANGE_WHEN_FINISHED = (
-    "train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
+    "train.", "validation.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def prepare_folder(config: Config) -> FoundRun:
     checkpoint = _opened(path)
     changes = dict(_changes(checkpoint.meta.get("config"), config))
     longer = checkpoint.step < config.train.steps and all(key.startswith(MAY_CHANGE_WHEN_FINISHED) for key in changes)
-    if finished and not longer:
+    if finished and not (longer and (changes or not _stopped_early(folder))):
         return FoundRun(notices=_set_aside(folder))
     if checkpoint.step > config.train.steps:
         there = f"the unfinished run in {folder} is at step {checkpoint.step} already"
@@ -82,6 +82,14 @@ def prepare_folder(config: Config) -> FoundRun:
     told = [f"{key}: {change}" for key, change in changes.items() if key not in NOT_REPORTED and key not in START_ONLY]
     notices = [f"going on from step {checkpoint.step} ({path})"]
     return FoundRun(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
+
+
+def _stopped_early(folder: Path) -> bool:
+    """Return whether the finished run in ``folder`` has ended before its last step."""
+    try:
+        return "stopped_early" in json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -100,7 +108,7 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
 
     A key that did not exist when the checkpoint was written counts as having today's default.
     """
-    old = tomllib.loads(before) if isinstance(before, str) else {}
+    old = moved(tomllib.loads(before)) if isinstance(before, str) else {}
     new = tomllib.loads(config.resolved())
     for section in new:
         default = {

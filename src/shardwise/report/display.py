@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from .files import ABOUT, EVALUATIONS, METRICS, parsed_line
+from .files import ABOUT, EVALUATIONS, METRICS, measured, parsed_line
 from .tables import count, decimal, duration, pairs, show, size
 
 RECENT = 20  # the number of steps whose median speed is shown
@@ -108,8 +108,7 @@ class Display:
         for one in self._evaluations.read():
             if one["step"] > self._evaluated:
                 self._evaluated = one["step"]
-                perplexity = f", perplexity {one['perplexity']:.2f}" if "perplexity" in one else ""
-                self.say(f"after step {one['step']}: validation loss {decimal(one['validation_loss'])}{perplexity}")
+                self.say(f"after step {one['step']}: validation loss {evaluation(one)}")
 
     def _due(self, step: int) -> bool:
         return step + 1 == self._steps or time.monotonic() > self._shown + LINE_INTERVAL
@@ -169,14 +168,34 @@ class _Bar:
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
 
 
+def evaluation(values: Metrics) -> str:
+    """Return the loss and the metrics of an evaluation, in a line."""
+    loss = decimal(values.get("validation_loss"))
+    each = [f"perplexity {values['perplexity']:.2f}"] if values.get("perplexity") is not None else []
+    each += [f"{name} {decimal(value)}" for name, value in measured(values).items()]
+    return ", ".join([loss, *each])
+
+
+def stopped_early(stopped: Metrics) -> str:
+    """Say why training has ended before its last step."""
+    never = f"{stopped['metric']} was never a number"
+    best = f"{stopped['metric']} {decimal(stopped['best'])} of step {stopped['best_step']} was not bettered"
+    times = f"{stopped['evaluations']} evaluation{'s' if stopped['evaluations'] > 1 else ''}"
+    return f"after step {stopped['step']}: {best if stopped['best_step'] is not None else never} in {times}"
+
+
 def show_result(console: Console, result: Metrics, seconds: float) -> None:
     """Print the result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     speed = result["tokens_per_second"]
-    perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
+    stopped, best = result.get("stopped_early"), result.get("best")
     rows = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
-        "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
+        "validation": evaluation(result.get("evaluation", {})) if "validation_loss" in result else None,
+        "best": None
+        if best is None
+        else f"{best['metric']} {decimal(best['value'])} after step {best['step']} ({best['checkpoint']})",
+        "stopped early": None if stopped is None else stopped_early(stopped),
         "speed": None
         if speed is None
         else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError
 
-from .files import EVALUATIONS, METRICS, writing
+from .files import EVALUATIONS, METRICS, measured, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,8 @@ DASHES = ("-", "--", ":", "-.")  # the next one when all colours are used
 FORMATS = (".png", ".svg", ".pdf")
 OVER = {"steps": "Step", "seconds": "Training time (s)"}
 """What curves can be drawn over, and the label of that axis."""
-WIDTH, HEIGHT = 9.0, 9.0  # inches
+WIDTH, HEIGHT, PANEL = 9.0, 9.0, 2.0  # inches
+MOST_METRICS = 6  # of evaluations that are drawn
 GIB = 2**30
 FEW = 30  # up to this number of steps are drawn as points, and are not smoothed
 DRAWN = 400  # points of a smoothed curve
@@ -52,11 +53,16 @@ class PlottedRun:
 
     def values(self, key: str) -> tuple[Floats, Floats]:
         """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite."""
-        source = self.evaluations if key == "validation_loss" else self.metrics
+        source = self.evaluations if key == "validation_loss" or key in self.measured else self.metrics
         steps = np.array([one["step"] for one in source], dtype=np.float64)
         values = np.array([math.nan if one.get(key) is None else one[key] for one in source], dtype=np.float64)
         values[~np.isfinite(values)] = math.nan
         return steps, values
+
+    @property
+    def measured(self) -> dict[str, None]:
+        """The names of the metrics of its evaluations, besides loss and perplexity."""
+        return dict.fromkeys(name for one in self.evaluations for name in measured(one))
 
     def along(self, key: str, over: str) -> tuple[Floats, Floats]:
         """Return the same, over steps or over the seconds that training has taken by the end of each."""
@@ -161,6 +167,7 @@ def summary(run: PlottedRun) -> Metrics:
         "peak_memory_bytes": max((int(value) for value in finite("peak_memory_bytes")), default=None),
         "validation_loss": evaluation.get("validation_loss"),
         "perplexity": evaluation.get("perplexity"),
+        **measured(evaluation),
     }
 
 
@@ -255,7 +262,11 @@ def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    loss, speed, memory = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    more = list(dict.fromkeys(name for run in runs for name in run.measured))[:MOST_METRICS]
+    figure.set_figheight(height := HEIGHT + PANEL * len(more))
+    loss, *own, speed, memory = figure.subplots(
+        3 + len(more), 1, sharex=True, height_ratios=(2, *(1,) * len(more), 1, 1)
+    )
     labels = [_shortened(name) for name in names([run.folder for run in runs])]
     looks = [{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS]
     styled = list(zip(runs, labels, islice(cycle(looks), len(runs)), strict=True))
@@ -264,13 +275,15 @@ def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
         return [(*run.along(key, over), look) for run, _, look in styled]
 
     _panel(loss, "Loss", curves("loss"), over, smoothed=True, decimals=True, points=curves("validation_loss"))
+    for axes, name in zip(own, more, strict=True):
+        _panel(axes, f"Validation: {_shortened(name)}", [], over, decimals=True, points=curves(name))
     _panel(speed, "Throughput (tokens/s)", curves("tokens_per_second"), over, smoothed=True, from_zero=True)
     sizes = [(places, values / GIB, look) for places, values, look in curves("peak_memory_bytes")]
     _panel(memory, "Peak memory (GiB)", sizes, over, from_zero=True, decimals=True)
     memory.set_xlabel(OVER[over])
     memory.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     memory.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _legend(figure, styled)
+    _legend(figure, styled, height)
     return figure
 
 
@@ -362,7 +375,7 @@ def _ticks(axes: Axes, limits: Scale) -> None:
         axes.yaxis.set_major_formatter(formatter)
 
 
-def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, Any]]]) -> None:
+def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, Any]]], height: float) -> None:
     """Put the legend above the panels, where it hides nothing; the picture grows with it."""
     from matplotlib.lines import Line2D
 
@@ -377,7 +390,7 @@ def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, An
         )  # fmt: skip
     widest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(len(handles), 110 // (widest + 8)))
-    figure.set_figheight(HEIGHT + 0.21 * (math.ceil(len(handles) / columns) - 1))
+    figure.set_figheight(height + 0.21 * (math.ceil(len(handles) / columns) - 1))
     legend = figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=10)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name with two "$" in it is no formula

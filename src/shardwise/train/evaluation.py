@@ -1,4 +1,4 @@
-"""Evaluate a trainer's model on a dataset, and give its outputs in the dataset's order, under any plan."""
+"""Evaluate the model of an engine on a dataset, and give its outputs in the dataset's order, under any plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from shardwise.core.layout import rank_rows
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.data.loader import AXES, Batch
 from shardwise.runtime.communicator import host_gather_bytes
+from shardwise.runtime.engine import Engine
 
 from .metrics import Metric
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Evaluation:
 
 
 def evaluate(
-    trainer: Trainer,
+    engine: Engine,
     batches: Iterable[Batch],
     metrics: Sequence[Metric] = (),
     example: Mapping[str, Tensor] | None = None,
@@ -51,20 +49,20 @@ def evaluate(
     host reads results once, at the end, so that a GPU runs the batches without waiting.
     """
     start = time.perf_counter()
-    device = trainer.comm.device
+    device = engine.comm.device
     wanted: Wanted = "both" if any(one.of_outputs for one in metrics) else "loss"
     total = torch.zeros((), dtype=Backend.of(device).widest_float, device=device)
     weight = torch.zeros_like(total)
     states = [one.begin(device) for one in metrics]
     rows = 0
     for batch in batches:
-        found = trainer.engine.evaluate(batch.fields, batch.rows, batch.ones, wanted=wanted, example=example)
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, wanted=wanted, example=example)
         counted = found.weight > 0  # a batch without targets has no mean
         total += torch.where(counted, found.loss.to(total.dtype) * found.weight.to(total.dtype), 0.0)
         weight += found.weight.to(total.dtype)
         rows += batch.rows
-        if leads(trainer, found.outputs) and any(batch.counts):
-            outputs = rebuilt(trainer.compiled.evaluation(wanted, example).general.outputs, found.outputs or [])
+        if leads(engine, found.outputs) and any(batch.counts):
+            outputs = rebuilt(engine.compiled.evaluation(wanted, example).general.outputs, found.outputs or [])
             fields = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
             with torch.no_grad():
                 states = [
@@ -74,15 +72,15 @@ def evaluate(
     loss = float(total / weight) if rows else math.nan
     values: dict[str, float] = {}
     if metrics:
-        every = _of_all_ranks(trainer, [one.packed(state) for one, state in zip(metrics, states, strict=True)])
+        every = _of_all_ranks(engine, [one.packed(state) for one, state in zip(metrics, states, strict=True)])
         for place, one in enumerate(metrics):
             values |= one.values([each[place] for each in every], loss)
     return Evaluation(loss, rows, values, time.perf_counter() - start)
 
 
-def _of_all_ranks(trainer: Trainer, mine: list[Any]) -> list[Any]:
+def _of_all_ranks(engine: Engine, mine: list[Any]) -> list[Any]:
     """Return what all ranks have, in rank order."""
-    return [_read(one) for one in host_gather_bytes(trainer.comm, _written(mine), "the metrics of all ranks")]
+    return [_read(one) for one in host_gather_bytes(engine.comm, _written(mine), "the metrics of all ranks")]
 
 
 def _written(value: Any) -> bytes:
@@ -95,26 +93,26 @@ def _read(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)  # another rank of this run has written it
 
 
-def leads(trainer: Trainer, outputs: list[Tensor] | None) -> bool:
+def leads(engine: Engine, outputs: list[Tensor] | None) -> bool:
     """Return whether this rank is the one that counts its rows: of the ranks with the same rows, one that has the
     outputs does."""
-    mesh = trainer.comm.mesh
-    return outputs is not None and mesh.index(trainer.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
+    mesh = engine.comm.mesh
+    return outputs is not None and mesh.index(engine.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
 
 
 def predictions(
-    trainer: Trainer, batches: Iterable[Batch], example: Mapping[str, Tensor], rank: int | None = None
+    engine: Engine, batches: Iterable[Batch], example: Mapping[str, Tensor], rank: int | None = None
 ) -> Iterator[Any]:
     """Yield the outputs of each batch, whole and on the host, its rows in their order; all ranks iterate together.
 
     ``example`` has rows of the batches.  With ``rank`` only that rank gets them, and the others None.
     """
-    compiled = trainer.compiled.evaluation("outputs", example)
-    structure, comm = compiled.general.outputs, trainer.comm
+    compiled = engine.compiled.evaluation("outputs", example)
+    structure, comm = compiled.general.outputs, engine.comm
     number = number_of(structure)
     for batch in batches:
-        found = trainer.engine.evaluate(batch.fields, batch.rows, batch.ones, wanted="outputs", example=example)
-        mine = [one.cpu() for one in found.outputs or []] if leads(trainer, found.outputs) else []
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, wanted="outputs", example=example)
+        mine = [one.cpu() for one in found.outputs or []] if leads(engine, found.outputs) else []
         ranges = [(a, a + n) for a, n in zip(batch.starts, batch.counts, strict=True)]
         parts = [(r, v) for r, v in map(_read, host_gather_bytes(comm, _written((ranges, mine)), "outputs")) if v]
         if rank is not None and comm.rank != rank:
@@ -145,12 +143,12 @@ def joined(outputs: Sequence[Any]) -> Any:
     return type(first)({name: joined([one[name] for one in outputs]) for name in first})
 
 
-def own_rows(trainer: Trainer, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Batch]:
+def own_rows(engine: Engine, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Batch]:
     """Yield this rank's part of whole batches, dicts of tensors that every rank has."""
-    mesh = trainer.comm.mesh
-    parts, index = mesh.axis_size(AXES), mesh.index(trainer.comm.rank, AXES)
+    mesh = engine.comm.mesh
+    parts, index = mesh.axis_size(AXES), mesh.index(engine.comm.rank, AXES)
     for whole in batches:
         rows = len(next(iter(whole.values())))
-        ranges = rank_rows(rows, trainer.plan.microbatches, parts, index)
+        ranges = rank_rows(rows, engine.compiled.plan.microbatches, parts, index)
         fields = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
         yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))

@@ -98,7 +98,7 @@ class FunctionMetric(Sums):
         out: dict[str, Any] = {}
         for name, pair in each.items():
             if not isinstance(name, str) or not _is_pair(pair):
-                wrong = f"it returned {_kind(found)}" + (f" with {name!r}: {_kind(pair)}" if found is each else "")
+                wrong = f"it returned {kind(found)}" + (f" with {name!r}: {kind(pair)}" if found is each else "")
                 raise ConfigError.on(f"metric {self.name}", wrong, "(sum, count), or a dict of these by name")
             out[f"{name} sum"], out[f"{name} count"] = pair
         return out
@@ -207,7 +207,7 @@ def logits_and_labels(name: str, outputs: Any, batch: Fields, shift: bool) -> tu
     elif isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
         logits = outputs[0]
     if not isinstance(logits, Tensor):
-        found = ", ".join(outputs) if isinstance(outputs, Mapping) else _kind(outputs)
+        found = ", ".join(outputs) if isinstance(outputs, Mapping) else kind(outputs)
         legal = "outputs with .logits, a tuple that begins with them, or a metric of yours (file.py:function)"
         raise ConfigError.on(f"metric {name}", f"the model's outputs are {found}", legal)
     field = next((one for one in LABELS if one in batch), None)
@@ -235,34 +235,8 @@ def ready(name: str, module: nn.Module | None = None) -> Metric:
     return Accuracy(name, top(name), shift)
 
 
-def metrics_of(given: Any, module: nn.Module | None = None) -> list[Metric]:
-    """Return metrics from what a user gives: names of ready-made ones, functions, objects of torchmetrics, or a dict of
-    these by name."""
-    named = given.items() if isinstance(given, Mapping) else [(None, one) for one in given]
-    found = [metric for name, one in named for metric in _made(name, one, module)]
-    names = [metric.name for metric in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"metrics: {twice} is there twice; legal: a name for each")
-    return found
-
-
-def _made(name: str | None, one: Any, module: nn.Module | None) -> list[Metric]:
-    from .torch_metrics import is_torch_metric, torch_metrics  # it needs an extra
-
-    if isinstance(one, Metric):
-        return [one]
-    if isinstance(one, str):
-        return [ready(one, module)]
-    if is_torch_metric(one):
-        return list(torch_metrics(name, one))
-    if callable(one):
-        return [FunctionMetric(name or str(getattr(one, "__name__", type(one).__name__)), one)]
-    legal = f"{', '.join(READY)}, a function of (outputs, batch), or an object of torchmetrics"
-    raise ConfigError(f"metrics: {_kind(one)}; legal: {legal}")
-
-
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """Return what a value is, for people."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"an object of type {type(value).__name__}"

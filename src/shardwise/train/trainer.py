@@ -27,7 +27,7 @@ from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 
 from .evaluation import Evaluation, evaluate, joined, own_rows, predictions
-from .metrics import metrics_of
+from .given_metrics import metrics_of
 
 
 class NonFiniteError(ShardwiseError):
@@ -287,19 +287,19 @@ class Trainer:
         """
         found = metrics_of(metrics, self.compiled.module)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            return evaluate(self, self.one_pass(data, batch_size, batches), found, self._example_of(data))
+            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
         if not hasattr(data, "__iter__"):
             legal = "a dataset, a loader of whole batches, or batches of one_pass"
             raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
         given = iter(data) if batches is None else islice(data, batches)
         first = next(given, None)
         if first is None:
-            return evaluate(self, (), found)
+            return evaluate(self.engine, (), found)
         every = chain([first], given)
         if isinstance(first, Batch):
-            return evaluate(self, every, found)
+            return evaluate(self.engine, every, found)
         example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
-        return evaluate(self, own_rows(self, every), found, example)
+        return evaluate(self.engine, own_rows(self.engine, every), found, example)
 
     def predictions(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Iterator[Any]:
         """Yield the outputs of each batch of a map-style ``dataset``, in its order, on the host; see :meth:`predict`.
@@ -307,7 +307,7 @@ class Trainer:
         All ranks iterate together; with ``rank`` only that rank gets outputs, and the others None.
         """
         example = self._example_of(dataset)
-        return predictions(self, self.one_pass(dataset, batch_size), example, rank)
+        return predictions(self.engine, self.one_pass(dataset, batch_size), example, rank)
 
     def predict(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Any:
         """Return the model's outputs for all rows of ``dataset``, in its order, each row once, on the host.

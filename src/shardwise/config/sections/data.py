@@ -67,12 +67,6 @@ class DataConfig:
         otherwise="the first that it has of <code>&lt;&#124;endoftext&#124;&gt;</code>, `</s>`, `<eos>`, `[SEP]`",
         legal="a token of `tokenizer`",
     )
-    validation: float = key(
-        number(0, below=1),
-        does="the fraction of the documents that is set apart for evaluations",
-        otherwise="0.01; with a `factory` 0",
-        legal="from 0 to below 1; with a `factory` 0",
-    )
     attention: str | None = key(
         choice("full", "document"),
         does="whether attention crosses document boundaries, or stays within a document",
