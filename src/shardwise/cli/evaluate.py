@@ -50,9 +50,8 @@ def run(folder: Path, chosen: str, overrides: Sequence[str], json: bool) -> None
         clear_logs(out)
         (out / EVALUATION).unlink(missing_ok=True)
         (out / CONFIG).write_text(config.resolved(), encoding="utf-8")
-        most = (
-            [str(config.validation.batches)] if any(one.startswith("validation.batches") for one in overrides) else []
-        )
+        limited = any(one.startswith("validation.batches") for one in overrides)
+        most = [str(config.validation.batches)] if limited else []
         ranks = config.train.devices
         words = f"evaluating step {step} on {ranks} rank{'s' if ranks > 1 else ''}"
         with nullcontext() if json else console.status(words):

@@ -57,6 +57,17 @@ class Validation:
         found = host_gather_bytes(trainer.comm, json.dumps(mine).encode(), "the earlier evaluations")
         self.history = json.loads(found[0])
         self._choose(checkpoints)
+        if (self.metrics or self.best or self.stop) and self.run.config.validation.every:
+            self._try()
+
+    def _try(self) -> None:
+        """Measure one batch before the first step, so that a metric that fails, or that no evaluation has, is known at
+        once."""
+        found = self.measure(self.run.trainer.engine.step_index, 1)
+        for key, watch in (("checkpoint.best", self.best), ("validation.watch", self.stop)):
+            if watch is not None and watch.metric not in found:
+                names = ", ".join(name for name in found if name not in ("step", "rows", "seconds"))
+                raise ConfigError(f'{key} = "{watch.metric}": no evaluation has it; legal: {names}')
 
     def due(self, done: int) -> bool:
         """Return whether the model is to be evaluated after ``done`` steps."""
@@ -78,10 +89,6 @@ class Validation:
         """Evaluate after ``done`` steps, and return what was found; rank 0 writes it down."""
         run = self.run
         found = self.measure(done, run.config.validation.batches)
-        for key, watch in (("checkpoint.best", self.best), ("validation.watch", self.stop)):
-            if watch is not None and watch.metric not in found:
-                names = ", ".join(name for name in found if name not in ("step", "rows", "seconds"))
-                raise ConfigError(f'{key} = "{watch.metric}": no evaluation has it; legal: {names}')
         # The seconds differ from rank to rank, and decide nothing.
         self.history.append(found)
         if run.trainer.comm.rank == 0:
