@@ -66,7 +66,9 @@ class Sums(Metric):
         wide = Backend.of(device).widest_float
         found = {}
         for name, value in new.items():
-            one = value.detach().to(wide) if isinstance(value, Tensor) else torch.full((), value, dtype=wide)
+            one = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+            # Counts stay integers: a device without fp64 would round them.
+            one = one.to(wide if one.is_floating_point() else torch.int64)
             found[name] = one + state[name].to(one.device) if name in state else one
         return found
 
