@@ -96,8 +96,10 @@ def _read(data: bytes) -> Any:
 def leads(engine: Engine, outputs: list[Tensor] | None) -> bool:
     """Return whether this rank is the one that counts its rows: of the ranks with the same rows, one that has the
     outputs does."""
+    if outputs is None:
+        return False
     mesh = engine.comm.mesh
-    return outputs is not None and mesh.index(engine.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
+    return mesh.index(engine.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
 
 
 def predictions(
