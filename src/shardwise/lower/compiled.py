@@ -155,10 +155,8 @@ class Compiled:
             self.initial, self._values = None, Values(self.module)
 
     def evaluation(self, wanted: Wanted = "loss", example: Mapping[str, Tensor] | None = None) -> Compiled:
-        """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed.
-
-        It computes what is ``wanted`` of batches like ``example``, by default those that train.
-        """
+        """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed.  It
+        computes what is ``wanted`` of batches like ``example``, by default those that train."""
         if example is None or _form(example) == _form(self.example):
             example = self.example
         key = (wanted, *_form(example))

@@ -229,9 +229,7 @@ def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
 
 
 def draw(runs: Sequence[PlottedRun], out: Path, over: str = "steps") -> None:
-    """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps or the same
-    seconds.
-    """
+    """Draw ``runs`` into ``out``: loss, metrics, throughput and memory one below the other, over steps or seconds."""
     if over not in OVER:
         raise ConfigError(f"--over {over}: legal: {', '.join(OVER)}")
     save(lambda: make_figure(runs, over), out, "--out")
