@@ -144,7 +144,7 @@ def test_one_line_for_sources_without_validation(tmp_path: Path) -> None:
         shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=16", *overrides]
         return build_data(load_config(None, shared, hardware=Hardware(cores=1))).notices
 
-    end = "0 of 16 documents apart (data.validation = 1e-06)"
+    end = "0 of 16 documents apart (validation.share = 1e-06)"
     assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (
         f"no validation on {tmp_path}/a: {end}",
     )
@@ -165,7 +165,7 @@ def test_a_document_of_two_sources_of_a_mixture_is_on_one_side(tmp_path: Path) -
     def train(*overrides: str) -> int:
         return len(build_data(load_config(None, [*shared, *overrides], hardware=Hardware(cores=1))).train)
 
-    with pytest.raises(ConfigError, match="data.validation = 0.5: it leaves 0 tokens"):
+    with pytest.raises(ConfigError, match="validation.share = 0.5: it leaves 0 tokens"):
         train(f'data.mix=[{{source = "{tmp_path}/*.txt", weight = 1}}, {{source = "{one}", weight = 1}}]')
     assert train(f"data.source={one}") == 2
     assert train(f'data.mix=[{{source = "{one}", weight = 1}}]') > 0

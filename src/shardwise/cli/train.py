@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, build_data, build_plan, check_callbacks, load_config
+from shardwise.config import Config, build_data, build_metrics, build_plan, check_callbacks, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.begin import begun, stage
 from shardwise.launch.devices import check_ranks, check_torch
@@ -70,6 +70,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
                 _tell_finished(config, console if not json else None)
             return
         check_callbacks(config, HOOKS)
+        build_metrics(config)  # checks them
         with phases.phase("checking the plan"):
             check_plan(config, torch.device(backend.type))
         _run(config, found, Shown(console, json, first, phases, [*warnings, *notices]), warnings)

@@ -35,11 +35,13 @@ _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
 
 @dataclass
 class Normal:
-    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``."""
+    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates,
+    *outputs)``."""
 
     graph: fx.Graph
     captured: Captured
     updates: list[str] = field(default_factory=list)  # the names of buffers whose new values follow the loss
+    outputs: int = 0  # the number of the model's outputs, which follow the new values
 
 
 def functionalise(captured: Captured) -> Normal:
@@ -66,6 +68,7 @@ class _Walker:
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
         self.loss: fx.Node | None = None
+        self.outputs: list[fx.Node] = []
 
     # ---- reading and writing -------------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class _Walker:
             elif old.op == "output":
                 if inputs is not None:
                     return old.args[0]
-                self.loss = self.read(old.args[0][0])
+                self.loss, *self.outputs = (self.read(one) for one in old.args[0])
             elif old.op == "get_attr":
                 self.value[old] = (getattr(owner, str(old.target)), owner)
             else:
@@ -372,7 +375,9 @@ class _Walker:
                 value = self.value[old]
                 # A placeholder is copied (another buffer, a field or a parameter), because no unit computes it.
                 outputs.append(self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value)
-        output = self.new.output((self.loss, *outputs))
+        # An output that is given, such as a field, is copied too.
+        results = [self.call(aten.clone.default, (v,), v) if v.op == "placeholder" else v for v in self.outputs]
+        output = self.new.output((self.loss, *outputs, *results))
         output.meta = {}
         live: set[fx.Node] = set()
         stack: list[fx.Node] = [output]
@@ -384,7 +389,7 @@ class _Walker:
         for node in reversed(list(self.new.nodes)):
             if node not in live and node.op != "placeholder":
                 self.new.erase_node(node)
-        return Normal(self.new, self.captured, names)
+        return Normal(self.new, self.captured, names, len(results))
 
 
 _WHOLE = {aten.alias.default, aten.detach.default}

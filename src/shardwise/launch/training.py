@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +75,23 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     text) and at the end ``result.json``; all ranks write ``checkpoints``.  Return False if the run was asked to stop
     before the last step.
     """
+    progress = side.progress
+    with ready_run(config, side, timeout) as run:
+        done = run.train()
+        progress.phase("waiting for the last step of all ranks")
+        run.trainer.comm.barrier(what="the end of training")
+        if done:
+            run.save_weights()
+    if run.trainer.comm.rank == 0 and done:
+        run.finish()
+    run.observers.end("stopped")  # if it has not ended already
+    return done
+
+
+@contextmanager
+def ready_run(config: Config, side: Surroundings, timeout: float = 300.0) -> Iterator[Run]:
+    """Connect the rank of ``config`` that the environment names, and build its model, data and trainer; the rank leaves
+    the others at the end of the context."""
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
@@ -91,12 +108,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
         observers = Observers()
         try:
             observers = _observers(config, comm, side)
-            run = _build(config, plan, comm, side, observers)
-            done = run.train()
-            progress.phase("waiting for the last step of all ranks")
-            comm.barrier(what="the end of training")
-            if done:
-                run.save_weights()
+            yield _build(config, plan, comm, side, observers)
         except BaseException as error:
             # Told before anything waits for other ranks: wrong input must not look like a lost connection, after which
             # ranks are started again.
@@ -107,10 +119,6 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
             observers.end("failed", {"error": str(error) or type(error).__name__})
             raise
         comm.close()
-        if comm.rank == 0 and done:
-            run.finish()
-        observers.end("stopped")  # if it has not ended already
-    return done
 
 
 def _observers(config: Config, comm: Communicator, side: Surroundings) -> Observers:

@@ -62,7 +62,8 @@ class StepResult:
     ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is the factor
     on the loss, and ``overflows`` the number of skipped steps in a row.  ``repeated`` says whether the stages had
     wrongly updated by their own norms; it is None if they had not updated so.  ``halted`` is not 0 if no step is taken
-    any more until the host has looked.
+    any more until the host has looked.  ``outputs`` are, in an evaluation that asks for them, what the model returns
+    for this rank's rows besides the loss, on the ranks that have the model's last unit; None on others.
     """
 
     loss: Tensor
@@ -74,6 +75,7 @@ class StepResult:
     overflows: Tensor | None = None
     repeated: bool | None = None
     halted: Tensor | None = None
+    outputs: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         scaled = [] if self.scale is None or self.overflows is None else [self.scale, self.overflows]
@@ -125,6 +127,7 @@ class BatchState:
         self.repeated: bool | None = None
         self.skips = False  # set by :meth:`validate`
         self.unreached: dict[str, Tensor] = {}  # 1 for a parameter, by name, that no rank has a gradient of
+        self.outputs: dict[int, list[Tensor]] = {}  # of this rank's rows, by microbatch
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -315,7 +318,10 @@ class BatchState:
         targets = None if self.sums is None else self.sums.targets
         weight = rows if targets is None else targets.sum()
         halted = self.memory.halted.clone()
-        return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
+        outputs = [torch.cat(each) for each in zip(*(self.outputs[m] for m in sorted(self.outputs)), strict=True)]
+        return StepResult(
+            self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted, outputs or None
+        )
 
 
 class BatchStates:

@@ -29,7 +29,8 @@ from shardwise.units.weight_products import Operand
 class Computing(UnitBackward):
     """This runs the units of ``traces``, one trace for each microbatch.  It holds live tensors, saved graphs, pending
     gradients and deferred products by microbatch, and the ``updates`` of buffers, which are written only at the end;
-    ``starts`` are, by name, the last batch that has updated a buffer, and the value that it began with.
+    ``starts`` are, by name, the last batch that has updated a buffer, and the value that it began with.  In evaluation
+    the batches get the model's outputs, on the rank that has the last unit.
 
     ``received`` are gradients from other ranks; ``position`` is the running instruction's position in its program.
     """
@@ -108,7 +109,7 @@ class Computing(UnitBackward):
         function = unit.training_function if (keep or record) and unit.training_function is not None else unit.function
         with env.tape.record() if record else self.autograd(keep):
             outputs = function(env, *unit.merged(arguments))
-        own = len(unit.outputs) + len(unit.updates)
+        own = len(unit.outputs) + len(unit.updates) + unit.results
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
@@ -123,8 +124,10 @@ class Computing(UnitBackward):
                 batch.loss += detached.to(batch.wide) * batch.weight(number)
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
-        for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
+        for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=False):
             self.update(name, self.gathered.own(value.detach(), update=True), m)
+        if unit.results:
+            batch.outputs[number] = [self.gathered.own(one.detach()) for one in outputs[own - unit.results :]]
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.outputs import Wanted
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
@@ -166,7 +167,7 @@ class Engine:
 
     def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
-        self.check(fields, rows)
+        self.check(fields, rows, self.compiled)
         if rows != expected:
             raise ConfigError(
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
@@ -176,9 +177,19 @@ class Engine:
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
-    def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
-        """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
-        compiled = self.compiled.evaluation()
+    def evaluate(
+        self,
+        fields: Mapping[str, Tensor],
+        rows: int,
+        ones: tuple[str, ...] | None = None,
+        wanted: Wanted = "loss",
+        example: Mapping[str, Tensor] | None = None,
+    ) -> StepResult:
+        """Return the loss of a batch in evaluation mode, and what else is ``wanted``; nothing is trained.
+
+        ``example`` has rows of batches whose fields are others than those that train.  All ranks call it together.
+        """
+        compiled = self.compiled.evaluation(wanted, example)
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
@@ -210,15 +221,15 @@ class Engine:
         """Return the trace of each microbatch of this batch; ``ones`` are the masks that are all ones in ``fields``;
         ``general`` chooses traces that hold for any masks.
         """
-        self.check(fields, rows)
         compiled = compiled or self.compiled
+        self.check(fields, rows, compiled)
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
+    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
-        expected = self.compiled.example
+        expected = compiled.example
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:

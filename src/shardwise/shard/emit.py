@@ -28,7 +28,7 @@ from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.local_graph import LocalGraph
-from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement
+from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement, Shard
 from shardwise.shard.redistribute import Redistribution
 
 aten = torch.ops.aten
@@ -39,7 +39,8 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 class Emitter(LocalGraph):
     """This makes the local graph by ``assignments``, one for each group of axes.
 
-    The graph's output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every
+    The graph's output is ``(loss as partial sum, *updates, *outputs)``; of the model's outputs it has this rank's rows,
+    whole over the other axes.  ``replicated`` are the ops without a rule that every
     rank computes whole, by (op, module path); ``layouts`` are those of the parameters that tensor parallelism shards,
     by name, and ``summed`` are the axes over which parameters' gradients are partial sums.
     """
@@ -62,9 +63,11 @@ class Emitter(LocalGraph):
             if node.op == "call_function":
                 self.value[node] = self.held(node, self.step(node))
             elif node.op == "output":
-                loss, *updates = node.args[0]
+                loss, *rest = node.args[0]
+                updates = len(self.context.normal.updates)
                 partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
-                self.graph.output((partial, *(self.whole(u) for u in updates)))
+                results = [self.rows_of(one) for one in rest[updates:]]
+                self.graph.output((partial, *(self.whole(u) for u in rest[:updates]), *results))
         eliminate_dead(self.graph)
 
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
@@ -217,6 +220,13 @@ class Emitter(LocalGraph):
     def whole(self, node: fx.Node) -> fx.Node:
         """Return a captured node's value as I."""
         return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
+
+    def rows_of(self, node: fx.Node) -> fx.Node:
+        """Return this rank's rows of an output of the model, whole over the other axes, as a node of their own."""
+        goals: dict[str, Placement] = {group: Shard(0) if group == ROWS else "I" for group in self.groups}
+        value = self.convert(self.value[node], goals)
+        new = self.graph.call_function(aten.alias.default, (value,))
+        return self.annotate(new, value.meta["layout"], goals, False, node)
 
     # ---- what rules emit ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.capture.capture import rows_in
+from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
@@ -169,7 +169,7 @@ class DistributedModel:
         batch = self._steps.part(fields)
         if not training:
             self._steps.check_waiting()
-            return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
+            return Loss(self._steps, None, self._steps.trainer.evaluate_batch(batch).loss)
         if not torch.is_grad_enabled():
             raise ShardwiseError("model(...) without gradients in training mode; legal: after model.eval()")
         self._steps.waiting.append(loss := Loss(self._steps, batch))

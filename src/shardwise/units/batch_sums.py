@@ -162,7 +162,7 @@ def bounded(node: fx.Node) -> bool:
 
 def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
     """Return the buffers whose new values depend on rows that meet in one microbatch alone."""
-    updates = dict(zip(outputs_of(sharded.graph)[1:], sharded.normal.updates, strict=True))
+    updates = dict(zip(outputs_of(sharded.graph)[1:], sharded.normal.updates, strict=False))
     if meet.others:
         return frozenset(updates.values())
     alone = set(meet.norms)
@@ -172,8 +172,10 @@ def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
 def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
     """Return the nodes of the local graph on which the loss depends through a buffer's new value at most, with its
     name."""
-    loss, *written = outputs_of(sharded.graph)
-    seen, found = _ancestors([loss], written), dict[fx.Node, str]()
+    loss, *rest = outputs_of(sharded.graph)
+    number = len(sharded.normal.updates)
+    written, outputs = rest[:number], rest[number:]
+    seen, found = _ancestors([loss, *outputs], written), dict[fx.Node, str]()
     for value, name in zip(written, sharded.normal.updates, strict=True):
         found |= {node: name for node in _ancestors([value], ()) if node not in seen and node not in found}
     return found

@@ -9,7 +9,7 @@ every stage instead of sending its results. Units with the same code share one f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,16 @@ def split(sharded: Sharded, exchanges: Sequence[fx.Node] = ()) -> list[Unit]:
     """Cut a local graph into units; return them in the order in which they run. Each of the ``exchanges``, together
     with those that do not depend on it, is a unit, and no other unit has nodes before and after it."""
     graph = sharded.graph
-    loss, *updates = outputs_of(graph)
+    loss, *rest = outputs_of(graph)
+    results = rest[len(sharded.normal.updates) :]
     useful = gradient_paths([loss])
-    assigned, keys = _assign(graph, sharded, exchanges)
+    assigned, keys = _assign(graph, sharded, exchanges, results)
     first = _read_first(graph, sharded, assigned)
     assigned |= dict.fromkeys(first, -1)
     order = sorted(set(assigned.values()))
     own = frozenset(exchanges)
-    builder = _Builder(sharded, assigned, own, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
+    updates = list(zip(rest, sharded.normal.updates, strict=False))
+    builder = _Builder(sharded, assigned, own, useful, loss, updates, results)
     shared: dict[str, Callable[..., Any]] = {}
     return [builder.unit(i, key, keys, shared) for i, key in enumerate(order)]
 
@@ -90,14 +92,14 @@ def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> 
     own updates read them.)
     """
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
-    matters = _reaching_loss(graph)
+    matters = _reaching_loss(graph, outputs_of(graph)[1 + len(sharded.normal.updates) :])
     places = [n for n in graph.nodes if n.op == "placeholder" and captured.buffers.get(n.name) in written]
     return [n for n in places if n in matters or len({unit[r] for r in _readers(n) if r in unit}) > 1]
 
 
-def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
+def _reaching_loss(graph: fx.Graph, results: Sequence[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    stack = [outputs_of(graph)[0]]
+    stack = [outputs_of(graph)[0], *results]
     while stack:
         node = stack.pop()
         if node in found:
@@ -163,8 +165,11 @@ class _Keys:
         return self.names[place] + (f", part {phase + 1}" if phase else "")
 
 
-def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], _Keys]:
-    """Return the key of the unit of every call, and what the keys mean."""
+def _assign(
+    graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node], results: Collection[fx.Node] = ()
+) -> tuple[dict[fx.Node, int], _Keys]:
+    """Return the key of the unit of every call, and what the keys mean; the last unit has the ``results``, the model's
+    outputs, so that a pipeline brings them to one rank."""
     phase, own = phases(graph, exchanges), frozenset(exchanges)
     free = {n for n in _free(graph, sharded) if not phase[n]}
     calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
@@ -178,7 +183,7 @@ def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> 
     unit: dict[fx.Node, int] = {}
     early = _early((n for n in calls if not phase[n]), free, blocks, sharded.normal.captured)
     for node in calls:
-        if node in free or node in early:
+        if node in free or node in early or node in results:
             continue
         if node.target is operator.getitem:  # a tuple never crosses a cut
             unit[node] = unit[node.args[0]]
@@ -193,8 +198,9 @@ def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> 
     keys = _Keys(names)
     for node, place in unit.items():
         unit[node] = keys.exchange(phase[node]) if _source(node) in own else keys.key(phase[node], place)
+    unit |= dict.fromkeys(results, max((k for k in unit.values() if not keys.exchanges(k)), default=0))
     for node in reversed(calls):
-        if (node in free or node in early) and node.target is not operator.getitem:
+        if node not in results and (node in free or node in early) and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
             users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
             if node in early:
@@ -272,7 +278,9 @@ class _Builder:
         useful: set[fx.Node],
         loss: fx.Node,
         updates: list[tuple[fx.Node, str]],
+        results: Sequence[fx.Node],
     ) -> None:
+        self.results = results
         self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
         self.exchanges = exchanges
         self.captured = sharded.normal.captured
@@ -285,7 +293,8 @@ class _Builder:
             kinds[self._kind(node, key)].append(node)
         outputs = [n for n in own if n is self.loss or any(self.assigned.get(r, key) > key for r in _readers(n))]
         updated = [(n, buffer) for n, buffer in self.updates if self.assigned.get(n) == key]
-        graph, ordinal = self._graph(mine, kinds, [*outputs, *(n for n, _ in updated)])
+        results = [n for n in self.results if self.assigned.get(n) == key]
+        graph, ordinal = self._graph(mine, kinds, [*outputs, *(n for n, _ in updated), *results])
         code = graph.python_code("self").src
         if code not in shared:
             module = fx.GraphModule(torch.nn.Module(), graph)
@@ -294,7 +303,7 @@ class _Builder:
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
         trainable = [captured.trainable[n] for n in parameters]
         products = find(graph, trainable)
-        exposed, own_outputs = expose(graph, products), len(outputs) + len(updated)
+        exposed, own_outputs = expose(graph, products), len(outputs) + len(updated) + len(results)
         note_unread(graph, exposed, own_outputs)
         exposed = recallable(exposed, own_outputs)
         key_code = exposed.python_code("self").src
@@ -313,6 +322,7 @@ class _Builder:
             inputs=tuple(n.name for n in kinds["inputs"]),
             outputs=tuple("loss" if n is self.loss else n.name for n in outputs),
             updates=tuple(buffer for _, buffer in updated),
+            results=len(results),
             input_grads=tuple(n in self.useful for n in kinds["inputs"]),
             output_grads=tuple(n in self.useful for n in outputs),
             ordinal=ordinal,

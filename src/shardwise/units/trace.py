@@ -156,8 +156,9 @@ class Unit:
     """A piece of the model: ``function(env, *parameters, *buffers, *constants, *fields, *inputs)`` returns a tuple.
 
     ``inputs`` and ``outputs`` are the names of live tensors, which units hand to each other; the values that the
-    function returns are the ``outputs``, then the new values of the buffers ``updates``. ``input_grads`` and
-    ``output_grads`` say which inputs and outputs have gradients.
+    function returns are the ``outputs``, then the new values of the buffers ``updates``, then, in evaluation,
+    ``results`` tensors with rows that the model itself returns besides its loss. ``input_grads`` and ``output_grads``
+    say which inputs and outputs have gradients.
 
     A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
     together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
@@ -179,6 +180,7 @@ class Unit:
     input_grads: tuple[bool, ...]
     output_grads: tuple[bool, ...]
     ordinal: int = 0  # the ordinal of the unit's first random op
+    results: int = 0
     reads_sums: bool = False  # whether its function reads sums that the step makes beforehand
     collectives: bool = False  # whether its function communicates
     values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph for each live tensor
@@ -274,7 +276,8 @@ class Trace:
     once. ``tensor`` gives the number of ranks of each axis of tensor parallelism. If users pin parameters,
     ``decided`` gives for each parameter and axis the pin or op that chose its layout. ``predicted()`` gives the
     seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
-    ``replicated`` are the ops without a sharding rule, as (op, module path).
+    ``replicated`` are the ops without a sharding rule, as (op, module path). ``outputs`` is the structure of what the
+    model returns besides its loss (`capture/outputs.py`), if the last unit gives that as its ``results``.
     """
 
     units: list[Unit]
@@ -303,6 +306,7 @@ class Trace:
     predicted: Callable[[], MicrobatchCost] | None = None
     repeats: Repeats | None = None
     decisions: Decisions | None = None
+    outputs: Any = None
 
     @cached_property
     def shared(self) -> frozenset[str]:
