@@ -57,7 +57,7 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
     )
     told = output(
         "train", f"model.pretrained={folder}", f"data.sft={answers}", f"train.run_dir={run}", "train.steps=120",
-        "optimizer.lr=1e-2", "data.sequence_length=48", "data.batch_size=8", "data.validation=0", "train.devices=1",
+        "optimizer.lr=1e-2", "data.sequence_length=48", "data.batch_size=8", "validation.share=0", "train.devices=1",
     )  # fmt: skip
     assert "weights  model" in " ".join(told.split()) or "weights model" in " ".join(told.split()), told
     assert output("generate", run, "What is the capital of Peru?", "--chat") == "Lima\n"
@@ -118,7 +118,7 @@ def test_a_model_of_our_own_writes_too(answers: Path, tmp_path: Path) -> None:
     output(
         "train", "model.name=llama", "model.width=24", "model.layers=1", "model.heads=2", f"data.sft={answers}",
         f"train.run_dir={run}", "train.steps=3", "data.sequence_length=64", "data.batch_size=4", "train.devices=1",
-        "data.validation=0",
+        "validation.share=0",
     )  # fmt: skip
     assert (run / "sample.txt").read_text().startswith("User: What is the capital of France?\n\nAssistant:")
     first = output("generate", run, "What", "--tokens", 12, "--seed", 3, "--top-k", 20)

@@ -53,8 +53,8 @@ def test_while_ranks_evaluate(tmp_path: Path) -> None:
     verses = (f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3 for number in range(300))
     documents.write_text("\n".join(json.dumps({"text": verse}) for verse in verses))
     arguments = [
-        sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={documents}", "data.validation=0.3",
-        "train.eval_every=1", "train.eval_batches=300", f"train.run_dir={folder}", "train.steps=100000",
+        sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={documents}", "validation.share=0.3",
+        "validation.every=1", "validation.batches=300", f"train.run_dir={folder}", "train.steps=100000",
         "checkpoint.every=0",
     ]  # fmt: skip
 

@@ -145,11 +145,11 @@ def test_one_line_for_sources_without_validation(tmp_path: Path) -> None:
         return build_data(load_config(None, shared, hardware=Hardware(cores=1))).notices
 
     end = "0 of 16 documents apart (validation.share = 1e-06)"
-    assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (
+    assert notices(f"data.source={tmp_path}/a", "validation.share=0.000001") == (
         f"no validation on {tmp_path}/a: {end}",
     )
     mix = f'data.mix=[{{source = "{tmp_path}/a", weight = 1}}, {{source = "{tmp_path}/b", weight = 1}}]'
-    (line,) = notices(mix, "data.validation=0.000001")
+    (line,) = notices(mix, "validation.share=0.000001")
     assert line == f"no validation on {tmp_path}/a and 1 more: {end.replace('16', '32')}"
 
 
@@ -160,7 +160,7 @@ def test_a_document_of_two_sources_of_a_mixture_is_on_one_side(tmp_path: Path) -
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     one = f"{tmp_path}/{numbers[0]}.txt"
-    shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=4", "data.validation=0.5"]
+    shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=4", "validation.share=0.5"]
 
     def train(*overrides: str) -> int:
         return len(build_data(load_config(None, [*shared, *overrides], hardware=Hardware(cores=1))).train)

@@ -27,7 +27,7 @@ LANGUAGES = {"sh", "python", "toml", "diff", "text", "json"}
 MOST_SKIPPED = 12
 TAKE_SIZES = ("train", "verify", "show", "memory")  # the commands that take section.key=value
 APART = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
-FOLLOWING = {"docs/evaluation.md", "docs/runs.md", "examples/loops"}
+FOLLOWING = {"examples/loops"}
 """What pages name already, and other parts of the same change bring."""
 ALL = {page: blocks(page) for page in PAGES}
 RUN = [page for page in PAGES if any(one.language in ("sh", "python") and not one.skipped for one in ALL[page])]

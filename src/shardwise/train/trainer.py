@@ -304,9 +304,9 @@ class Trainer:
             batches: the most batches; their rows are spread evenly over the dataset.
         """
         found = metrics_of(metrics, self.compiled.module)
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
             return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
-        if not hasattr(data, "__iter__"):
+        if not hasattr(data, "__iter__") or isinstance(data, Mapping):
             legal = "a dataset, a loader of whole batches, or batches of one_pass"
             raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
         given = iter(data) if batches is None else islice(data, batches)
