@@ -81,6 +81,29 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
     assert cut.returncode == 2 and "the model knows 64 positions" in cut.stderr and "a shorter prompt" in cut.stderr
 
 
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "adapters"])
+def test_the_trained_weights_are_evaluated(folder: Path, answers: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
+    """Those of the run's checkpoint, with its adapters, and not those that training has begun with."""
+    run, held_out = tmp_path / "run", tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(answers.read_text().splitlines(keepends=True)[:3]))
+    config = tmp_path / "train.toml"
+    config.write_text(f'[train]\nrun_dir = "{run}"\n')
+    output(
+        "tokenizer", "train", answers, "--text-field", "prompt", "--vocabulary", 300, "--out", folder / "tokenizer.json"
+    )
+    result = json.loads(output(
+        "train", config, f"model.pretrained={folder}", *lora, f"data.sft={answers}", f"validation.source={held_out}",
+        "train.steps=8", "optimizer.lr=1e-2", "optimizer.schedule=constant", "data.sequence_length=48",
+        "data.batch_size=8", "validation.every=1", "train.devices=1", "--json",
+    ))  # fmt: skip
+    found = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert result["evaluation"] == found[-1]
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"] - 0.1
+    again = json.loads(output("evaluate", run, "--json"))
+    assert again["step"] == 8 and again["rows"] == found[-1]["rows"]
+    assert abs(again["validation_loss"] - found[-1]["validation_loss"]) < 1e-5
+
+
 def test_wrong_weights_are_refused_before_ranks_start(folder: Path, answers: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     wrong = shardwise(

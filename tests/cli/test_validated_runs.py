@@ -67,6 +67,24 @@ def accuracy_of_torchmetrics():
 
 def number():
     return 3
+
+
+def broken(outputs, batch):
+    raise ValueError("broken metric")
+"""
+WATCH = """
+import json
+from pathlib import Path
+
+
+class Watch:
+    def on_evaluation(self, values):
+        with (Path(__file__).parent / "seen.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\\n")
+
+
+def seen(metrics):
+    pass
 """
 
 
@@ -124,12 +142,49 @@ def test_the_best_checkpoint_stays_and_training_stops_early(base: list[str], tmp
     assert "top-2" in whole.stdout
     assert "5 rows" in whole.stdout
 
+    # The same command shows the result of a run that has stopped early.
+    same = json.loads(shardwise(*command).stdout)
+    assert same["already_finished"] and same["stopped_early"] == result["stopped_early"]
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last]
+    told = shardwise(*command[:-1]).stdout
+    assert "A greater validation.patience goes on from there" in " ".join(told.split())
+    assert "stopped early" in told
+
     # With more patience the finished run goes on, and remembers its evaluations.
     more = [word.replace("patience=4", "patience=6") for word in command]
     result = json.loads(shardwise(*more).stdout)
     assert result["stopped_early"]["step"] == last + 6
     assert [one["step"] for one in lines(run / "evaluations.jsonl")] == [*range(3, last + 7, 3)]
     assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last + 6]
+
+
+def test_another_run_in_the_folder_leaves_nothing_to_the_next(base: list[str], tmp_path: Path) -> None:
+    """Neither its evaluations, of which the best would end the new run at once, nor its best checkpoint."""
+    mine, run = tmp_path / "mine.py", tmp_path / "run"
+    (tmp_path / "watch.py").write_text(WATCH)
+    command = [
+        "train", *base, f"validation.factory={mine}:data", "validation.every=2", "validation.patience=2",
+        "checkpoint.best=accuracy", 'validation.metrics=["accuracy"]', "train.steps=4", "checkpoint.every=0", "--json",
+    ]  # fmt: skip
+    shardwise(*command)
+    before = json.loads((run / "best.json").read_text())
+    evaluations = (run / "evaluations.jsonl").read_text()
+    again = [*command, "train.resume=never", "train.seed=5", f'train.callbacks=["{tmp_path / "watch.py"}:seen"]']
+    failed = [*again, f'validation.metrics=["accuracy", "{mine}:broken"]']
+    assert "broken metric" in shardwise(*failed, code=1).stderr
+    assert json.loads((run / "best.json").read_text()) == before
+    assert (run / "evaluations.jsonl").read_text() == evaluations
+    again[again.index(f'train.callbacks=["{tmp_path / "watch.py"}:seen"]')] = (
+        f'train.callbacks=["{tmp_path / "watch.py"}:Watch"]'
+    )
+    result = json.loads(shardwise(*again).stdout)
+    assert json.loads((tmp_path / "run-1" / "best.json").read_text()) == before
+    found = lines(run / "evaluations.jsonl")
+    assert [one["step"] for one in found] == [2, 4]
+    assert result["best"]["step"] in (2, 4)
+    assert result["evaluation"] == found[-1]
+    seen = lines(tmp_path / "seen.jsonl")
+    assert seen == found  # all metrics, as the file has them
 
 
 def test_a_share_of_a_dataset(base: list[str]) -> None:

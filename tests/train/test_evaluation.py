@@ -16,6 +16,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.launch.evaluation import evaluated
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
@@ -136,6 +137,38 @@ def truth_of(found: dict[str, Any]) -> dict[str, float]:
         "feature": float(features[:, 0].mean()),
         "far": float(torch.stack([logits[i].square().sum() for i in kept]).mean()),
     }
+
+
+@pytest.mark.parametrize("plan", ["one", "dp2", "pp"])
+def test_a_batch_without_targets_has_no_part_in_an_evaluation(plan: str) -> None:
+    """Its loss is a mean over nothing."""
+    rows = Rows()
+    rows.labels[BATCH : 2 * BATCH] = -100
+
+    def body(trainer: Trainer) -> dict[str, Any]:
+        return evaluated(trainer, trainer.one_pass(rows, BATCH), perplexity=True)
+
+    results = trained(PLANS[plan], body)
+    module = Classifier().double().eval()
+    module.load_state_dict(results[0][1])
+    with torch.no_grad():
+        loss = float(module(rows.x, rows.labels)["loss"])
+    for found, _ in results:
+        assert found["rows"] == SIZE
+        assert abs(found["validation_loss"] - loss) <= 1e-12
+        assert abs(found["perplexity"] - math.exp(loss)) <= 1e-12
+
+
+def test_one_batch_is_for_evaluate_batch() -> None:
+    def body(trainer: Trainer) -> str:
+        fields = {name: value for name, value in trainer.compiled.example.items()}
+        assert trainer.evaluate_batch(fields).loss.isfinite()
+        with pytest.raises(ConfigError) as found:
+            trainer.evaluate(fields)
+        return str(found.value)
+
+    ((message, _),) = trained(PLANS["one"], body)
+    assert "Trainer.evaluate(...) of a dict" in message and "one: evaluate_batch" in message
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -18,14 +18,14 @@ from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.folder import CHECKPOINTS
 from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.report.display import evaluation
-from shardwise.report.files import BEST, CONFIG, EVALUATION, RESULT, WEIGHTS
+from shardwise.report.files import BEST, CONFIG, EVALUATION, MODEL, RESULT, WEIGHTS
 from shardwise.report.tables import make_console, pairs, print_json, show
 
 FOLDER = "evaluation"  # in the run's folder
 DEVICES = ("train.devices", "train.threads", "parallel.dp")  # what another number of devices changes
 TRAINING = (
     "checkpoint.best", "checkpoint.goal", "validation.patience", "validation.watch", "validation.goal",
-    "train.trace_steps", "model.weights",
+    "train.trace_steps", "train.loggers", "train.callbacks", "train.sample_every", "model.weights",
 )  # fmt: skip
 """What only matters while a run trains."""
 
@@ -37,7 +37,7 @@ def run(folder: Path, chosen: str, overrides: Sequence[str], json: bool) -> None
     Backend.built()
     check_torch()
     with run_folder(out):
-        config = _config(folder, out, weights, overrides)
+        config = _config(folder, out, overrides)
         check_ranks(config.train.devices, config.train.devices)
         build_metrics(config)
         console = make_console(stderr=json)
@@ -56,8 +56,8 @@ def run(folder: Path, chosen: str, overrides: Sequence[str], json: bool) -> None
         words = f"evaluating step {step} on {ranks} rank{'s' if ranks > 1 else ''}"
         with nullcontext() if json else console.status(words):
             launch_local(
-                ["-m", "shardwise.launch.evaluator", str(out.absolute()), str(step), *most], ranks, out.absolute(),
-                threads=config.train.threads, hang_timeout=config.train.hang_timeout,
+                ["-m", "shardwise.launch.evaluator", str(out.absolute()), str(step), str(weights.absolute()), *most],
+                ranks, out.absolute(), threads=config.train.threads, hang_timeout=config.train.hang_timeout,
             )  # fmt: skip
     found: dict[str, Any] = jsonlib.loads((out / EVALUATION).read_text(encoding="utf-8"))
     if json:
@@ -91,13 +91,14 @@ def weights_of(folder: Path, chosen: str) -> tuple[int, Path]:
     path = latest(folder / CHECKPOINTS)
     if path is not None:
         return step_of(path) or 0, path
-    if not (folder / WEIGHTS).is_file():
+    written = next((folder / name for name in (WEIGHTS, MODEL) if (folder / name).exists()), None)
+    if written is None:
         raise ConfigError(f"{folder}: has neither a checkpoint nor {WEIGHTS}; legal: a run that has saved one")
     result = folder / RESULT
-    return (jsonlib.loads(result.read_text(encoding="utf-8"))["steps"] if result.is_file() else 0), folder / WEIGHTS
+    return (jsonlib.loads(result.read_text(encoding="utf-8"))["steps"] if result.is_file() else 0), written
 
 
-def _config(folder: Path, out: Path, weights: Path, overrides: Sequence[str]) -> Config:
+def _config(folder: Path, out: Path, overrides: Sequence[str]) -> Config:
     """Return the run's config with ``overrides``; keys that only say how many devices trained give way to those."""
     tables = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     elsewhere = any(one.startswith((*DEVICES, "parallel.")) for one in overrides)
@@ -109,5 +110,5 @@ def _config(folder: Path, out: Path, weights: Path, overrides: Sequence[str]) ->
         section, _, name = key.partition(".")
         tables.get(section, {}).pop(name, None)
     (out / CONFIG).write_text(dumps(tables), encoding="utf-8")
-    ours = [f"model.weights={weights.absolute()}", f"train.run_dir={out.absolute()}", "train.trace_steps=[]"]
+    ours = [f"train.run_dir={out.absolute()}", "train.trace_steps=[]"]
     return load_config(out / CONFIG, [*ours, *overrides])

@@ -146,9 +146,8 @@ def _tell_finished(config: Config, console: Console | None) -> None:
     words = f"this run has finished: {plural(result['steps'], 'step')}, in {folder}"
     console.print(words, markup=False)
     show_result(console, result, None)
-    console.print(
-        "More train.steps go on from there; to train again: another train.run_dir, or train.resume=never", markup=False
-    )
+    more = "A greater validation.patience goes" if "stopped_early" in result else "More train.steps go"
+    console.print(f"{more} on from there; to train again: another train.run_dir, or train.resume=never", markup=False)
 
 
 def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:

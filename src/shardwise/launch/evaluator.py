@@ -1,6 +1,6 @@
-"""``python -m shardwise.launch.evaluator FOLDER STEP [BATCHES]`` is one rank of ``shardwise evaluate``.
+"""``python -m shardwise.launch.evaluator FOLDER STEP WEIGHTS [BATCHES]`` is one rank of ``shardwise evaluate``.
 
-``FOLDER`` has the config; STEP is the number of steps that its weights have been trained for.  Rank 0 writes what was
+``FOLDER`` has the config; STEP is the number of steps that the weights have been trained for.  Rank 0 writes what was
 found on at most BATCHES batches (by default on all) into ``evaluation.json``.
 """
 
@@ -20,7 +20,7 @@ from .rank import rank_process, record_error
 
 def main() -> None:
     """Evaluate as the rank that torchrun's environment variables name."""
-    folder, step, *most = Path(sys.argv[1]).absolute(), int(sys.argv[2]), *map(int, sys.argv[3:])
+    folder, step, weights, *most = Path(sys.argv[1]).absolute(), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]
     with rank_process(folder) as progress:
         with without_gc():
             from shardwise.config import load_config  # imports torch, whose warnings now go to the log
@@ -33,8 +33,8 @@ def main() -> None:
         config = load_config(folder / CONFIG)
         config = replace(config, train=replace(config.train, run_dir=str(folder)))
         side = Surroundings(progress, failed=partial(record_error, folder, int(os.environ["RANK"]), progress))
-        with ready_run(config, side) as run:
-            found = Validation.of(run).measure(step, most[0] if most else None)
+        with ready_run(config, side, trained=weights) as run:
+            found = Validation.of(run).measure(step, int(most[0]) if most else None)
             if run.trainer.comm.rank == 0:
                 write_json(folder / EVALUATION, found)
             run.trainer.comm.barrier(what="the evaluation's record")

@@ -89,9 +89,14 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 
 
 @contextmanager
-def ready_run(config: Config, side: Surroundings, timeout: float = 300.0) -> Iterator[Run]:
+def ready_run(
+    config: Config, side: Surroundings, timeout: float = 300.0, *, trained: Path | None = None
+) -> Iterator[Run]:
     """Connect the rank of ``config`` that the environment names, and build its model, data and trainer; the rank leaves
-    the others at the end of the context."""
+    the others at the end of the context.
+
+    ``trained`` is the path of weights of the whole model, in place of those that training starts from.
+    """
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
@@ -108,7 +113,7 @@ def ready_run(config: Config, side: Surroundings, timeout: float = 300.0) -> Ite
         observers = Observers()
         try:
             observers = _observers(config, comm, side)
-            yield _build(config, plan, comm, side, observers)
+            yield _build(config, plan, comm, side, observers, trained)
         except BaseException as error:
             # Told before anything waits for other ranks: wrong input must not look like a lost connection, after which
             # ranks are started again.
@@ -130,14 +135,16 @@ def _observers(config: Config, comm: Communicator, side: Surroundings) -> Observ
     return Observers([*loggers, *build_callbacks(config)], side.tell)
 
 
-def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings, observers: Observers) -> Run:
+def _build(
+    config: Config, plan: Plan, comm: Communicator, side: Surroundings, observers: Observers, trained: Path | None
+) -> Run:
     """Build the model, the data and the trainer; without weights to start from they depend on the seed alone."""
     progress = side.progress
     with explain_out_of_memory(comm.device):
         cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
-    initial = start_values(config, constructor)
+    initial = start_values(config, constructor, trained)
     module = initial.module
     progress.phase("opening the data")
     data = build_data(config)

@@ -27,17 +27,20 @@ class ValidationConfig:
     share: float = key(
         number(0, below=1),
         does=(
-            "the share of `[data]` that is set apart for evaluations: of documents, by a hash of each, or of a "
-            "factory's samples, by a keyed permutation"
+            "the share of `[data]` that is set apart for evaluations: of documents, or of the examples of `sft`, by a "
+            "hash of each; of a factory's samples by a keyed permutation"
         ),
         otherwise="0.01 of text; with a `data.factory`, or with validation data of its own, 0",
         legal="from 0 to below 1; 0 with `source` or `factory`",
     )
     source: str | tuple[str, ...] | None = key(
         SOURCE,
-        does="text to evaluate on, which is turned into samples like that of `data.source`",
+        does=(
+            "text to evaluate on, which is turned into samples like that of `data.source`; with `data.sft` prompts "
+            "with answers"
+        ),
         otherwise="none",
-        legal='as `data.source`: `"stdlib"`, a file, a folder, a glob, or a list of these',
+        legal='as `data.source`: `"stdlib"`, a file, a folder, a glob, or a list of these; with `data.sft` as that',
     )
     factory: str | None = key(
         reference("a function that returns a map-style dataset of dicts of tensors,"),
