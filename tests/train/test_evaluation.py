@@ -161,7 +161,7 @@ def test_a_batch_without_targets_has_no_part_in_an_evaluation(plan: str) -> None
 
 def test_one_batch_is_for_evaluate_batch() -> None:
     def body(trainer: Trainer) -> str:
-        fields = {name: value for name, value in trainer.compiled.example.items()}
+        fields = dict(trainer.compiled.example)
         assert trainer.evaluate_batch(fields).loss.isfinite()
         with pytest.raises(ConfigError) as found:
             trainer.evaluate(fields)
