@@ -41,10 +41,10 @@ PICTURES: Mapping[str, Sequence[str]] = {
     "asynchronous.png": [
         *(
             f"{ASYNCHRONOUS}/{name} parallel.schedule={name} parallel.microbatches=4 train.steps=300"
-            " train.eval_every=100"
+            " validation.every=100"
             for name in ("1f1b", "pipedream-2bw")
         ),
-        f"{ASYNCHRONOUS}/pipedream parallel.schedule=pipedream data.batch_size=4 train.steps=1200 train.eval_every=400",
+        f"{ASYNCHRONOUS}/pipedream parallel.schedule=pipedream data.batch_size=4 train.steps=1200 validation.every=400",
         "plot runs/pictures/1f1b runs/pictures/pipedream-2bw runs/pictures/pipedream --over seconds"
         " --out docs/asynchronous.png",
     ],

@@ -24,12 +24,12 @@ from .parts import ROOT, Part, call, in_child
 LLAMA = (
     "model.name=llama", "model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2",
     "data.sequence_length=16",
-    "data.batch_size=8", "data.validation=0", "train.threads=1",
+    "data.batch_size=8", "validation.share=0", "train.threads=1",
 )  # fmt: skip
 GPT = (
     "model.name=gpt", "model.width=64", "model.layers=2", "model.heads=4", "model.dropout=0.1",
     "data.sequence_length=16",
-    "data.batch_size=8", "data.validation=0", "train.threads=1",
+    "data.batch_size=8", "validation.share=0", "train.threads=1",
 )  # fmt: skip
 BF16 = ("parallel.precision=bf16", "parallel.microbatches=2")
 COVERING: dict[str, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from .parts import ROOT, ChildFailed, finish
 
 MODEL = (
     "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4",
-    "data.validation=0",
+    "validation.share=0",
     "train.sample_every=0", "train.trace_steps=[]",
 )  # fmt: skip
 """A small GPT; on a card its steps take a few milliseconds, so that killing it takes many of them."""

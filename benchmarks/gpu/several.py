@@ -62,7 +62,7 @@ def pipeline(part: Part) -> None:
     options = part.options
     with tempfile.TemporaryDirectory() as name, part.guarded(what):
         folder = Path(name)
-        sizes = runs.MODEL if options.tiny else ("data.validation=0", "train.trace_steps=[]")
+        sizes = runs.MODEL if options.tiny else ("validation.share=0", "train.trace_steps=[]")
         keys = (
             *sizes,
             runs.text_file(folder),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_auto import shardwise
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8",
-"train.eval_every=0",
+"validation.every=0",
        "parallel.pp=2", "parallel.microbatches=2", "parallel.schedule=pipedream-2bw", "parallel.window=8",
        "checkpoint.every=5",
        "train.trace_steps=[6]", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip

@@ -16,7 +16,7 @@ from shardwise.core.schedules import SCHEDULES
 from shardwise.report.timetable import milliseconds
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8",
-"train.eval_every=0",
+"validation.every=0",
        "parallel.pp=2", "parallel.microbatches=4", "parallel.schedule=auto", "train.trace_steps=[1]"]  # fmt: skip
 
 

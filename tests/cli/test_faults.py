@@ -30,7 +30,7 @@ from shardwise.runtime.progress import read_record
 TINY = [
     "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4",
     "train.devices=2",
-    "data.validation=0", "checkpoint.every=20", "model.dropout=0.1",
+    "validation.share=0", "checkpoint.every=20", "model.dropout=0.1",
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
 ALONE = ("train.devices=1", "train.threads=1")  # where it is about files, not about ranks

@@ -57,7 +57,7 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
     )
     told = output(
         "train", f"model.pretrained={folder}", f"data.sft={answers}", f"train.run_dir={run}", "train.steps=120",
-        "optimizer.lr=1e-2", "data.sequence_length=48", "data.batch_size=8", "data.validation=0", "train.devices=1",
+        "optimizer.lr=1e-2", "data.sequence_length=48", "data.batch_size=8", "validation.share=0", "train.devices=1",
     )  # fmt: skip
     assert "weights  model" in " ".join(told.split()) or "weights model" in " ".join(told.split()), told
     assert output("generate", run, "What is the capital of Peru?", "--chat") == "Lima\n"
@@ -79,6 +79,29 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
 
     cut = shardwise("generate", out, "x" * 200, "--chat")
     assert cut.returncode == 2 and "the model knows 64 positions" in cut.stderr and "a shorter prompt" in cut.stderr
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "adapters"])
+def test_the_trained_weights_are_evaluated(folder: Path, answers: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
+    """Those of the run's checkpoint, with its adapters, and not those that training has begun with."""
+    run, held_out = tmp_path / "run", tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(answers.read_text().splitlines(keepends=True)[:3]))
+    config = tmp_path / "train.toml"
+    config.write_text(f'[train]\nrun_dir = "{run}"\n')
+    output(
+        "tokenizer", "train", answers, "--text-field", "prompt", "--vocabulary", 300, "--out", folder / "tokenizer.json"
+    )
+    result = json.loads(output(
+        "train", config, f"model.pretrained={folder}", *lora, f"data.sft={answers}", f"validation.source={held_out}",
+        "train.steps=8", "optimizer.lr=1e-2", "optimizer.schedule=constant", "data.sequence_length=48",
+        "data.batch_size=8", "validation.every=1", "train.devices=1", "--json",
+    ))  # fmt: skip
+    found = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert result["evaluation"] == found[-1]
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"] - 0.1
+    again = json.loads(output("evaluate", run, "--json"))
+    assert again["step"] == 8 and again["rows"] == found[-1]["rows"]
+    assert abs(again["validation_loss"] - found[-1]["validation_loss"]) < 1e-5
 
 
 def test_wrong_weights_are_refused_before_ranks_start(folder: Path, answers: Path, tmp_path: Path) -> None:
@@ -118,7 +141,7 @@ def test_a_model_of_our_own_writes_too(answers: Path, tmp_path: Path) -> None:
     output(
         "train", "model.name=llama", "model.width=24", "model.layers=1", "model.heads=2", f"data.sft={answers}",
         f"train.run_dir={run}", "train.steps=3", "data.sequence_length=64", "data.batch_size=4", "train.devices=1",
-        "data.validation=0",
+        "validation.share=0",
     )  # fmt: skip
     assert (run / "sample.txt").read_text().startswith("User: What is the capital of France?\n\nAssistant:")
     first = output("generate", run, "What", "--tokens", 12, "--seed", 3, "--top-k", 20)

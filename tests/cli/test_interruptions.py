@@ -53,14 +53,14 @@ def test_while_ranks_evaluate(tmp_path: Path) -> None:
     verses = (f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3 for number in range(3000))
     documents.write_text("\n".join(json.dumps({"text": verse}) for verse in verses))
     arguments = [
-        sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={documents}", "data.validation=0.3",
-        "train.eval_every=1", f"train.run_dir={folder}", "train.steps=100000", "checkpoint.every=0",
+        sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={documents}", "validation.share=0.3",
+        "validation.every=1", f"train.run_dir={folder}", "train.steps=100000", "checkpoint.every=0",
     ]  # fmt: skip
 
     def evaluating(batches: int) -> subprocess.Popen[str]:
         (folder / "monitor" / "rank_0").unlink(missing_ok=True)
         process = subprocess.Popen(
-            [*arguments, f"train.eval_batches={batches}"],
+            [*arguments, f"validation.batches={batches}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         deadline = time.monotonic() + 90

@@ -57,8 +57,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def llama(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "run"
     done = shardwise(
-        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={folder}", "train.steps=12",
-        "train.eval_every=5",
+        "train", *LLAMA, *TINY, text, "validation.share=0.1", f"train.run_dir={folder}", "train.steps=12",
+        "validation.every=5",
         "train.loggers=['tensorboard']", "data.attention=document",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_exported_weights_load_and_start_a_run(llama: Path, text: str, tmp_path:
     theirs = model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     again = shardwise(
-        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={tmp_path / 'run'}", "train.steps=1",
+        "train", *LLAMA, *TINY, text, "validation.share=0.1", f"train.run_dir={tmp_path / 'run'}", "train.steps=1",
         f"model.weights={tmp_path / 'model'}", "data.attention=document", "optimizer.warmup_steps=0",
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
@@ -220,7 +220,7 @@ def test_a_tokenizer_goes_with_the_export(tmp_path: Path, text: str) -> None:
     done = shardwise(
         "train", *llama, *TINY, text, f"data.tokenizer={tokenizer}", f"train.run_dir={tmp_path / 'run'}",
         "train.steps=2",
-        "data.validation=0",
+        "validation.share=0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert shardwise("checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")).returncode == 0

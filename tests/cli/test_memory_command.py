@@ -187,7 +187,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
 RUN = [
     "model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=32", "data.batch_size=8",
     "train.devices=2",
-    "train.steps=3", "train.eval_every=3",
+    "train.steps=3", "validation.every=3",
 ]  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
 @pytest.mark.full
 def test_a_run_of_one_step_is_not_measured(tmp_path: Path, text: str) -> None:
     done = shardwise(
-        "train", *RUN, text, "train.steps=1", "train.eval_every=1", f"train.run_dir={tmp_path / 'run'}", "--json"
+        "train", *RUN, text, "train.steps=1", "validation.every=1", f"train.run_dir={tmp_path / 'run'}", "--json"
     )
     assert done.returncode == 0, done.stderr
     shown = call(str(tmp_path / "run"))

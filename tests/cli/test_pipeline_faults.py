@@ -17,7 +17,7 @@ import pytest
 
 GPT = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16"]
 TINY = [
-    "data.batch_size=8", "data.validation=0", "checkpoint.every=0", "train.steps=1000000", "parallel.microbatches=4",
+    "data.batch_size=8", "validation.share=0", "checkpoint.every=0", "train.steps=1000000", "parallel.microbatches=4",
     "train.hang_timeout=3",
 ]  # fmt: skip
 Start = Callable[..., "Training"]

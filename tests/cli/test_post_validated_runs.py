@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_auto import shardwise
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8",
-"train.eval_every=0",
+"validation.every=0",
        "parallel.pp=2", "parallel.microbatches=4", "parallel.schedule=zb-h2", "parallel.window=8", "checkpoint.every=5",
        "train.trace_steps=[6]", "train.clip_norm=1.4",
        "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip

@@ -18,7 +18,7 @@ from shardwise.parallel.tensor import tensor_parallel
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16",
 "data.batch_size=4",
-       "data.validation=0.5", "train.eval_every=2", "train.eval_batches=3", "checkpoint.every=2",
+       "validation.share=0.5", "validation.every=2", "validation.batches=3", "checkpoint.every=2",
        "train.trace_steps=[]",
        "parallel.precision=fp64", "parallel.microbatches=2", "optimizer.schedule=constant",
        "optimizer.warmup_steps=0"]  # fmt: skip

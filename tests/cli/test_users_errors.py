@@ -49,7 +49,7 @@ def test_a_run(tmp_path: Path) -> None:
         [
             sys.executable, "-m", "shardwise", "train", f"model.factory={path}:Net", f"data.factory={path}:Data",
             "data.batch_size=6", "train.devices=1", "train.steps=100", f"train.run_dir={tmp_path / 'run'}",
-            "model.loss_weight=rows",
+            "model.loss_weight=rows", "checkpoint.every=0",
         ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -94,9 +94,9 @@ def test_in_a_script_the_exception_has_a_note() -> None:
     comm = AloneCommunicator(plan.mesh, 0, torch.device("cpu"))
     trainer = Trainer(compiled, OptimizerChoice("sgd", lr=0.1), plan, fields, comm=comm)
     trainer.step(fields)
-    trainer.evaluate(fields)
+    trainer.evaluate_batch(fields)
     BROKEN.append(True)
-    for call in (trainer.step, trainer.evaluate):
+    for call in (trainer.step, trainer.evaluate_batch):
         with pytest.raises(KeyError, match="gone") as found:
             call(fields)
         assert found.value.__notes__ == ["the batch on this rank: x (3, 4) float32, y (3, 4) float32"]

@@ -287,15 +287,26 @@ REFUSED = [
     ("data.tokenizer=/", ["data.tokenizer", "cannot read /"]),
     ("data.tokenizer=" + __file__, ["data.tokenizer", "is no tokenizer"]),
     ("data.end_token=</s>", ["data.end_token", "left out", "byte 0"]),
-    ("data.validation=1", ["data.validation", "at least 0 and below 1"]),
-    ("data.validation=-0.1", ["data.validation", "at least 0 and below 1"]),
+    ("validation.share=1", ["validation.share", "at least 0 and below 1"]),
+    ("data.validation=-0.1", ["validation.share", "at least 0 and below 1"]),
     ("data.attention=documents", ["data.attention", '"full", "document"', 'Did you mean "document"?']),
     ("data.text_field=", ["data.text_field", "the name of the column"]),
     ("data.cache_dir=3", ["data.cache_dir", "the path of a folder"]),
     ("model.weights=/no/such.safetensors", ["model.weights", "/no/such.safetensors does not exist"]),
     # what a run does beside training
-    ("train.eval_every=-1", ["train.eval_every", "at least 0"]),
-    ("train.eval_batches=0", ["train.eval_batches", "at least 1"]),
+    ("train.eval_every=-1", ["validation.every", "at least 0"]),
+    ("validation.patience=0", ["validation.patience", "at least 1"]),
+    ("validation.metrics=accuracy", ["validation.metrics", "a list"]),
+    ('validation.metrics=["precision"]', ["validation.metrics", "top-K"]),
+    ("validation.metrics=[]", ["validation.metrics", "a list"]),
+    ("validation.goal=most", ["validation.goal", '"max", "min"']),
+    ("validation.source=3", ["validation.source", "stdlib"]),
+    ("validation.factory=f", ["validation.factory", "function"]),
+    ("validation.watch=3", ["validation.watch", "the name of a metric"]),
+    ("checkpoint.best=3", ["checkpoint.best", "the name of a metric"]),
+    ("checkpoint.goal=best", ["checkpoint.goal", '"max", "min"']),
+    ("validation.arguments=3", ["validation.arguments", "a table"]),
+    ("validation.batches=0", ["validation.batches", "at least 1"]),
     ("train.sample_every=x", ["train.sample_every", "an integer"]),
     ("train.max_restarts=-1", ["train.max_restarts", "at least 0"]),
     ("train.tensorboard=true", ["train.tensorboard", 'train.loggers = ["tensorboard"]']),
@@ -344,9 +355,27 @@ TOGETHER = [
     (["data.factory=a:b", 'data.mix=[{source = "stdlib", weight = 1}]'], ["data.factory", "not both"]),
     (["data.factory=a:b", "data.tokenizer=bytes"], ["data.tokenizer", "left out", "data.source"]),
     (["data.factory=a:b", "data.attention=full"], ["data.attention", "left out"]),
-    (["data.factory=a:b", "data.validation=0.1"], ["data.validation", "0 or left out"]),
-    (["data.factory=a:b", "train.eval_every=5"], ["train.eval_every", "data.validation = 0"]),
-    (["data.validation=0", "train.eval_every=5"], ["train.eval_every", "data.validation = 0"]),
+    (["data.factory=a:b", "validation.every=5"], ["validation.every", "validation.share = 0", "no validation.source"]),
+    (["data.validation=0", "train.eval_every=5"], ["validation.every", "validation.share = 0"]),
+    (["validation.source=stdlib", "validation.factory=a:b"], ["validation.factory", "not both"]),
+    (["validation.source=stdlib", "validation.share=0.1"], ["validation.share", "0 or left out", "validation.source"]),
+    (["validation.source=nowhere.txt"], ["validation.source", "nowhere.txt does not exist"]),
+    (["data.factory=a:b", "validation.source=stdlib"], ["validation.source", "left out", "validation.factory"]),
+    (["validation.arguments={a = 1}"], ["validation.arguments", "belongs to validation.factory"]),
+    (["validation.factory=nowhere.py:f"], ["validation.factory", "a Python file that exists"]),
+    (['validation.metrics=["accuracy", "accuracy"]'], ["validation.metrics", "accuracy is there twice"]),
+    (['validation.metrics=["nowhere.py:f"]'], ["validation.metrics", "a Python file that exists"]),
+    (['validation.metrics=["m:rows"]'], ["validation.metrics", "rows is one of these"]),
+    (['validation.metrics=["accuracy"]', "validation.every=0"], ["validation.metrics", "no evaluations"]),
+    (["checkpoint.best=accuracy"], ["checkpoint.best", "one of validation_loss, perplexity", "validation.metrics"]),
+    (["data.factory=a:b", "validation.share=0.5", "checkpoint.best=perplexity"],
+     ["checkpoint.best", "validation_loss"]),
+    (["checkpoint.best=perplexity", "validation.every=0"], ["checkpoint.best", "no evaluations"]),
+    (["checkpoint.goal=max"], ["checkpoint.goal", "belongs to checkpoint.best"]),
+    (["validation.goal=max"], ["validation.goal", "belongs to validation.watch"]),
+    (["validation.watch=perplexity"], ["validation.watch", "belongs to validation.patience"]),
+    (["validation.patience=2", "validation.watch=accuracy"], ["validation.watch", "one of validation_loss"]),
+    (["validation.patience=2", "validation.every=0"], ["validation.patience", "no evaluations"]),
     (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]"], ["optimizer.betas", '"sgd" has none', "adamw"]),
     (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
     (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
@@ -508,16 +537,17 @@ def test_every_key_of_the_issue_is_there() -> None:
     expected = {
         "model": "name factory transformers loss loss_weight vocabulary width layers heads kv_heads hidden context "
         "dropout tied config arguments weights pretrained lora",
-        "data": "source mix sft text_field tokenizer end_token validation attention cache_dir factory arguments "
-        "batch_size sequence_length",
+        "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
+        "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins "
         "dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
         "recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches "
+        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
-        "checkpoint": "every keep_last keep_every staging_mib",
+        "checkpoint": "every keep_last keep_every best goal staging_mib",
+        "validation": "share source factory arguments every batches metrics patience watch goal",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
         section: set(keys.split()) for section, keys in expected.items()
@@ -573,9 +603,9 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_defaults_of_evaluation_and_checkpoints() -> None:
     config = load("train.steps=600")
-    assert (config.data.validation, config.train.eval_every, config.checkpoint.every) == (0.01, 60, 120)
+    assert (config.validation.share, config.validation.every, config.checkpoint.every) == (0.01, 60, 120)
     assert (config.checkpoint.keep_last, config.checkpoint.keep_every, config.checkpoint.staging_mib) == (2, None, None)
-    assert (config.train.eval_batches, config.train.sample_every, config.train.max_restarts) == (20, 0, 3)
+    assert (config.validation.batches, config.train.sample_every, config.train.max_restarts) == (20, 0, 3)
     assert (config.train.loggers, config.train.callbacks, config.train.resume) == ((), (), "auto")
     assert (config.train.trace_steps, config.train.sample_prompt) == ((3,), "\ndef ")
     assert (
@@ -583,16 +613,28 @@ def test_defaults_of_evaluation_and_checkpoints() -> None:
         and load("train.trace_steps=[]").train.trace_steps == ()
     )
     config = load("train.steps=3")
-    assert (config.train.eval_every, config.checkpoint.every) == (1, 1)
-    assert load("data.validation=0").train.eval_every == 0
+    assert (config.validation.every, config.checkpoint.every) == (1, 1)
+    assert load("data.validation=0").validation.every == 0
     config = load("data.factory=a:b")
-    assert (config.data.validation, config.train.eval_every, config.data.tokenizer, config.data.cache_dir) == (
+    assert (config.validation.share, config.validation.every, config.data.tokenizer, config.data.cache_dir) == (
         0,
         0,
         None,
         None,
     )
     assert load("checkpoint.every=0", "train.eval_every=0").checkpoint.every == 0
+    config = load("validation.patience=3", "checkpoint.best=perplexity")
+    assert (config.validation.watch, config.validation.goal, config.checkpoint.goal) == ("perplexity", None, None)
+    assert load("validation.patience=3").validation.watch == "validation_loss"
+    assert load("validation.source=stdlib").validation.share == 0 and load("validation.source=stdlib").validation.every
+
+
+def test_keys_that_have_moved_are_read_at_their_old_place(tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text("[data]\nvalidation = 0.2\n[train]\neval_every = 7\neval_batches = 3\n")
+    old = load_config(tmp_path / "old.toml", hardware=CPU)
+    assert (old.validation.share, old.validation.every, old.validation.batches) == (0.2, 7, 3)
+    assert old == load("validation.share=0.2", "validation.every=7", "validation.batches=3")
+    assert "eval_every" not in old.resolved()
 
 
 def test_where_tokens_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,7 +813,10 @@ def test_resolved_names_every_key_that_applies() -> None:
         "train.memory_gib",
         "train.loss_scale",
         "checkpoint.keep_every",
+        "checkpoint.best",
+        "checkpoint.goal",
         "checkpoint.staging_mib",
+        *(f"validation.{key}" for key in ("source", "factory", "arguments", "metrics", "patience", "watch", "goal")),
     }
 
 

@@ -50,7 +50,7 @@ def data(*overrides: str) -> Data:
 
 
 def test_the_two_sides(words: Path) -> None:
-    found = data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=16")
+    found = data(f"data.source={words}", "validation.share=0.2", "data.sequence_length=16")
     assert found.decode is not None and found.encode is not None
     sides = [found.train, found.validation]
     texts = ["".join(found.decode(side[i]["input_ids"]) for i in range(len(side))) for side in sides]
@@ -59,17 +59,17 @@ def test_the_two_sides(words: Path) -> None:
     assert len(documents[0] | documents[1]) > 190
     assert found.encode("aß") == [97, 195, 159]
     assert found.notices == ()
-    assert found.digest == data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=16").digest
-    assert found.digest != data(f"data.source={words}", "data.validation=0.2", "data.sequence_length=17").digest
+    assert found.digest == data(f"data.source={words}", "validation.share=0.2", "data.sequence_length=16").digest
+    assert found.digest != data(f"data.source={words}", "validation.share=0.2", "data.sequence_length=17").digest
     every = data(f"data.source={words}", "data.sequence_length=16")
     dataset, decode = every.train, every.decode
     assert decode is not None and len(dataset) > len(found.train)
 
 
 def test_no_validation(words: Path) -> None:
-    found = data(f"data.source={words}", "data.validation=0", "data.sequence_length=16")
+    found = data(f"data.source={words}", "validation.share=0", "data.sequence_length=16")
     assert (found.validation, found.notices) == (None, ())
-    found = data(f"data.source={words}", "data.validation=0.02", "data.sequence_length=256")
+    found = data(f"data.source={words}", "validation.share=0.02", "data.sequence_length=256")
     assert found.validation is None
     assert len(found.notices) == 1
     assert str(words) in found.notices[0] and "of 200 documents apart" in found.notices[0]
@@ -77,7 +77,9 @@ def test_no_validation(words: Path) -> None:
 
 def test_a_tokenizer_of_its_own(words: Path, tmp_path: Path) -> None:
     made = train_tokenizer([str(words)], tmp_path / "t.json", 280)
-    config = load(f"data.source={words}", f"data.tokenizer={made.path}", "data.sequence_length=16", "data.validation=0")
+    config = load(
+        f"data.source={words}", f"data.tokenizer={made.path}", "data.sequence_length=16", "validation.share=0"
+    )
     found = build_data(config)
     assert found.decode is not None and found.encode is not None
     text = "".join(found.decode(found.train[i]["input_ids"]) for i in range(len(found.train)))
@@ -96,21 +98,21 @@ def test_a_mixture(words: Path, tmp_path: Path) -> None:
         "".join(json.dumps({"text": f"{n}" + "~" * 50, "n": n}) + "\n" for n in range(40))
     )
     mix = f'data.mix=[{{source = "{words}", weight = 1}}, {{source = "{tmp_path}/*.jsonl", weight = 3}}]'
-    found = data(mix, "data.sequence_length=16", "data.validation=0")
+    found = data(mix, "data.sequence_length=16", "validation.share=0")
     assert isinstance(found.train, Mixture)
     assert found.train.weights == (1.0, 3.0)
     with Loader(found.train, ONE, 0, 8) as loader:
         rows = torch.cat([batch.fields["input_ids"] for batch in islice(loader, 25)])
     share = (rows == ord("~")).any(1).double().mean().item()
     assert share == pytest.approx(0.75, abs=0.02)
-    found = data(mix, "data.sequence_length=16", "data.validation=0.3")
+    found = data(mix, "data.sequence_length=16", "validation.share=0.3")
     assert isinstance(found.validation, Joined)
     seen = torch.cat([batch.fields["input_ids"] for batch in one_pass(found.validation, ONE, 0, 4, batches=5)])
     assert 0 < (seen == ord("~")).any(1).sum() < len(seen)  # a few batches have something of every source
 
 
 def test_validation_in_batches(words: Path) -> None:
-    found = data(f"data.source={words}", "data.validation=0.3", "data.sequence_length=16")
+    found = data(f"data.source={words}", "validation.share=0.3", "data.sequence_length=16")
     batches = list(one_pass(found.validation, ONE, 0, 5))
     assert sum(batch.rows for batch in batches) == len(found.validation)  # type: ignore[arg-type]
     assert torch.equal(batches[0].fields["input_ids"][3], found.validation[3]["input_ids"])  # type: ignore[index]
@@ -123,7 +125,7 @@ def test_validation_in_batches(words: Path) -> None:
 def test_documents_do_not_see_each_other(words: Path, model: list[str]) -> None:
     """Whatever stands in other documents of its window, a document's loss and gradients are those it has alone."""
     sizes = ["model.width=16", "model.layers=2", "model.heads=2"] if model[0].startswith("model.name") else []
-    shared = [*model, *sizes, f"data.source={words}", "data.validation=0", "data.sequence_length=64"]
+    shared = [*model, *sizes, f"data.source={words}", "validation.share=0", "data.sequence_length=64"]
     config = load(*shared, "data.attention=document")
     dataset = build_data(config).train
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def load(folder: Path, *overrides: str) -> Config:
 
 
 def test_class_config_tokenizer_and_weights_are_those_of_the_folder(folder: Path, text: Path) -> None:
-    config = load(folder, f"data.source={text}", "data.sequence_length=32", "data.validation=0")
+    config = load(folder, f"data.source={text}", "data.sequence_length=32", "validation.share=0")
     assert config.data.tokenizer == str(folder / "tokenizer.json") and config.data.end_token == "<|endoftext|>"
     assert load_config(None, [], hardware=Hardware(cores=1)).data.tokenizer == "bytes"
     constructor, loss = build_model(config)

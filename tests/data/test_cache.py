@@ -414,7 +414,7 @@ def test_too_much_validation(tmp_path: Path) -> None:
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(f"{number}" * 20)
     found = open_corpus(str(tmp_path), validation=0.99)
-    with pytest.raises(ConfigError, match="data.validation = 0.99: it leaves .* documents to train on"):
+    with pytest.raises(ConfigError, match="validation.share = 0.99: it leaves .* documents to train on"):
         found.train(64)
 
 
@@ -455,7 +455,7 @@ def test_one_document_of_a_mixture_stays_on_its_side(tmp_path: Path) -> None:
     shared = open_corpus(str(path), validation=0.5, alone=False)
     assert (text_of(shared, "train"), text_of(shared, "validation")) == (b"", text)
     assert shared.validation(4) is not None
-    with pytest.raises(ConfigError, match="data.validation = 0.5: it leaves 0 tokens of 0 documents"):
+    with pytest.raises(ConfigError, match="validation.share = 0.5: it leaves 0 tokens of 0 documents"):
         shared.train(4)
     alone = open_corpus(str(path), validation=0.5)
     assert alone.cache.folder == shared.cache.folder  # whoever changes one source to a mixture tokenises nothing again

@@ -144,12 +144,12 @@ def test_one_line_for_sources_without_validation(tmp_path: Path) -> None:
         shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=16", *overrides]
         return build_data(load_config(None, shared, hardware=Hardware(cores=1))).notices
 
-    end = "0 of 16 documents apart (data.validation = 1e-06)"
-    assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (
+    end = "0 of 16 documents apart (validation.share = 1e-06)"
+    assert notices(f"data.source={tmp_path}/a", "validation.share=0.000001") == (
         f"no validation on {tmp_path}/a: {end}",
     )
     mix = f'data.mix=[{{source = "{tmp_path}/a", weight = 1}}, {{source = "{tmp_path}/b", weight = 1}}]'
-    (line,) = notices(mix, "data.validation=0.000001")
+    (line,) = notices(mix, "validation.share=0.000001")
     assert line == f"no validation on {tmp_path}/a and 1 more: {end.replace('16', '32')}"
 
 
@@ -160,12 +160,12 @@ def test_a_document_of_two_sources_of_a_mixture_is_on_one_side(tmp_path: Path) -
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     one = f"{tmp_path}/{numbers[0]}.txt"
-    shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=4", "data.validation=0.5"]
+    shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=4", "validation.share=0.5"]
 
     def train(*overrides: str) -> int:
         return len(build_data(load_config(None, [*shared, *overrides], hardware=Hardware(cores=1))).train)
 
-    with pytest.raises(ConfigError, match="data.validation = 0.5: it leaves 0 tokens"):
+    with pytest.raises(ConfigError, match="validation.share = 0.5: it leaves 0 tokens"):
         train(f'data.mix=[{{source = "{tmp_path}/*.txt", weight = 1}}, {{source = "{one}", weight = 1}}]')
     assert train(f"data.source={one}") == 2
     assert train(f'data.mix=[{{source = "{one}", weight = 1}}]') > 0

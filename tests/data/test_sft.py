@@ -214,7 +214,7 @@ def test_validation_is_chosen_by_content(tmp_path: Path) -> None:
     assert conversations(tmp_path, 4).validation(96, shifted=True, fields="none") is None
     all_apart = conversations(tmp_path, 1, validation=0.999999)
     with pytest.raises(
-        ConfigError, match=r"data\.validation = 0.999999: all 1 examples of .* legal: a smaller fraction"
+        ConfigError, match=r"validation\.share = 0.999999: all 1 examples of .* legal: a smaller fraction"
     ):
         all_apart.train(96, shifted=True, fields="none")
 

@@ -24,7 +24,7 @@ from waiting import no_waits
 PATHS = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
 TINY = [
     "model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16",
-    "data.batch_size=4", "data.validation=0",
+    "data.batch_size=4", "validation.share=0",
     "train.devices=1", "train.threads=1", "train.steps=300", "checkpoint.every=20",
 ]  # fmt: skip
 SECONDS = 120.0

@@ -140,7 +140,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(folder: Path, answers: Path, *overrides: str) -> Config:
     given = [
         f"model.pretrained={folder}", f"data.sft={answers}", "data.tokenizer=bytes", "data.sequence_length=48",
-        "data.batch_size=4", "data.validation=0", *overrides,
+        "data.batch_size=4", "validation.share=0", *overrides,
     ]  # fmt: skip
     return load_config(None, given, hardware=Hardware(cores=1))
 

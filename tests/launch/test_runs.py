@@ -99,7 +99,7 @@ def test_callbacks_see_everything_and_one_that_fails_does_not_end_the_run(tmp_pa
     folder, told = tmp_path / "run", list[str]()
     run(
         folder, "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=8", "data.batch_size=4",
-        f"data.source={tmp_path / 'text.txt'}", "data.validation=0", "train.steps=4", "checkpoint.every=2",
+        f"data.source={tmp_path / 'text.txt'}", "validation.share=0", "train.steps=4", "checkpoint.every=2",
         "train.sample_every=2", 'train.sample_prompt="To be"', "train.loggers=['tensorboard']",
         f"train.callbacks=['{tmp_path}/watch.py:fails', '{tmp_path}/watch.py:Watch']", told=told,
     )  # fmt: skip

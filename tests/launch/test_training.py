@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from shardwise.data.loader import Loader
 from shardwise.data.order import sample_order
 from shardwise.initial.initial import record
 from shardwise.launch import matmul
-from shardwise.launch.evaluation import evaluate
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
 from shardwise.launch.ready import Surroundings
 from shardwise.launch.results import MetricsWriter, save_weights
@@ -210,19 +207,3 @@ def test_typical_shapes() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 40), nn.Conv1d(40, 40, 3))
     assert typical_shapes(model, 96) == [SQUARE, (96, 5, 40)]
     assert typical_shapes(nn.Conv1d(1, 1, 1), 96) == [SQUARE]
-
-
-def test_a_batch_without_targets_has_no_part_in_an_evaluation() -> None:
-    class Stub:
-        comm = SimpleNamespace(device=torch.device("cpu"))
-
-        def evaluate(self, batch: SimpleNamespace) -> StepResult:
-            zero = torch.tensor(0.0)
-            return StepResult(torch.tensor(batch.loss), zero, zero, torch.tensor(batch.weight), zero)
-
-    batches = [SimpleNamespace(loss=2.0, weight=3, rows=4), SimpleNamespace(loss=math.nan, weight=0, rows=4)]
-    batches.append(SimpleNamespace(loss=4.0, weight=1, rows=2))
-    found = evaluate(Stub(), batches, perplexity=True)  # type: ignore[arg-type]
-    assert (
-        found["validation_loss"] == 2.5 and found["perplexity"] == pytest.approx(math.exp(2.5)) and found["rows"] == 10
-    )

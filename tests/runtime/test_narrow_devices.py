@@ -20,7 +20,6 @@ from shardwise.backend import Backend
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.launch.evaluation import evaluate
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.ops.cross_entropy import cross_entropy
@@ -29,6 +28,8 @@ from shardwise.ops.keyed_random import keyed_bernoulli, keyed_normal
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.scale import LossScale
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.train.evaluation import evaluate
+from shardwise.train.metrics import FunctionMetric
 from shardwise.verify.verify import run_steps
 
 CPU = torch.device("cpu")
@@ -60,12 +61,27 @@ def test_float64_is_found(narrow: Narrow) -> None:
 def test_an_evaluation(narrow: Narrow) -> None:
     losses = {1.5: 3.0, 2.5: 1.0}
     results = iter(
-        [SimpleNamespace(loss=torch.tensor(loss), weight=torch.tensor(weight)) for loss, weight in losses.items()]
+        [
+            SimpleNamespace(loss=torch.tensor(loss), weight=torch.tensor(weight), outputs=None)
+            for loss, weight in losses.items()
+        ]
     )
-    trainer: Any = SimpleNamespace(comm=SimpleNamespace(device=CPU), evaluate=lambda batch: next(results))
+    engine: Any = SimpleNamespace(comm=SimpleNamespace(device=CPU), evaluate=lambda *_, **__: next(results))
+    batch: Any = SimpleNamespace(rows=2, fields={}, ones=None)
     with narrow:
-        found = evaluate(trainer, [SimpleNamespace(rows=2)] * 2, perplexity=False)  # type: ignore[list-item]
-    assert found["validation_loss"] == 1.75
+        found = evaluate(engine, [batch] * 2)
+    assert found.loss == 1.75
+
+
+def test_sums_of_a_metric(narrow: Narrow) -> None:
+    """Sums are added without fp64, and counts exactly."""
+    metric = FunctionMetric("far", lambda outputs, batch: (outputs.sum(), 2**24 + 1))
+    state = metric.begin(CPU)
+    with narrow:
+        for _ in range(2):
+            state = metric.add(state, torch.ones(3), {"x": torch.ones(3)})
+    assert {name: value.dtype for name, value in state.items()} == {"far sum": torch.float32, "far count": torch.int64}
+    assert int(state["far count"]) == 2**25 + 2
 
 
 def test_a_loss_scale(narrow: Narrow) -> None:

@@ -67,7 +67,7 @@ def test_rows_that_are_not_this_rank_s_part(microbatches: int, rows: int) -> Non
     plan = data_parallel(Plan.of(microbatches=microbatches), 2)
     wrong = f'batch: field "x" has {rows} rows on this rank; legal: 4, its part of {ROWS}'
     assert wrong in refused(plan, lambda trainer: trainer.step(batch(whole(rows))))
-    assert wrong in refused(plan, lambda trainer: trainer.evaluate(batch(whole(rows))))
+    assert wrong in refused(plan, lambda trainer: trainer.evaluate_batch(batch(whole(rows))))
 
 
 def test_one_field_with_other_rows() -> None:
@@ -91,7 +91,7 @@ def test_uneven_parts_are_legal(rows: int, microbatches: int) -> None:
     def rank(comm: Communicator) -> None:
         trainer, part = Trainer(model, SGD, plan, {}, comm=comm), own(comm, plan, rows)
         trainer.step(part)
-        trainer.evaluate(part)
+        trainer.evaluate_batch(part)
 
     run_ranks(plan.mesh, rank, timeout=60)
 

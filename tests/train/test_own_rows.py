@@ -94,7 +94,7 @@ def test_the_ranks_have_to_agree() -> None:
                 told.append("")
             except ConfigError as error:
                 told.append(str(error))
-        trainer.evaluate(batch(0, 6))  # whose number of rows is another
+        trainer.evaluate_batch(batch(0, 6))  # whose number of rows is another
         return told
 
     for unequal, right, later in run_ranks(plan.mesh, rank, timeout=60):

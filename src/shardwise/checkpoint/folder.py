@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -105,18 +105,24 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def superseded(folder: Path, saved: Path, keep_last: int, keep_every: int | None) -> list[Path]:
+def superseded(
+    folder: Path, saved: Path, keep_last: int, keep_every: int | None, chosen: Container[int] = ()
+) -> list[Path]:
     """Return the checkpoints that may be removed once ``saved`` is complete.
 
-    The ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, and all later steps are
-    kept: later steps are there if a run went back to an older checkpoint, and only the user may remove them.  Of a step
-    that was saved more than once only the last is kept.
+    The ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, the ``chosen`` steps and
+    all later steps are kept: later steps are there if a run went back to an older checkpoint, and only the user may
+    remove them.  Of a step that was saved more than once only the last is kept.
     """
     found = all_complete(folder)
     step = _order(saved)[0]
     newest = {_order(path)[0]: path for path in found}
     recent = [one for one in newest if one <= step][-keep_last:]
-    kept = {newest[one] for one in newest if one in recent or one > step or (keep_every and one % keep_every == 0)}
+    kept = {
+        newest[one]
+        for one in newest
+        if one in recent or one > step or one in chosen or (keep_every and one % keep_every == 0)
+    }
     return [path for path in found if path not in kept]
 
 

@@ -101,6 +101,7 @@ class CheckpointWriter:
             check_count("checkpoint.staging_bytes", staging_bytes, LEAST_BYTES)
         self.folder, self.rank, self.ranks = Path(folder), rank, ranks
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.chosen: frozenset[int] = frozenset()  # steps whose checkpoints are kept as well
         self._gather, self._warn = gather, warn
         self._staging = Staging(staging_bytes)
         self._thread: threading.Thread | None = None
@@ -302,7 +303,7 @@ class CheckpointWriter:
         except Exception as error:
             return End(None, str(error) if isinstance(error, ShardwiseError) else f"rank 0: {_words(error)}", nbytes)
         try:
-            folders.remove(folders.superseded(self.folder, path, self.keep_last, self.keep_every))
+            folders.remove(folders.superseded(self.folder, path, self.keep_last, self.keep_every, self.chosen))
         except OSError as error:
             with self._lock:
                 self._notes.append(f"{self.folder}: cannot remove old checkpoints: {error}")

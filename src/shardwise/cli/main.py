@@ -104,6 +104,59 @@ def train(arguments: Arguments = None, json: Json = False) -> None:
 
 
 @app.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...", help="Other data, metrics or devices than the run's.", show_default=False
+        ),
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="Whose weights: best, last, or a step.")] = "last",
+    json: Json = False,
+) -> None:
+    """Evaluate the weights of a run on its validation data, all of it, or on other data."""
+    with reported(json):
+        path, given = split_arguments(overrides or [])  # before torch is imported
+        if path is not None:
+            raise ConfigError(f"{path}: legal: section.key=value after the run's folder, whose config is used")
+        from .evaluate import run
+
+        run(run_dir, checkpoint, given, json)
+
+
+@app.command()
+def encode(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Texts: .txt (lines), .jsonl or .parquet (rows).")],
+    model: Annotated[
+        str, typer.Option(help="The folder of a transformers model, or file.py:function that makes texts -> vectors.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE.npy", help="Where the vectors go: .npy or .parquet.")],
+    field: Annotated[str, typer.Option(help="The column of texts in .jsonl and .parquet.")] = "text",
+    pooling: Annotated[
+        str | None, typer.Option(help="mean, cls or max.  [default: what the folder says, or mean]")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option("--normalize/--no-normalize", help="Vectors of norm 1.  [default: what the folder says, or no]"),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens that a text is cut to.  [default: what the folder says, or 512]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts that a rank computes at once.", min=1)] = 64,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    ranks: Annotated[int | None, typer.Option(help="Processes.  [default: one for each GPU, else one]", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each.  [default: cores / ranks]", min=1)] = None,
+    json: Json = False,
+) -> None:
+    """Turn each row of a corpus into a vector, in order, on all devices; the same command goes on after a kill."""
+    with reported(json):
+        from .encode import run
+
+        run(source, model, out, field, pooling, normalize, max_length, batch_size, precision, ranks, threads, json)
+
+
+@app.command()
 def verify(
     arguments: Arguments = None,
     json: Json = False,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, build_data, build_plan, check_callbacks, load_config
+from shardwise.config import Config, build_data, build_metrics, build_plan, check_callbacks, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.begin import begun, stage
 from shardwise.launch.devices import check_ranks, check_torch
@@ -70,6 +70,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
                 _tell_finished(config, console if not json else None)
             return
         check_callbacks(config, HOOKS)
+        build_metrics(config)  # checks them
         with phases.phase("checking the plan"):
             check_plan(config, torch.device(backend.type))
         _run(config, found, Shown(console, json, first, phases, [*warnings, *notices]), warnings)
@@ -145,9 +146,8 @@ def _tell_finished(config: Config, console: Console | None) -> None:
     words = f"this run has finished: {plural(result['steps'], 'step')}, in {folder}"
     console.print(words, markup=False)
     show_result(console, result, None)
-    console.print(
-        "More train.steps go on from there; to train again: another train.run_dir, or train.resume=never", markup=False
-    )
+    more = "A greater validation.patience goes" if "stopped_early" in result else "More train.steps go"
+    console.print(f"{more} on from there; to train again: another train.run_dir, or train.resume=never", markup=False)
 
 
 def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:

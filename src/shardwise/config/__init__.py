@@ -1,6 +1,6 @@
 """The configuration of a run, which is checked before anything starts."""
 
-from .build import Data, build_data, build_loss_scale, build_model, build_optimizer, build_plan
+from .build import Data, build_data, build_loss_scale, build_metrics, build_model, build_optimizer, build_plan
 from .callbacks import build_callbacks, check_callbacks
 from .config import Config, load_config, load_model_config
 from .hardware import MORE_RANKS, Hardware
@@ -20,6 +20,7 @@ __all__ = [
     "build_callbacks",
     "build_data",
     "build_loss_scale",
+    "build_metrics",
     "build_model",
     "build_optimizer",
     "build_plan",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.metrics import is_ready
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
@@ -18,7 +19,8 @@ from shardwise.core.schedules import AUTO
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
-from shardwise.data.sft import open_conversations
+from shardwise.data.sft import Conversations, open_conversations
+from shardwise.data.split import split
 from shardwise.data.tokenise import OnProgress
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.windows import DocumentFields
@@ -26,6 +28,9 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.train.given_metrics import metrics_of
+from shardwise.train.metrics import Metric
+from shardwise.train.torch_metrics import is_torch_metric
 
 from .config import Config
 from .defaults import KEYS_OF_KIND
@@ -98,27 +103,39 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     for which sample 0 is tried.
     """
     data = config.data
+    own = _own_dataset(config)
     if data.factory is not None:
-        dataset = _factory_dataset(data.factory, data.arguments or {})
-        return Data(dataset, None, None, None, Samples(dataset).digest)
+        train = _factory_dataset("data.factory", data.factory, data.arguments or {})
+        held_out: Any = own
+        if config.validation.share:
+            Samples(train)  # checks it
+            train, held_out = split(train, config.validation.share)
+        _check_fields(train, held_out)
+        return Data(train, held_out, None, None, Samples(train).digest)
     fields: DocumentFields = "none"
     if data.attention == "document":
         fields = "mask" if config.model.of_transformers else "documents"
     shape: dict[str, Any] = {"shifted": not config.model.of_transformers, "fields": fields}
-    return _examples(config, shape, progress) if data.sft is not None else _text(config, shape, progress)
+    build = _text if data.sft is None else _examples
+    return build(config, shape, own, progress)
 
 
-def _text(config: Config, shape: Mapping[str, Any], progress: OnProgress | None) -> Data:
+def _text(config: Config, shape: Mapping[str, Any], own: Any, progress: OnProgress | None) -> Data:
     data = config.data
     mix = data.mix or ({"source": data.source, "weight": 1.0},)
-    corpora = [_corpus(config, part["source"], progress) for part in mix]
+    corpora = [_corpus(config, part["source"], progress, config.validation.share) for part in mix]
     parts = [corpus.train(data.sequence_length, **shape) for corpus in corpora]
     train = parts[0] if data.mix is None else Mixture(parts, [part["weight"] for part in mix])
     apart = [corpus.validation(data.sequence_length, **shape) for corpus in corpora]
     held = [part for part in apart if part is not None]
-    validation = None if not held else held[0] if len(held) == 1 else Joined(held)
+    validation = own if not held else held[0] if len(held) == 1 else Joined(held)
+    if config.validation.source is not None:
+        apart_corpus = _corpus(config, config.validation.source, progress, 0.0)
+        corpora.append(apart_corpus)
+        validation = apart_corpus.train(data.sequence_length, **shape)
+    _check_fields(train, validation)
     notices = [notice for corpus in corpora for notice in corpus.cache.notices]
-    if data.validation:
+    if config.validation.share:
         short = [corpus for corpus, part in zip(corpora, apart, strict=True) if part is None]
         notices += [_too_little(short)] if short else []
     tokenizer = corpora[0].tokenizer
@@ -126,38 +143,67 @@ def _text(config: Config, shape: Mapping[str, Any], progress: OnProgress | None)
     return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
 
 
-def _examples(config: Config, shape: Mapping[str, Any], progress: OnProgress | None) -> Data:
+def _examples(config: Config, shape: Mapping[str, Any], own: Any, progress: OnProgress | None) -> Data:
     """Return the prompts with answers of ``data.sft``."""
-    data = config.data
-    found = open_conversations(
-        data.sft or (), tokenizer=str(data.tokenizer), end_token=data.end_token, validation=data.validation,
-        cache_dir=data.cache_dir, progress=progress,
-    )  # fmt: skip
+    data, share = config.data, config.validation.share
+    found = _conversations(config, data.sft or (), progress, share)
     train = found.train(data.sequence_length, **shape)
-    validation = found.validation(data.sequence_length, **shape)
+    validation = found.validation(data.sequence_length, **shape) if own is None else own
     notices = []
     if train.cut or train.left_out:
         without = f", and {train.left_out} more left out, whose answer comes later" if train.left_out else ""
         notices.append(f"{train.cut} examples cut to data.sequence_length = {data.sequence_length}{without}")
-    if data.validation and validation is None:
-        notices.append(
-            f"no validation on {found.name}: no example is set apart (data.validation = {data.validation:g})"
-        )
+    if share and validation is None:
+        notices.append(f"no validation on {found.name}: no example is set apart (validation.share = {share:g})")
+    if config.validation.source is not None:
+        apart = _conversations(config, config.validation.source, progress, 0.0)
+        validation = apart.train(data.sequence_length, **shape)
+    _check_fields(train, validation)
     encode = partial(_encoded, found.tokenizer)
     return Data(
         train, validation, found.tokenizer.decode, encode, Samples(train).digest, tuple(notices), tuple(found.prompt)
     )
 
 
+def _conversations(
+    config: Config, source: str | tuple[str, ...], progress: OnProgress | None, share: float
+) -> Conversations:
+    data = config.data
+    return open_conversations(
+        source, tokenizer=str(data.tokenizer), end_token=data.end_token, validation=share, cache_dir=data.cache_dir,
+        progress=progress,
+    )  # fmt: skip
+
+
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(token) for token in tokenizer.encode([text.encode(errors="replace")])[0]]
 
 
-def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:
+def _own_dataset(config: Config) -> Any:
+    """Return the dataset of ``validation.factory``, or None."""
+    own = config.validation
+    return None if own.factory is None else _factory_dataset("validation.factory", own.factory, own.arguments or {})
+
+
+def _check_fields(train: Any, validation: Any) -> None:
+    """Raise :class:`ConfigError` where samples to evaluate on have other fields than those to train on."""
+    if validation is None:
+        return
+    here, there = Samples(validation).reference, Samples(train).reference
+    if set(here) != set(there):
+        wrong = f"its samples have the fields {', '.join(sorted(here))}"
+        raise ConfigError.on("validation", wrong, f"those of the training data: {', '.join(sorted(there))}")
+    for name, value in here.items():
+        if value.dtype != there[name].dtype:
+            wrong = f'its field "{name}" is {value.dtype}'
+            raise ConfigError.on("validation", wrong, f"that of the training data, {there[name].dtype}")
+
+
+def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None, share: float) -> Corpus:
     data = config.data
     return open_corpus(
         source, tokenizer=str(data.tokenizer), end_token=data.end_token, field=str(data.text_field),
-        validation=data.validation,
+        validation=share,
         cache_dir=data.cache_dir, progress=progress, alone=data.mix is None or len(data.mix) == 1,
     )  # fmt: skip
 
@@ -172,7 +218,7 @@ def _too_little(corpora: Sequence[Corpus]) -> str:
     where = f"{first} and {more} more" if more else first
     short = ", less than one sample" if apart else ""
     return (
-        f"no validation on {where}: {apart} of {documents} documents apart{short} (data.validation = "
+        f"no validation on {where}: {apart} of {documents} documents apart{short} (validation.share = "
         f"{corpora[0].fraction:g})"
     )
 
@@ -185,12 +231,40 @@ def _text_shape(config: Config) -> TextShape | None:
     return TextShape(data.sequence_length, tokenizer.vocabulary, data.attention == "document")
 
 
-def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
-    dataset = call("data.factory", reference, arguments)
+def _factory_dataset(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
+    dataset = call(key, reference, arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         legal = "a map-style dataset (len(dataset) and dataset[index]) of dicts of tensors"
-        raise ConfigError.on(f"data.factory = {shown(reference)}", f"it returned {_kind(dataset)}", legal)
+        raise ConfigError.on(f"{key} = {shown(reference)}", f"it returned {_kind(dataset)}", legal)
     return dataset
+
+
+def build_metrics(config: Config, module: nn.Module | None = None) -> list[Metric]:
+    """Return the metrics of ``validation.metrics`` for outputs of ``module``; :class:`ConfigError` names one that is no
+    function or cannot be loaded."""
+    named: dict[str, Any] = {}
+    for one in config.validation.metrics or ():
+        if is_ready(one):
+            named[one] = one
+            continue
+        key, name = "validation.metrics", one.rpartition(":")[2]
+        found = load_function(key, one)
+        if not is_torch_metric(found) and not _parameters(found):
+            found = call(key, one, {})
+            if not is_torch_metric(found):
+                legal = "an object of torchmetrics, or a function of (outputs, batch)"
+                raise ConfigError(f"{key} = {shown(one)}: it returned {_kind(found)}; legal: {legal}")
+        named[name] = found
+    return metrics_of(named, module)
+
+
+def _parameters(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter that a call has to give."""
+    try:
+        every = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.default is one.empty and one.kind not in (one.VAR_KEYWORD,) for one in every)
 
 
 def build_plan(config: Config) -> Plan:

@@ -16,7 +16,16 @@ from .defaults import complete
 from .draft import ConfigDraft, problem, reworded
 from .hardware import Hardware
 from .pretrained import TOKENIZER_JSON
-from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .sections import (
+    SECTIONS,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from .toml import dumps
 
 
@@ -31,6 +40,7 @@ class Config:
 
     model: ModelConfig
     data: DataConfig
+    validation: ValidationConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig
     train: TrainConfig

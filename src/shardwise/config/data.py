@@ -17,7 +17,6 @@ from .sections import rules
 KINDS = ("data.source", "data.mix", "data.sft", "data.factory")
 OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
 TEXTS = "data.source and data.mix"
-VALIDATION = 0.01  # the fraction of documents that is set apart by default
 
 
 def complete_data(draft: ConfigDraft) -> int | None:
@@ -39,7 +38,6 @@ def complete_data(draft: ConfigDraft) -> int | None:
         draft.refuse("data.text_field", f"left out, for it belongs to {TEXTS}")
     defaults = {
         "text_field": None if examples else "text",
-        "validation": VALIDATION,
         "attention": "document" if examples else "full",
         "cache_dir": default_cache_dir(),
     }
@@ -69,22 +67,25 @@ def _pretrained_tokenizer(draft: ConfigDraft) -> str | None:
 
 def _not_text(draft: ConfigDraft) -> None:
     """Refuse the keys of text, for a dataset of a factory would ignore them."""
-    draft.default("data.validation", 0.0)
     for name in OF_TEXT:
         if draft.given(f"data.{name}") and draft.sound(f"data.{name}"):
             draft.refuse(f"data.{name}", f"left out, for it belongs to {TEXTS}")
-    if draft.sound("data.validation") and draft["data.validation"]:
-        draft.refuse("data.validation", "0 or left out, for documents of a data.factory cannot be told apart")
 
 
 def _sources_exist(draft: ConfigDraft) -> None:
     named: dict[str, Any] = {key: draft[key] for key in SOURCES}
     if draft.sound("data.mix"):
         named["data.mix"] = [part["source"] for part in draft["data.mix"] or ()]
+    refuse_missing(draft, named)
+
+
+def refuse_missing(draft: ConfigDraft, named: dict[str, Any]) -> None:
+    """Refuse each key of ``named`` of whose sources one does not exist."""
     for key, value in named.items():
         for source in _flat(value) if draft.sound(key) else ():
             if draft.sound(key) and not there(source, exists):
-                draft.refuse(key, rules("data")[key.partition(".")[2]].legal, f"{source} does not exist")
+                section, _, name = key.partition(".")
+                draft.refuse(key, rules(section)[name].legal, f"{source} does not exist")
 
 
 def _flat(value: Any) -> list[str]:

@@ -24,6 +24,7 @@ from .hardware import MORE_RANKS, Hardware
 from .pretrained import pretrained_there
 from .sections import rules
 from .train import complete_train, count_epochs
+from .validation import complete_validation
 
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
@@ -47,7 +48,7 @@ def complete(draft: ConfigDraft, hardware: Hardware, samples: int | None = None)
     vocabulary = complete_data(draft)
     count_epochs(draft, samples)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _tf32, complete_train, _checkpoint, _mesh, _pins):
+    for step in (_optimizer, _loss_scale, _tf32, complete_train, complete_validation, _checkpoint, _mesh, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)

@@ -13,14 +13,16 @@ from shardwise.data.sources import STDLIB
 from shardwise.data.tokenizer import BYTES
 
 from .rules import Illegal
-from .sections import SECTIONS, rules
+from .sections import MOVED, SECTIONS, rules
 from .toml import parse, shown
 
-REFERENCES = ("model.factory", "model.loss", "data.factory")
+REFERENCES = ("model.factory", "model.loss", "data.factory", "validation.factory")
+SEVERAL = ("train.callbacks", "validation.metrics")
+"""Lists of references."""
 RENAMED = {"train.tensorboard": 'train.loggers = ["tensorboard"]'}
 """Keys of earlier versions, and what to write instead."""
 PATHS = ("data.tokenizer", "data.cache_dir", "model.weights", "model.pretrained")
-SOURCES = ("data.source", "data.sft")
+SOURCES = ("data.source", "data.sft", "validation.source")
 
 
 class ConfigDraft:
@@ -74,6 +76,7 @@ class ConfigDraft:
         return _merged(before, value) if rest and isinstance(before, dict) else value
 
     def _add(self, section: str, name: str, value: Any, origin: str, folder: Path) -> None:
+        section, _, name = MOVED.get(f"{section}.{name}", f"{section}.{name}").partition(".")
         legal = rules(section)
         if f"{section}.{name}" in RENAMED:
             line = f"{section}.{name} = {shown(value)} ({origin}): legal: {RENAMED[f'{section}.{name}']}"
@@ -92,7 +95,7 @@ class ConfigDraft:
             return
         if key in REFERENCES:
             read = _absolute_reference(read, folder)
-        elif key == "train.callbacks":
+        elif key in SEVERAL:
             read = tuple(_absolute_reference(one, folder) for one in read)
         elif key in SOURCES:
             read = _absolute_source(read, folder)
@@ -186,6 +189,7 @@ def _merged(before: Any, value: Any) -> Any:
 
 
 def _absolute_reference(reference: str, folder: Path) -> str:
+    """Return a reference to a function with an absolute path, if it has a path."""
     place, _, function = reference.rpartition(":")
     return f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else reference
 

@@ -36,12 +36,6 @@ def complete_train(draft: ConfigDraft) -> None:
         place = reference.rpartition(":")[0]
         if draft.sound("train.callbacks") and place.endswith(".py") and not there(place, os.path.isfile):
             draft.refuse("train.callbacks", "Python files that exist", f"There is no {place}")
-    steps, key = draft["train.steps"], "train.eval_every"
-    if not draft.sound("data.validation", "train.steps"):
-        return
-    draft.default(key, max(1, steps // 10) if draft["data.validation"] else 0)
-    if draft.sound(key) and draft[key] and not draft["data.validation"]:
-        draft.refuse(key, "0, for data.validation = 0 sets no data apart")
 
 
 def _sample_prompt(draft: ConfigDraft) -> None:

@@ -1,9 +1,10 @@
-"""Names that say of a batch field that it has no rows, and of a result that it is kept for the user's own loop."""
+"""Names that say of a batch field that it has no rows, and of a result that it is kept beside the loss."""
 
 from __future__ import annotations
 
 WHOLE = "whole "
 KEPT = "kept "
+OUTPUT = "output "
 
 
 def has_rows(field: str) -> bool:
@@ -12,5 +13,10 @@ def has_rows(field: str) -> bool:
 
 
 def is_kept(name: str) -> bool:
-    """Return whether it is a value that a program computes for the user's loop, and no buffer of the model."""
-    return name.startswith(KEPT)
+    """Return whether a result is a value that the user's loop looks at, or an output of the model, and no buffer."""
+    return name.startswith((KEPT, OUTPUT))
+
+
+def is_output(name: str) -> bool:
+    """Return whether a result is an output of the model in an evaluation: a row for each row of the batch."""
+    return name.startswith(OUTPUT)

@@ -32,7 +32,7 @@ class Corpus:
         cache = self.cache
         if cache.train.tokens <= length < cache.train.tokens + cache.validation.tokens:
             raise ConfigError(
-                f"data.validation = {self.fraction:g}: it leaves {cache.train.tokens} tokens of "
+                f"validation.share = {self.fraction:g}: it leaves {cache.train.tokens} tokens of "
                 f"{cache.train.documents} documents to "
                 f"train on, too few for one sample of data.sequence_length = {length} (it takes {length + 1}); "
                 f"{cache.validation.documents} documents of {self.name} are set apart; legal: a smaller fraction, such "

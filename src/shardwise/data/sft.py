@@ -62,7 +62,7 @@ class Conversations:
         train, apart = self.sides
         if not len(train):
             wrong = f"all {len(apart)} examples of {self.name} are set apart" if len(apart) else f"{self.name} is empty"
-            raise ConfigError.on(f"data.validation = {self.fraction:g}", wrong, "a smaller fraction, such as 0")
+            raise ConfigError.on(f"validation.share = {self.fraction:g}", wrong, "a smaller fraction, such as 0")
         return self._packed(0, length, shifted, fields)
 
     def validation(self, length: int, *, shifted: bool, fields: DocumentFields) -> PackedExamples | None:

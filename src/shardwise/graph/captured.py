@@ -35,6 +35,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     precision: str = "fp32"
     names: dict[str, str] = field(default_factory=dict)
+    outputs: Any = None  # the structure of the outputs that follow the loss (`capture/outputs.py`), if there are any
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:

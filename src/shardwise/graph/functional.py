@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.fields import KEPT
+from shardwise.core.fields import KEPT, OUTPUT
 from shardwise.graph.aliases import aliased, is_idle, is_random, looks_alike, refuse_without_memory
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
@@ -36,8 +36,8 @@ _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
 
 @dataclass
 class Normal:
-    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``: what
-    forward keeps for the user's loop (``core/fields.py`` names it), and the new values of buffers."""
+    """This is a functional graph: placeholders are as in :class:`Captured`, the output is ``(loss, *updates)``: the
+    values that are kept beside the loss, by their names in ``core/fields.py``, and the new values of buffers."""
 
     graph: fx.Graph
     captured: Captured
@@ -68,7 +68,7 @@ class _Walker:
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
         self.loss: fx.Node | None = None
-        self.kept: list[fx.Node] = []  # what is kept for the user's loop
+        self.kept: list[fx.Node] = []  # what is kept beside the loss
 
     # ---- reading and writing -------------------------------------------------------------------------------------
 
@@ -372,7 +372,8 @@ class _Walker:
 
     def finish(self) -> Normal:
         assert self.loss is not None
-        names, outputs = [f"{KEPT}{i}" for i in range(len(self.kept))], list(map(self.computed, self.kept))
+        kind = KEPT if self.captured.outputs is None else OUTPUT
+        names, outputs = [f"{kind}{i}" for i in range(len(self.kept))], list(map(self.computed, self.kept))
         for old in self.captured.graph.nodes:
             if old.op == "placeholder" and old.name in self.captured.buffers and self.writes.get(old):
                 names.append(self.captured.buffers[old.name])

@@ -32,7 +32,24 @@ def normalise(normal: Normal) -> None:
         elif node.op == "call_function" and node.target is aten.broadcast_tensors.default:
             _take_apart(node)
     _fold_masks(normal)
+    if normal.captured.outputs is not None:
+        merge_equal(normal.graph)
     eliminate_dead(normal.graph)
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Compute once what several nodes compute from the same operands; every op but the random ones is a function.
+
+    A model that returns its loss alone is called a second time for its outputs, and the two calls share the most."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or "ordinal" in node.meta:
+            continue
+        key = (node.target, repr(node.args), repr(node.kwargs))  # a node is written as its name, which is its own
+        same = first.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def eliminate_dead(graph: fx.Graph) -> None:

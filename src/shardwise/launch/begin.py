@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from shardwise.report.files import (
+    BEST,
     CONFIG,
     EVALUATIONS,
     LOGS,
@@ -32,7 +33,7 @@ from .monitor import MONITOR, RANKS_LOCK
 
 EARLIER = "earlier"
 KEPT = (METRICS, WEIGHTS)  # worth keeping even without a checkpoint
-STALE = (SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN, RESULT)
+STALE = (BEST, SAMPLE, SAMPLES, EVALUATIONS, METRICS, MEMORY, SCHEDULE, PLAN, RESULT)
 OURS = (".lock", RANKS_LOCK, MONITOR, STARTING)  # of whichever run is under way
 
 

@@ -1,38 +1,41 @@
-"""Evaluate a model on the validation split: its mean loss, and for text also its perplexity."""
+"""Evaluate a model on the validation data of a run: its mean loss, for text its perplexity, and its metrics."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from shardwise.backend import Backend
+from shardwise.core.metrics import LOSS, PERPLEXITY
 from shardwise.data.loader import Batch
+from shardwise.train.evaluation import evaluate
+from shardwise.train.metrics import Metric, Perplexity
 from shardwise.train.trainer import Trainer
 
 
-def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) -> dict[str, Any]:
-    """Return the mean loss of ``batches``, weighted by their numbers of targets (or rows); all ranks call it together.
+def evaluated(
+    trainer: Trainer,
+    batches: Iterable[Batch],
+    metrics: Sequence[Metric] = (),
+    example: Mapping[str, Tensor] | None = None,
+    *,
+    perplexity: bool,
+) -> dict[str, Any]:
+    """Return what an evaluation has found, fit for JSON: what is no finite number is None; all ranks call it together.
 
-    ``perplexity`` adds exp(loss), which is meaningful if the loss is a mean cross-entropy in nats per token.  The host
-    reads the result once, at the end, so that a GPU runs the batches without waiting.
+    ``perplexity`` adds exp(loss), which is meaningful if the loss is a mean cross-entropy in nats per token.
     """
-    start = time.perf_counter()
-    device = trainer.comm.device
-    total = torch.zeros((), dtype=Backend.of(device).widest_float, device=device)
-    weight = torch.zeros_like(total)
-    rows = 0
-    for batch in batches:
-        result = trainer.evaluate(batch)
-        counted = result.weight > 0  # a batch without targets has no mean
-        total += torch.where(counted, result.loss.to(total.dtype) * result.weight.to(total.dtype), 0.0)
-        weight += result.weight.to(total.dtype)
-        rows += batch.rows
-    loss = float(total / weight) if rows else math.nan
-    found: dict[str, Any] = {"validation_loss": loss if math.isfinite(loss) else None, "rows": rows}
-    if perplexity and math.isfinite(loss):
-        found["perplexity"] = math.exp(min(loss, 700.0))
-    return {**found, "seconds": time.perf_counter() - start}
+    if perplexity and all(one.name != PERPLEXITY for one in metrics):
+        metrics = [Perplexity(), *metrics]
+    found = evaluate(trainer.engine, batches, metrics, example)
+    values: dict[str, Any] = {LOSS: _number(found.loss), "rows": found.rows}
+    values |= {name: _number(value) for name, value in found.metrics.items()}
+    if perplexity and values[PERPLEXITY] is None:
+        del values[PERPLEXITY]
+    return {**values, "seconds": found.seconds}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
-from shardwise.config.sections import SECTIONS
+from shardwise.config.sections import SECTIONS, moved
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
@@ -32,7 +32,7 @@ MUST_MATCH = (
 START_ONLY = ("model.weights",)  # read only at the start of a run
 NOT_REPORTED = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
 MAY_CHANGE_WHEN_FINISHED = (
-    "train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
+    "train.", "validation.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *START_ONLY,
 )  # fmt: skip
 OF_NO_RESULT = (
     *NOT_REPORTED, *START_ONLY, "train.callbacks", "train.loggers", "train.hang_timeout", "train.max_restarts",
@@ -158,7 +158,7 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
     A key that did not exist when the checkpoint was written counts as having today's default, and one that no longer
     exists does not count.
     """
-    old = tomllib.loads(before) if isinstance(before, str) else {}
+    old = moved(tomllib.loads(before)) if isinstance(before, str) else {}
     new = tomllib.loads(config.resolved())
     for section in new:
         default = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from safetensors.torch import load_file
 
 from shardwise import __version__
 from shardwise.backend import Backend
+from shardwise.core.metrics import LOSS, PERPLEXITY
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady_batches
 from shardwise.report.files import (
     ADAPTER,
-    EVALUATIONS,
+    BEST,
     MEMORY,
     METRICS,
     RESULT,
@@ -40,7 +43,6 @@ from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import facts, write_about
 from .begin import settle
-from .evaluation import evaluate
 from .folder import CHECKPOINTS, read_lines
 from .measuring import StepMemory, write_memory
 from .model_folder import keep_pretrained, model_facts, write_models
@@ -55,6 +57,7 @@ from .results import (
     write_json,
 )
 from .sampling import Sampler
+from .validation import Validation
 
 log = logging.getLogger("shardwise")
 
@@ -66,6 +69,7 @@ class Run(Ready):
     metrics: MetricsWriter | None = None
     utilisation: Callable[[int, float], Metrics] | None = None
     observers: Observers = field(default_factory=Observers)
+    stopped_early: dict[str, Any] | None = None
     _settled: bool = False
     _written: list[Path] = field(default_factory=list)
     _to_measure: int = -1  # the first step whose memory may be measured; -1 once it has been
@@ -80,11 +84,18 @@ class Run(Ready):
             write_about(self, checkpoints, first)
             same = repeatable(trainer.comm.device, self.config.train.deterministic)
             with self._metrics(first), self._told(checkpoints), same:
+                self.validation.resume(checkpoints, first)
+                self.stopped_early = self.validation.stopped()
                 self._steps(first, loader, checkpoints)
             with self._told(checkpoints):
                 if trainer.engine.step_index > first:
                     self._save(checkpoints, loader, wait=True)
-        return trainer.engine.step_index >= self.config.train.steps
+        return self.stopped_early is not None or trainer.engine.step_index >= self.config.train.steps
+
+    @cached_property
+    def validation(self) -> Validation:
+        """Return the run's evaluations."""
+        return Validation.of(self)
 
     def _anew(self) -> bool:
         """Return on all ranks whether the run does not go on with the one that is still in its folder, as rank 0 sees
@@ -128,7 +139,7 @@ class Run(Ready):
         self._clock = time.perf_counter()
         self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)
         try:
-            while step < steps and not trainer.stopping:
+            while step < steps and not trainer.stopping and self.stopped_early is None:
                 stop = self._window(step)
                 with self._watched(step, stop) as measuring:
                     self._train(step, stop, loader, measuring)
@@ -147,7 +158,7 @@ class Run(Ready):
         plan, train = self.trainer.plan, self.config.train
         if not plan.overlaps:
             return step + 1
-        every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
+        every = [n for n in (self.config.checkpoint.every, self.config.validation.every, train.sample_every) if n > 0]
         stop = min(train.steps, step + plan.pipeline.window, *(step + n - step % n for n in every))
         return min(stop, step + steady_batches(plan)) if self._measures(step) and not self._traced(step, stop) else stop
 
@@ -229,13 +240,15 @@ class Run(Ready):
         train, every = self.config.train, self.config.checkpoint.every
         last = done == train.steps
         self._log_saved(checkpoints)
-        evaluates = train.eval_every > 0 and self.data.validation is not None and (last or done % train.eval_every == 0)
+        evaluates, best = self.validation.due(done), False
         if evaluates:
             self._evaluate(done)
+            best = self.validation.bettered(checkpoints)
+            self.stopped_early = self.validation.stopped()
         samples = train.sample_every > 0 and done % train.sample_every == 0 and not last
         if samples:
             self._sample(done)
-        saves = every > 0 and done % every == 0 and not last
+        saves = (best or (every > 0 and done % every == 0)) and not last
         if saves:
             self._save(checkpoints, loader)
         return evaluates or samples or saves
@@ -252,28 +265,16 @@ class Run(Ready):
     def _log_saved(self, checkpoints: Checkpoints) -> None:
         for one in checkpoints.poll():
             if one.error is None:
+                self.validation.saved(one.step)
                 told = {"step": one.step, "path": str(one.path), "bytes": one.nbytes, "seconds": one.seconds}
                 self.observers.tell("on_checkpoint", told)
                 words = "checkpoint of step %d: %.1f MiB, training stood still for %.3f s, on disk after %.2f s"
                 log.info(words, one.step, one.nbytes / 2**20, one.stall_seconds, one.seconds)
 
     def _evaluate(self, done: int) -> None:
-        self.side.progress.phase(f"evaluating after step {done - 1}")
-        trainer = self.trainer
-        batches = trainer.one_pass(self.data.validation, self.config.data.batch_size, self.config.train.eval_batches)
-        found = evaluate(trainer, batches, perplexity=self.data.decode is not None)
-        if trainer.comm.rank == 0:
-            values = {"step": done, **found}
-            append_line(self.folder / EVALUATIONS, values, self.side.tell)
-            log.info(
-                "after step %d: validation loss %s over %d rows, %.2f s",
-                done,
-                found["validation_loss"],
-                found["rows"],
-                found["seconds"],
-            )
-            self.observers.tell("on_evaluation", values)
-        trainer.comm.barrier(what="the evaluation's record")
+        values = self.validation.evaluate(done)
+        self.observers.tell("on_evaluation", values)
+        self.trainer.comm.barrier(what="the evaluation's record")
 
     def _sample(self, done: int) -> None:
         """Collect the state from all ranks, and let rank 0 write a sample."""
@@ -346,12 +347,13 @@ class Run(Ready):
             "run_dir": str(folder),
             **written,
         }
-        evaluations = read_lines(folder / EVALUATIONS)
-        result |= {
-            key: evaluations[-1][key]
-            for key in ("validation_loss", "perplexity")
-            if evaluations and key in evaluations[-1]
-        }
+        for last in self.validation.history[-1:]:
+            result |= {"validation_loss": last[LOSS], "evaluation": last}
+            result |= {PERPLEXITY: last[PERPLEXITY]} if PERPLEXITY in last else {}
+        if self.stopped_early is not None:
+            result["stopped_early"] = self.stopped_early
+        if (folder / BEST).exists():
+            result["best"] = json.loads((folder / BEST).read_text(encoding="utf-8"))
         write_json(folder / RESULT, result)
         self.observers.end("finished", result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))

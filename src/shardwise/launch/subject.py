@@ -64,13 +64,16 @@ def initial_values(config: Config, constructor: Constructor) -> Values:
     return Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
 
 
-def start_values(config: Config, constructor: Constructor) -> Values:
+def start_values(config: Config, constructor: Constructor, trained: Path | None = None) -> Values:
     """Return what training starts from: the values of the constructor, or those of ``model.weights`` or
     ``model.pretrained``, which must fit; nothing is read yet.
 
-    The adapters of ``model.lora`` are not in the file: they start as peft makes them.
+    The adapters of ``model.lora`` are not in the file: they start as peft makes them.  Weights that the run itself has
+    ``trained``, its checkpoint for one, count more; they have the adapters.
     """
     initial, given = initial_values(config, constructor), given_weights(config)
+    if trained is not None:
+        return initial.with_weights(fit_weights(trained, initial.module, "weights"), ())
     if given is None:
         return initial
     key, path = given

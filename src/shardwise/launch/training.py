@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +75,28 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     text) and at the end ``result.json``; all ranks write ``checkpoints``.  Return False if the run was asked to stop
     before the last step.
     """
+    progress = side.progress
+    with ready_run(config, side, timeout) as run:
+        done = run.train()
+        progress.phase("waiting for the last step of all ranks")
+        run.trainer.comm.barrier(what="the end of training")
+        if done:
+            run.save_weights()
+    if run.trainer.comm.rank == 0 and done:
+        run.finish()
+    run.observers.end("stopped")  # if it has not ended already
+    return done
+
+
+@contextmanager
+def ready_run(
+    config: Config, side: Surroundings, timeout: float = 300.0, *, trained: Path | None = None
+) -> Iterator[Run]:
+    """Connect the rank of ``config`` that the environment names, and build its model, data and trainer; the rank leaves
+    the others at the end of the context.
+
+    ``trained`` is the path of weights of the whole model, in place of those that training starts from.
+    """
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
@@ -91,12 +113,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
         observers = Observers()
         try:
             observers = _observers(config, comm, side)
-            run = _build(config, plan, comm, side, observers)
-            done = run.train()
-            progress.phase("waiting for the last step of all ranks")
-            comm.barrier(what="the end of training")
-            if done:
-                run.save_weights()
+            yield _build(config, plan, comm, side, observers, trained)
         except BaseException as error:
             # Told before anything waits for other ranks: wrong input must not look like a lost connection, after which
             # ranks are started again.
@@ -107,10 +124,6 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
             observers.end("failed", {"error": str(error) or type(error).__name__})
             raise
         comm.close()
-        if comm.rank == 0 and done:
-            run.finish()
-        observers.end("stopped")  # if it has not ended already
-    return done
 
 
 def _observers(config: Config, comm: Communicator, side: Surroundings) -> Observers:
@@ -122,14 +135,16 @@ def _observers(config: Config, comm: Communicator, side: Surroundings) -> Observ
     return Observers([*loggers, *build_callbacks(config)], side.tell)
 
 
-def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings, observers: Observers) -> Run:
+def _build(
+    config: Config, plan: Plan, comm: Communicator, side: Surroundings, observers: Observers, trained: Path | None
+) -> Run:
     """Build the model, the data and the trainer; without weights to start from they depend on the seed alone."""
     progress = side.progress
     with explain_out_of_memory(comm.device):
         cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
-    initial = start_values(config, constructor)
+    initial = start_values(config, constructor, trained)
     module = initial.module
     progress.phase("opening the data")
     data = build_data(config)

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.outputs import Wanted
 from shardwise.capture.state import kept_tensors
+from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
@@ -88,7 +90,8 @@ class Compiled:
     _captures: Captures = field(default_factory=dict)  # all plans share them
     _programs: dict[tuple[Trace, int, int, Part | None], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _evaluation: Compiled | None = None
+    wanted: Wanted = "loss"  # whether its units give the outputs of the model too
+    _evaluations: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
     buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
     loss_weight: str | None = None  # of a model that is not captured, if a trial is not to find it
@@ -154,15 +157,21 @@ class Compiled:
             self.module = self.values.bare(kept) if self.general.opaque is None else self.values.beside(kept)
             self.initial, self._values = None, Values(self.module)
 
-    def evaluation(self) -> Compiled:
-        """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed."""
+    def evaluation(self, wanted: Wanted = "loss", example: Mapping[str, Tensor] | None = None) -> Compiled:
+        """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed.  It
+        computes what is ``wanted`` of batches like ``example``, by default those that train."""
+        if example is None or _form(example) == _form(self.example):
+            example = self.example
+        key = (wanted, *_form(example))
         with self._lock:
-            if self._evaluation is None:
-                like = None if self.like is None else self.like.evaluation()
-                self._evaluation = replace(
-                    self, training=False, like=like, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
-                )
-            return self._evaluation
+            if key not in self._evaluations:
+                alike = example is self.example
+                like = None if self.like is None else self.like.evaluation(wanted, example)
+                self._evaluations[key] = replace(
+                    self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
+                    _lock=threading.RLock(), _evaluations={}, _captures=self._captures if alike else {},
+                )  # fmt: skip
+            return self._evaluations[key]
 
     def beside(
         self, loss: LossFunction, example: Mapping[str, Tensor], training: bool = True, backward: bool = True
@@ -172,7 +181,7 @@ class Compiled:
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluation=None,
+            _lock=threading.RLock(), _evaluations={},
         )  # fmt: skip
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
             self.buckets, found.general.buckets,
@@ -202,7 +211,7 @@ class Compiled:
         return replace(
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
             _stages={},
-            _lock=threading.RLock(), _evaluation=None,
+            _lock=threading.RLock(), _evaluations={},
         )  # fmt: skip
 
     @cached_property
@@ -254,7 +263,7 @@ class Compiled:
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
                     tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
-                    over_batch=self.plan.exchanges_microbatches,
+                    over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -377,6 +386,11 @@ class Compiled:
                 raise ShardwiseError(
                     f"parameter {other.name} lies as {_lying(own)} in training, and as {_lying(other)} in another trace"
                 )
+
+
+def _form(example: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return what a capture depends on of the rows of an example."""
+    return sorted((name, tuple(one.shape[1:]), one.dtype) for name, one in example.items())
 
 
 def _lying(one: Parameter) -> str:

@@ -19,9 +19,9 @@ from rich.text import Text
 from shardwise.runtime.progress import Record, read_record
 
 from . import speed
-from .files import ABOUT, EVALUATIONS, METRICS, STARTING, current, parsed_line
+from .files import ABOUT, EVALUATIONS, METRICS, STARTING, current, measured, parsed_line
 from .starting import Phases, in_words
-from .tables import count, decimal, duration, flops, pairs, show, size
+from .tables import count, decimal, duration, flops, pairs, plural, show, size
 
 RECENT = 20  # the number of steps whose median speed is shown
 LINE_INTERVAL = 10.0  # seconds between two lines where there is no terminal
@@ -156,8 +156,7 @@ class Display:
         for one in self._evaluations.read():
             if one["step"] > self._evaluated:
                 self._evaluated = one["step"]
-                perplexity = f", perplexity {one['perplexity']:.2f}" if "perplexity" in one else ""
-                self.say(f"after step {one['step']}: validation loss {decimal(one['validation_loss'])}{perplexity}")
+                self.say(f"after step {one['step']}: validation loss {evaluation(one)}")
 
     def _due(self, step: int) -> bool:
         return step + 1 == self._steps or time.monotonic() > self._shown + LINE_INTERVAL
@@ -231,15 +230,35 @@ class _Bar:
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
 
 
+def evaluation(values: Metrics) -> str:
+    """Return the loss and the metrics of an evaluation, in a line."""
+    loss = decimal(values.get("validation_loss"))
+    each = [f"perplexity {values['perplexity']:.2f}"] if values.get("perplexity") is not None else []
+    each += [f"{name} {decimal(value)}" for name, value in measured(values).items()]
+    return ", ".join([loss, *each])
+
+
+def stopped_early(stopped: Metrics) -> str:
+    """Say why training has ended before its last step."""
+    never = f"{stopped['metric']} was never a number"
+    best = f"{stopped['metric']} {decimal(stopped['best'])} of step {stopped['best_step']} was not bettered"
+    times = plural(stopped["evaluations"], "evaluation")
+    return f"after step {stopped['step']}: {best if stopped['best_step'] is not None else never} in {times}"
+
+
 def show_result(console: Console, result: Metrics, seconds: float | None) -> None:
     """Print the result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     median = result.get(speed.key_of(result))
-    perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
     training = f"{duration(result['training_seconds'])} training"
+    stopped, best = result.get("stopped_early"), result.get("best")
     rows: dict[str, str | None] = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
-        "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
+        "validation": evaluation(result.get("evaluation", {})) if "validation_loss" in result else None,
+        "best": None
+        if best is None
+        else f"{best['metric']} {decimal(best['value'])} after step {best['step']} ({best['checkpoint']})",
+        "stopped early": None if stopped is None else stopped_early(stopped),
         "speed": None
         if median is None
         else f"{speed.in_words(result, median)} ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",

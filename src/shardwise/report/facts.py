@@ -104,7 +104,7 @@ def gathered(folder: Path) -> Facts:
         memory=_part(lambda: _memory(folder), folder / MEMORY, "the run has not predicted its memory"),
         step=_part(lambda: _step(folder), folder / TRACE, "no step has been recorded; train.trace_steps says which"),
         evaluations=_part(
-            lambda: _evaluations(folder), folder / EVALUATIONS, "nothing has been evaluated; train.eval_every says when"
+            lambda: _evaluations(folder), folder / EVALUATIONS, "nothing has been evaluated; validation.every says when"
         ),
         samples=_samples(folder), events=found, again=again, logs=happened.log_tails(folder, LOG_LINES)[:MOST_LOGS],
         environment=Part(_environment(folder, about.found)) if about.found else Part(note=about.note),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.metrics import PERPLEXITY, RESERVED
 
 CONFIG, PLAN, ABOUT, RESULT = "config.toml", "plan.toml", "about.json", "result.json"
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+BEST, EVALUATION = "best.json", "evaluation.json"
 MEMORY, SCHEDULE = "memory.json", "schedule.json"
 WEIGHTS, SAMPLE = "weights.safetensors", "sample.txt"
 LOGS = "logs"
@@ -36,6 +38,11 @@ def logs(run_dir: Path) -> Path:
 
 
 MODEL, ADAPTER, PRETRAINED = "model", "adapter", "pretrained"  # folders, of a run with model.pretrained or model.lora
+
+
+def measured(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of an evaluation by name, without its loss and perplexity."""
+    return {name: value for name, value in evaluation.items() if name not in (*RESERVED, PERPLEXITY)}
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:

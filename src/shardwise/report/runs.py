@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardwise.core.errors import ConfigError
 
 from . import speed
-from .files import ABOUT, EVALUATIONS, MEMORY, METRICS
+from .files import ABOUT, EVALUATIONS, MEMORY, METRICS, measured
 from .memory import MemoryProfile, read_memory
 from .tables import count, plural
 
@@ -199,4 +199,5 @@ def summary(run: PlottedRun) -> Metrics:
         "peak_memory_bytes": max((int(value) for value in finite("peak_memory_bytes")), default=None),
         "validation_loss": evaluation.get("validation_loss"),
         "perplexity": evaluation.get("perplexity"),
+        **measured(evaluation),
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_field
-from shardwise.core.fields import has_rows
+from shardwise.core.fields import has_rows, is_output
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
 from shardwise.ops.env import Env
@@ -76,7 +76,7 @@ class StepResult:
     on the loss, and ``overflows`` the number of skipped steps in a row.  ``repeated`` says whether the stages had
     wrongly updated by their own norms; it is None if they had not updated so.  ``halted`` is not 0 if no step is taken
     any more until the host has looked.  ``kept`` has what this rank has, in each microbatch, of the values that
-    are kept for the user's loop, by name.
+    are kept beside the loss, by name: those at which a user's loop looks, and in an evaluation the model's outputs.
     """
 
     loss: Tensor
@@ -89,6 +89,14 @@ class StepResult:
     repeated: bool | None = None
     halted: Tensor | None = None
     kept: Mapping[str, KeptParts] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[Tensor] | None:
+        """Return, in an evaluation that asks for them, what the model returns for this rank's rows besides the loss, on
+        the ranks that have its last unit; None on others."""
+        parts = [one.parts for name, one in self.kept.items() if is_output(name)]
+        found = [[part for part in each if part is not None] for each in parts]
+        return [torch.cat(each) for each in found] if all(found) and found else None
 
     def __post_init__(self) -> None:
         scaled = [] if self.scale is None or self.overflows is None else [self.scale, self.overflows]
@@ -178,7 +186,7 @@ class BatchState:
         return self.fields[name].narrow(0, self.start[m], b - a)
 
     def keep(self, name: str, m: int, value: Tensor) -> None:
-        """Keep what this rank has in microbatch ``m`` of a value for the user's loop."""
+        """Keep what this rank has in microbatch ``m`` of a value beside the loss."""
         self.kept[name].parts[m] = value
 
     # ---- the loss ----------------------------------------------------------------------------------------------------

@@ -320,6 +320,16 @@ def host_gather(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
     return host_sum(comm, found, what)
 
 
+def host_gather_bytes(comm: Communicator, data: bytes, what: str) -> list[bytes]:
+    """Return the ``data`` of every rank, in rank order; all ranks call it.  It uses no device."""
+    sizes = [int(size) for size in host_gather(comm, torch.tensor(len(data)), what)]
+    mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = host_gather(comm, mine, what)
+    return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
+
+
 def _real(x: Tensor) -> Tensor:
     """Return an alias that has complex numbers as pairs of real ones, which can be summed instead."""
     return torch.view_as_real(x.detach()) if x.is_complex() else x

@@ -30,7 +30,8 @@ from shardwise.units.weight_products import Operand
 class Computing(UnitBackward):
     """This runs the units of ``traces``, one trace for each microbatch.  It holds live tensors, saved graphs, pending
     gradients and deferred products by microbatch, and the ``updates`` of buffers, which are written only at the end;
-    ``starts`` are, by name, the last batch that has updated a buffer, and the value that it began with.
+    ``starts`` are, by name, the last batch that has updated a buffer, and the value that it began with.  The
+    batches get the values that are kept beside the loss.
 
     ``received`` are gradients from other ranks; ``position`` is the running instruction's position in its program.
     """

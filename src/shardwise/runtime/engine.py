@@ -199,7 +199,7 @@ class Engine:
         part: Part = STEP, turn: int = 0,
     ) -> StepInput:  # fmt: skip
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
-        self.check(fields, rows, compiled)
+        self.check(fields, rows, compiled or self.compiled)
         if rows != expected:
             raise ConfigError(
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
@@ -210,9 +210,12 @@ class Engine:
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(
-        self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None,
+        self,
+        fields: Mapping[str, Tensor],
+        rows: int,
+        ones: tuple[str, ...] | None = None,
         compiled: Compiled | None = None,
-    ) -> StepResult:  # fmt: skip
+    ) -> StepResult:
         """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together.
 
         ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
@@ -261,9 +264,9 @@ class Engine:
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> None:
+    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
-        expected = (compiled or self.compiled).example
+        expected = compiled.example
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.backend import Backend
-from shardwise.core.fields import is_kept
+from shardwise.core.fields import is_kept, is_output
 from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
@@ -40,7 +40,8 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 class Emitter(LocalGraph):
     """This makes the local graph by ``assignments``, one for each group of axes.
 
-    The graph's output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every
+    The graph's output is ``(loss as partial sum, *updates, *outputs)``; of the model's outputs it has this rank's rows,
+    whole over the other axes.  ``replicated`` are the ops without a rule that every
     rank computes whole, by (op, module path); ``layouts`` are those of the parameters that tensor parallelism shards,
     by name, and ``summed`` are the axes over which parameters' gradients are partial sums.
     """
@@ -66,9 +67,7 @@ class Emitter(LocalGraph):
             elif node.op == "output":
                 loss, *updates = node.args[0]
                 partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
-                names = self.context.normal.updates
-                rest = [self.left(u, n) if is_kept(n) else self.whole(u) for u, n in zip(updates, names, strict=True)]
-                self.graph.output((partial, *rest))
+                self.graph.output((partial, *map(self.beside_loss, updates, self.context.normal.updates)))
         eliminate_dead(self.graph)
 
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
@@ -222,14 +221,27 @@ class Emitter(LocalGraph):
         """Return a captured node's value as I."""
         return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
 
-    def left(self, node: fx.Node, name: str) -> fx.Node:
+    def beside_loss(self, node: fx.Node, name: str) -> fx.Node:
+        """Return what follows the loss: a buffer's new value as I, or what this rank has of a value that is kept."""
+        if not is_kept(name):
+            return self.whole(node)
+        found = self.rows_of(node) if is_output(name) else self.left(node)
+        self.kept[name] = found.meta["states"][ROWS]
+        return found
+
+    def left(self, node: fx.Node) -> fx.Node:
         """Return a value that is kept for the user's loop: this rank's rows, or its part of a sum over ranks."""
         value = self.value[node]
         place = value.meta["states"][ROWS]
         split = isinstance(place, Shard) and (place.parts or not isinstance(place.pre, int))
-        value = self.convert(value, {g: "I" for g in self.groups if g != ROWS or split})
-        self.kept[name] = value.meta["states"][ROWS]
-        return value
+        return self.convert(value, {g: "I" for g in self.groups if g != ROWS or split})
+
+    def rows_of(self, node: fx.Node) -> fx.Node:
+        """Return this rank's rows of an output of the model, whole over the other axes, as a node of their own."""
+        goals: dict[str, Placement] = {group: Shard(0) if group == ROWS else "I" for group in self.groups}
+        value = self.convert(self.value[node], goals)
+        new = self.graph.call_function(aten.alias.default, (value,))
+        return self.annotate(new, value.meta["layout"], goals, False, node)
 
     # ---- what rules emit ------------------------------------------------------------------------------------
 

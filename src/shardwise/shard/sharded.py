@@ -39,7 +39,7 @@ from shardwise.shard.solver.solve import predicted, solve
 @dataclass
 class Sharded:
     """This is a local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as
-    partial sum, *updates)``.
+    partial sum, *updates, *outputs)``.
 
     ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and
     ``repeats(rows)`` gives the number and work of those that cost something.  ``layouts`` are those of parameters that

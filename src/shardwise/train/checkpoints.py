@@ -134,6 +134,10 @@ class Checkpoints:
             loader.load_state_dict(found.meta["data"])
         return found.step
 
+    def keep(self, *steps: int) -> None:
+        """Keep the checkpoints of these steps too, once the next is saved, instead of those of an earlier call."""
+        self._writer.chosen = frozenset(steps)
+
     @property
     def under_way(self) -> bool:
         """Return whether a checkpoint is being written."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from shardwise.capture.capture import loss_of, rows_in
 from shardwise.capture.running import at_line
+from shardwise.capture.wrapped import loss_of, rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT, WHOLE, has_rows
 from shardwise.core.layout import rank_rows

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction, rows_in
 from shardwise.capture.running import noting_batch
-from shardwise.core.errors import ShardwiseError
+from shardwise.capture.wrapped import LossFunction, rows_in
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.data.samples import Samples
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
@@ -27,6 +29,9 @@ from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 from shardwise.train.own_rows import OwnRows
+
+from .evaluation import Evaluation, evaluate, joined, own_rows, predictions
+from .given_metrics import metrics_of
 
 Unseen = tuple[int, Batch, StepResult, Compiled | None]
 """A step that the host has not looked at: its number, its batch, its result, and what it computed if not as usual."""
@@ -282,13 +287,13 @@ class Trainer:
         """
         self._asked_to_stop = True
 
-    def evaluate(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
+    def evaluate_batch(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
         """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch, which is
         what :meth:`step` takes.
 
         ``weight`` of the result is the amount over which it is a mean, for means over several batches.
         """
-        batch = self._batch(batch, "evaluate")
+        batch = self._batch(batch, "evaluate_batch")
         with noting_batch(lambda: batch.fields):
             return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
 
@@ -299,6 +304,59 @@ class Trainer:
             legal = "a batch of trainer.loader(...), or a dict of tensors: this rank's rows"
             raise ShardwiseError(f"Trainer.{use}(...) of a {type(given).__name__}; legal: {legal}")
         return self._own_rows.batch(given, use)
+
+    def evaluate(
+        self, data: Any, metrics: Any = (), *, batch_size: int | None = None, batches: int | None = None
+    ) -> Evaluation:
+        """Return the loss and the metrics of ``data`` in evaluation mode; all ranks call it together.
+
+        Args:
+            data: a map-style dataset of dicts of tensors; or an iterable of whole batches that every rank has (a
+                DataLoader), or of batches of :meth:`one_pass`.
+            metrics: names of ready-made metrics ("accuracy", "top-5", "perplexity", "f1", "f1-binary"), functions
+                ``metric(outputs, batch) -> (sum, count)`` or a dict of these by name, objects of torchmetrics, or a
+                dict of any of these by name.  Each row counts exactly once.
+            batch_size: the rows of a batch of a dataset, over all ranks; by default it is the example's.
+            batches: the most batches; their rows are spread evenly over the dataset.
+        """
+        found = metrics_of(metrics, self.compiled.module)
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
+            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
+        if not hasattr(data, "__iter__") or isinstance(data, Mapping):
+            legal = "a dataset, a loader of whole batches, or batches of one_pass"
+            raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
+        given = iter(data) if batches is None else islice(data, batches)
+        first = next(given, None)
+        if first is None:
+            return evaluate(self.engine, (), found)
+        every = chain([first], given)
+        if isinstance(first, Batch):
+            return evaluate(self.engine, every, found)
+        example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
+        return evaluate(self.engine, own_rows(self.engine, every), found, example)
+
+    def predictions(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Iterator[Any]:
+        """Yield the outputs of each batch of a map-style ``dataset``, in its order, on the host; see :meth:`predict`.
+
+        All ranks iterate together; with ``rank`` only that rank gets outputs, and the others None.
+        """
+        example = self._example_of(dataset)
+        return predictions(self.engine, self.one_pass(dataset, batch_size), example, rank)
+
+    def predict(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Any:
+        """Return the model's outputs for all rows of ``dataset``, in its order, each row once, on the host.
+
+        Outputs are what the model's forward returns without its loss and without what has no rows: a tensor, a tuple,
+        or a dict whose names are attributes too (``found.logits``).  If forward returns the loss alone, they are what
+        it returns without the field "labels".  The dataset needs no labels.  All ranks call it together; with ``rank``
+        only that rank gets the result, and the others None.
+        """
+        found = [one for one in self.predictions(dataset, batch_size, rank=rank) if one is not None]
+        return joined(found) if found else None
+
+    def _example_of(self, dataset: Any) -> dict[str, Tensor]:
+        samples = Samples(dataset)
+        return samples.read([0, min(1, samples.size - 1)])
 
     def finish(self) -> None:
         """Look at the last step; raise :class:`NonFiniteError` if it was not finite."""

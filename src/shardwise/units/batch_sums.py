@@ -175,8 +175,9 @@ def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
     """Return the nodes of the local graph on which the loss depends through a buffer's new value at most, with its
     name."""
     loss, *rest = outputs_of(sharded.graph)
-    written = {node: name for node, name in zip(rest, sharded.normal.updates, strict=True) if not is_kept(name)}
-    seen, found = _ancestors([loss], written), dict[fx.Node, str]()
+    known = list(zip(rest, sharded.normal.updates, strict=True))
+    written = {node: name for node, name in known if not is_kept(name)}
+    seen, found = _ancestors([loss, *(n for n, name in known if is_kept(name))], written), dict[fx.Node, str]()
     for value, name in written.items():
         found |= {node: name for node in _ancestors([value], ()) if node not in seen and node not in found}
     return found

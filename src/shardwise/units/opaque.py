@@ -19,19 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shardwise.capture.capture import LossFunction, WithLoss, check_assigned, set_mode
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
+from shardwise.capture.outputs import Found, Wanted
 from shardwise.capture.running import fields_in_words, running_module
-from shardwise.capture.state import assigned_buffers, kept_tensors
+from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import generators_kept
+from shardwise.capture.wrapped import LossFunction, WithLoss, WithOutputs, set_mode
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.core.fields import has_rows
 from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
 from shardwise.ops import collectives, norms
 from shardwise.ops.env import ROWS, Env
+from shardwise.units.assigning import Assigning, AssigningOutputs, refuse_write
 from shardwise.units.loss_weight import TRIED_ROWS, LossWeight
 from shardwise.units.trace import Unit
 from shardwise.units.written_buffers import Agreement, Written, over_ranks, told
@@ -42,8 +44,11 @@ ROWS_WEIGH = LossWeight("rows")
 def opaque_unit(
     module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool,
     weight: LossWeight = ROWS_WEIGH, trial: bool = False, written: Mapping[str, Written | None] = MappingProxyType({}),
+    wanted: Wanted = "loss",
 ) -> Unit:  # fmt: skip
-    """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers)``.
+    """Return the unit ``(env, *parameters, *buffers, *fields) -> (loss as a partial sum, *new buffers, *outputs)``.
+
+    Outputs are given where they are ``wanted``; how many there are is known once it has run.
 
     The loss of a rank's rows counts as ``weight`` says, and what they write to buffers as ``written`` says; in a
     ``trial`` BatchNorm lets no rows meet. The unit runs a copy of the module, one for each thread, whose tensors are on
@@ -51,7 +56,9 @@ def opaque_unit(
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
-    wrapped = set_mode(Assigning(_skeleton(module), loss), training)
+    own = _skeleton(module)
+    made = Assigning(own, loss) if wanted == "loss" else AssigningOutputs(own, loss, (), "fp32", wanted)
+    wrapped: WithLoss = set_mode(made, training)
     call = OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
     return Unit(
         index=0,
@@ -71,27 +78,6 @@ def opaque_unit(
         collectives=True,
         reads_sums=weight.kind == "targets",
     )
-
-
-class Assigning(WithLoss):
-    """The same, with the buffers that forward assigned, which a functional call forgets."""
-
-    assigned: Mapping[str, Tensor] = MappingProxyType({})
-
-    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a batch."""
-        before, found = dict(self.module.named_buffers()), dict[str, Tensor]()
-        parameters = dict(self.module.named_parameters())
-        loss: Tensor = super().forward(fields)
-        assigned_buffers(self.module, parameters, lambda name, old, new: _refuse_write(name))
-
-        def keep(name: str, old: Tensor, new: Tensor) -> None:
-            check_assigned(name, old, new)
-            found[name] = new
-
-        assigned_buffers(self.module, before, keep)
-        self.assigned = found
-        return loss
 
 
 def first_loss(
@@ -143,7 +129,7 @@ def first_run(
         ) from error
     for name, leaf, content in zip(parameters, leaves, before, strict=True):
         if not torch.equal(told(leaf), content):  # written where torch does not see it
-            _refuse_write(name)
+            refuse_write(name)
     return results
 
 
@@ -158,10 +144,6 @@ def _shaken(value: Tensor, index: int) -> Tensor:
         return value
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value)
     return value + noise * (0.5 / (value.numel() / len(value)) ** 0.5 if value.dim() > 1 else 0.3)
-
-
-def _refuse_write(name: str) -> None:
-    raise ConfigError(f"model: forward writes to the parameter {name}; legal: to write to buffers")
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -192,6 +174,7 @@ class OpaqueCall:
         # What a thread has for the communicator that it uses: a copy of the module, and its Agreement on buffers.
         self.own = threading.local()
         self.batches: Any = None
+        self.outputs = Found()  # how outputs make what the module returned, once it has run
         self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
         norms = [m for m in wrapped.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.norms = any(m.training for m in norms)  # whether a rank may come to one
@@ -203,11 +186,12 @@ class OpaqueCall:
         for name in self.buffers:  # forward may write to them
             values[f"module.{name}"] = values[f"module.{name}"].clone()
         fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
-        if not collectives.local_rows(env):
+        empty = not collectives.local_rows(env)
+        if empty:
             # A row of weight zero stands in: the module may refuse an empty batch, and others wait in its collectives.
             fields = {k: v.new_zeros((1, *v.shape[1:])) if has_rows(k) else v for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
-        loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
+        loss, *outputs = self.run(env, values, fields, KeyedRandom(env.seed, batches))
         same = {n: values[f"module.{n}"] for n in self.buffers if self.written.get(n) == "same"}
         if same and not env.again:
             vars(self.own).setdefault("agreement", Agreement()).check(env, same)
@@ -216,7 +200,7 @@ class OpaqueCall:
             loss = torch.where(share > 0, loss, 0.0)
         before = dict(zip(self.buffers, tensors[split:], strict=False))
         new = (over_ranks(env, self.written.get(n), before[n], values[f"module.{n}"], n) for n in self.buffers)
-        return ((loss * share).to(loss.dtype), *new)
+        return ((loss * share).to(loss.dtype), *new, *(one[:0] if empty else one for one in outputs))
 
     def copied(self) -> WithLoss:
         """Return a copy of the module whose attributes are those that the user's module has."""
@@ -248,19 +232,21 @@ class OpaqueCall:
     def run(
         self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom,
         met: dict[str, None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         wrapped = self.begin(env)
         random.begin(env.step, env.offset + env.range()[0])
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, self.norms or bool(self.met), met)
         writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
         with Intercept(writes, random, norms_layer, *self.layers):
-            result: Tensor = functional_call(wrapped, values, (fields,))
+            result = functional_call(wrapped, values, (fields,))
         writes.check()
         if isinstance(norms_layer, _SyncBatchNorms):
             norms_layer.end()
         for name, value in wrapped.assigned.items():
             values[f"module.{name}"] = value
-        return result
+        if isinstance(wrapped, WithOutputs):
+            self.outputs.structure = wrapped.outputs.structure
+        return result if isinstance(result, tuple) else (result,)
 
     def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
         """Return the batch dim of each random call; it is found once, by running the forward with more rows."""
@@ -305,10 +291,10 @@ class _ParameterWrites:
         """Raise :class:`ConfigError` about the first parameter that was written to."""
         for name, value, before in self.seen:
             if version(value) != before:
-                _refuse_write(name)
+                refuse_write(name)
         for (name, value), place in zip(self.parameters.items(), self.places, strict=True):
             if value.data_ptr() != place:
-                _refuse_write(name)
+                refuse_write(name)
 
 
 class _RowNorms:

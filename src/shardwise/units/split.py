@@ -9,13 +9,14 @@ every stage instead of sending its results. Units with the same code share one f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.core.fields import is_kept, is_output
 from shardwise.graph.captured import Captured
 from shardwise.graph.schema import outputs_of
 from shardwise.ops import collectives, norms
@@ -31,14 +32,15 @@ def split(sharded: Sharded, exchanges: Sequence[fx.Node] = ()) -> list[Unit]:
     """Cut a local graph into units; return them in the order in which they run. Each of the ``exchanges``, together
     with those that do not depend on it, is a unit, and no other unit has nodes before and after it."""
     graph = sharded.graph
-    loss, *updates = outputs_of(graph)
+    loss, *rest = outputs_of(graph)
+    updates = list(zip(rest, sharded.normal.updates, strict=True))
     useful = gradient_paths([loss])
-    assigned, keys = _assign(graph, sharded, exchanges)
+    assigned, keys = _assign(graph, sharded, exchanges, [n for n, name in updates if is_output(name)])
     first = _read_first(graph, sharded, assigned)
     assigned |= dict.fromkeys(first, -1)
     order = sorted(set(assigned.values()))
     own = frozenset(exchanges)
-    builder = _Builder(sharded, assigned, own, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
+    builder = _Builder(sharded, assigned, own, useful, loss, updates)
     shared: dict[str, Callable[..., Any]] = {}
     return [builder.unit(i, key, keys, shared) for i, key in enumerate(order)]
 
@@ -83,21 +85,23 @@ def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> li
 
 
 def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the buffers that forward writes and whose old values the loss or several units read.
+    """Return the buffers that forward writes and whose old values the loss, a kept value, or several units read.
 
     They become outputs of the unit "inputs", which is never run again: a later unit, and a unit that is recomputed,
     read what the buffer held when the microbatch began. (BatchNorm's running statistics are not among them: only their
     own updates read them.)
     """
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
-    matters = _reaching_loss(graph)
+    loss, *rest = outputs_of(graph)
+    kept = [node for node, name in zip(rest, sharded.normal.updates, strict=True) if is_kept(name)]
+    matters = _reaching([loss, *kept])
     places = [n for n in graph.nodes if n.op == "placeholder" and captured.buffers.get(n.name) in written]
     return [n for n in places if n in matters or len({unit[r] for r in _readers(n) if r in unit}) > 1]
 
 
-def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
+def _reaching(ends: Iterable[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    stack = [outputs_of(graph)[0]]
+    stack = list(ends)
     while stack:
         node = stack.pop()
         if node in found:
@@ -163,8 +167,11 @@ class _Keys:
         return self.names[place] + (f", part {phase + 1}" if phase else "")
 
 
-def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], _Keys]:
-    """Return the key of the unit of every call, and what the keys mean."""
+def _assign(
+    graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node], results: Collection[fx.Node] = ()
+) -> tuple[dict[fx.Node, int], _Keys]:
+    """Return the key of the unit of every call, and what the keys mean; the last unit has the ``results``, the model's
+    outputs, so that a pipeline brings them to one rank."""
     phase, own = phases(graph, exchanges), frozenset(exchanges)
     free = {n for n in _free(graph, sharded) if not phase[n]}
     calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
@@ -178,7 +185,7 @@ def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> 
     unit: dict[fx.Node, int] = {}
     early = _early((n for n in calls if not phase[n]), free, blocks, sharded.normal.captured)
     for node in calls:
-        if node in free or node in early:
+        if node in free or node in early or node in results:
             continue
         if node.target is operator.getitem:  # a tuple never crosses a cut
             unit[node] = unit[node.args[0]]
@@ -193,8 +200,9 @@ def _assign(graph: fx.Graph, sharded: Sharded, exchanges: Sequence[fx.Node]) -> 
     keys = _Keys(names)
     for node, place in unit.items():
         unit[node] = keys.exchange(phase[node]) if _source(node) in own else keys.key(phase[node], place)
+    unit |= dict.fromkeys(results, max((k for k in unit.values() if not keys.exchanges(k)), default=0))
     for node in reversed(calls):
-        if (node in free or node in early) and node.target is not operator.getitem:
+        if node not in results and (node in free or node in early) and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
             users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
             if node in early:

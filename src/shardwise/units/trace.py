@@ -157,8 +157,8 @@ class Unit:
     """A piece of the model: ``function(env, *parameters, *buffers, *constants, *fields, *inputs)`` returns a tuple.
 
     ``inputs`` and ``outputs`` are the names of live tensors, which units hand to each other; the values that the
-    function returns are the ``outputs``, then the new values of the buffers ``updates``. ``input_grads`` and
-    ``output_grads`` say which inputs and outputs have gradients.
+    function returns are the ``outputs``, then the ``updates``: new values of buffers, and values that are kept
+    beside the loss. ``input_grads`` and ``output_grads`` say which inputs and outputs have gradients.
 
     A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
     together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
@@ -276,7 +276,8 @@ class Trace:
     ``decided`` gives for each parameter and axis the pin or op that chose its layout. ``predicted()`` gives the
     seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
     ``replicated`` are the ops without a sharding rule, as (op, module path). ``kept`` says how the values that are kept
-    for the user's loop lie on the axes of the batch, by name.
+    beside the loss lie on the axes of the batch, by name, and ``outputs``, where the model's outputs are among them,
+    the structure that they have (`capture/outputs.py`).
     """
 
     units: list[Unit]
@@ -306,6 +307,7 @@ class Trace:
     repeats: Repeats | None = None
     decisions: Decisions | None = None
     kept: Mapping[str, Placement] = field(default_factory=dict)
+    outputs: Any = None
 
     @cached_property
     def shared(self) -> frozenset[str]:

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shardwise.capture.capture import LossFunction, capture
+from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.computation import Computation
+from shardwise.capture.outputs import Wanted, number_of
+from shardwise.capture.wrapped import LossFunction
 from shardwise.core.errors import ConfigError
-from shardwise.core.fields import has_rows
+from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
+from shardwise.shard.op_spec import Shard
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
 from shardwise.units.batch_sums import (
@@ -35,14 +38,15 @@ from shardwise.units.batch_sums import (
 from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight
 from shardwise.units.numbered_rows import numbered_rows
-from shardwise.units.opaque import ROWS_WEIGH, first_loss, norms_met, opaque_unit
+from shardwise.units.opaque import ROWS_WEIGH, call_of, first_loss, norms_met, opaque_unit
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 from shardwise.units.trials import NOTHING_KEPT, Trials
 from shardwise.units.written_buffers import Written
 
-CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
-"""What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows."""
+CaptureKey = tuple[str, bool, tuple[str, ...], int | None, Wanted]
+"""What a captured graph depends on: precision, training, the fields that are all ones, the static number of rows, and
+whether it returns the model's outputs."""
 Captures = dict[CaptureKey, Normal]
 
 NOTHING_LEARNS = (
@@ -72,6 +76,7 @@ def trace(
     captures: Captures | None = None,
     loss_weight: str | None = None,
     over_batch: bool = False,
+    wanted: Wanted = "loss",
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -86,10 +91,12 @@ def trace(
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
         loss_weight: what the loss of a model that is not captured is of its rows, if a trial is not to find that.
         over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
+        wanted: whether units give the model's outputs too, for an evaluation.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
-        normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
+        key: CaptureKey = (precision, training, ones, rows, wanted)
+        normal = _normal(module, batch, loss, key, {} if captures is None else captures)
         captured = normal.captured
         sharded = shard(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
@@ -109,7 +116,16 @@ def trace(
             raise ConfigError.on("tp", wrong, "tp = 1") from error
         loss = loss.bare() if isinstance(loss, Computation) else loss
         one = _opaque(
-            module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"), loss_weight
+            module,
+            batch,
+            loss,
+            precision,
+            training,
+            str(error),
+            group,
+            device or torch.device("cpu"),
+            loss_weight,
+            wanted,
         )
         if over_batch:
             wrong = f'"batch" is not possible: the model could not be captured, so it cannot be cut: {error}'
@@ -145,6 +161,7 @@ def trace(
         repeats=sharded.repeats,
         decisions=sharded.decisions,
         kept=sharded.kept,
+        outputs=captured.outputs,
     )
 
 
@@ -153,9 +170,11 @@ def _normal(
 ) -> Normal:
     """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
-        precision, training, ones, rows = key
+        precision, training, ones, rows, wanted = key
         normal = functionalise(
-            capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows)
+            capture(
+                module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows, wanted=wanted
+            )
         )
         normalise(normal)
         captures[key] = normal
@@ -239,13 +258,14 @@ def _opaque(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool,
     reason: str,
     group: Callable[[str], Hashable] | None, device: torch.device, loss_weight: str | None,
+    wanted: Wanted = "loss",
 ) -> Trace:  # fmt: skip
     real = not any(p.is_meta for p in module.parameters())
     weight = LossWeight.parsed(loss_weight, batch) if loss_weight else ROWS_WEIGH
     known, written, kept = True, dict[str, Written | None](), NOTHING_KEPT
     exact = "fp32" if precision in LOW_PRECISIONS else precision
     notes = [f"not captured, trains as one unit: {reason}"]
-    if real:
+    if real and wanted != "outputs":  # without a loss there is nothing to try
         kept = Trials(module, batch, loss, precision, device, training).kept()
         trials = Trials(module, batch, loss, exact, device, training)
         if not loss_weight:
@@ -256,7 +276,13 @@ def _opaque(
         notes += [f"what it writes to buffers is not known, for a trial failed: {why}"] if why else []
     if loss_weight:
         notes.append(f"its loss is {weight}, as model.loss_weight says")
-    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written)
+    unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written, wanted=wanted)
+    structure, names = None, list[str]()
+    if wanted != "loss":
+        first_loss(unit, module, batch, precision, device)
+        structure = call_of(unit).outputs.structure
+        names = [f"{OUTPUT}{i}" for i in range(number_of(structure))]
+        unit.updates += tuple(names)
     if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
         raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
@@ -288,6 +314,8 @@ def _opaque(
         sequential=frozenset(name for name, kind in written.items() if kind == "norm"),
         added=frozenset(name for name, kind in written.items() if kind in ("sum", "mean")),
         meets=tuple(f"{path or 'forward'} (batch_norm)" for path in met),
+        kept=dict.fromkeys(names, Shard(0)),
+        outputs=structure,
         notes=notes,
         beside=_beside(module, batch, buckets, precision),
     )

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction, WithLoss
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
 from shardwise.capture.state import kept_tensors
+from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
@@ -62,7 +62,7 @@ class OracleStep:
 class Oracle:
     """Train a copy of ``module`` on one device.
 
-    :class:`~shardwise.capture.capture.WithLoss` says how ``module`` and ``loss_fn`` are called, and what they may
+    :class:`~shardwise.capture.wrapped.WithLoss` says how ``module`` and ``loss_fn`` are called, and what they may
     return.  The module's mode (training or not) is kept.
 
     By default a step computes the loss of the whole batch in one piece, with statistics of BatchNorm over ``parts``

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
-from shardwise.capture.capture import LossFunction, rows_in
+from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
 from shardwise.core.layout import rank_rows, shard_sizes

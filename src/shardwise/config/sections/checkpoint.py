@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..rules import (
-    integer,
-    key,
-)  # fmt: skip
+from shardwise.core.metrics import Goal
+
+from ..rules import choice, integer, key, text
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,17 @@ class CheckpointConfig:
         integer(1),
         does="checkpoints whose step is a multiple of this are kept too",
         otherwise="none",
+    )
+    best: str | None = key(
+        text("the name of a metric"),
+        does="the checkpoint of the evaluation with the best value of this metric is saved and kept too",
+        otherwise="none",
+        legal='`"validation_loss"`, or the name of a metric of `validation.metrics`',
+    )
+    goal: Goal | None = key(
+        choice("max", "min"),
+        does="whether more or less of `best` is better",
+        otherwise='`"min"` for `"validation_loss"` and `"perplexity"`, else `"max"`',
     )
     staging_mib: int | None = key(
         integer(1),

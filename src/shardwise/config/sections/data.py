@@ -80,12 +80,6 @@ class DataConfig:
         ),
         legal="a token of `tokenizer`",
     )
-    validation: float = key(
-        number(0, below=1),
-        does="the fraction of the documents, or of the examples of `sft`, that is set apart for evaluations",
-        otherwise="0.01; with a `factory` 0",
-        legal="from 0 to below 1; with a `factory` 0",
-    )
     attention: str | None = key(
         choice("full", "document"),
         does="whether attention crosses document boundaries, or stays within a document (with `sft`: an example)",

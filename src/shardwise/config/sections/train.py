@@ -94,19 +94,6 @@ class TrainConfig:
         does="the GiB that a rank's tensors may take on its device",
         otherwise="what the device has free, less what the process takes beside tensors",
     )
-    eval_every: int = key(
-        integer(0),
-        does=(
-            "the number of steps from one evaluation to the next (there is one after the last step too); "
-            "0: no evaluation"
-        ),
-        otherwise="a tenth of `steps`; without validation data 0",
-    )
-    eval_batches: int = key(
-        integer(1),
-        20,
-        does="the largest number of batches in an evaluation",
-    )
     sample_every: int = key(
         integer(0),
         0,

@@ -101,7 +101,7 @@ class Evaluating(Base):
         losses, rows = [], []
         for batch in dataloader:
             if batch.fields.keys() == self.sharded.compiled.example.keys():
-                losses.append(self.sharded.evaluate(batch).loss)
+                losses.append(self.sharded.evaluate_batch(batch).loss)
             rows.append(batch.rows)
             if predictions is not None:
                 predictions.add(batch)

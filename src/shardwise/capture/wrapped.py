@@ -1,0 +1,215 @@
+"""A module with its loss, and its outputs, in the forms in which it is run and captured."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.casts import precision_layers
+from shardwise.capture.computation import Computation
+from shardwise.capture.intercept import Intercept
+from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, without_labels
+from shardwise.capture.state import Change, PythonState, assigned_buffers
+from shardwise.core.errors import ConfigError
+from shardwise.core.fields import has_rows
+
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor] | Computation
+
+
+class WithLoss(nn.Module):
+    """Run ``module`` and then its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
+
+    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
+    With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.  A
+    :class:`Computation` calls the module itself, and ``forward`` returns all that it does.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: LossFunction | None = None, ones: tuple[str, ...] = (), precision: str = "fp32"
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self.precision = precision
+        self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
+
+    def __call__(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return what ``forward`` does; hooks on all modules are not called for this one, which no user knows."""
+        return self.forward(fields)
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the loss of a batch, a tensor; for a :class:`Computation` a tuple of it and what is kept."""
+        seen = self.seen(fields)
+        with self.casting():
+            if isinstance(self.loss, Computation):
+                loss, *kept = self.loss.run(self.module, seen)
+                loss = loss_of(loss, "loss.backward(): the loop")
+                return (loss, *kept) if kept else loss
+            return self.loss_in(self.returned(seen), seen)
+
+    def seen(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields as the module sees them."""
+        return {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in the precision meanwhile."""
+        return Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext()
+
+    def returned(self, seen: dict[str, Tensor]) -> Any:
+        """Return what the module returns."""
+        return self.module(**(seen if self.loss is None else _accepted(self.module, seen)))
+
+    def loss_in(self, output: Any, seen: dict[str, Tensor]) -> Tensor:
+        """Return the loss of what the module returned."""
+        if self.loss is None:
+            return loss_of(output)
+        if isinstance(self.loss, Computation):
+            legal = "model.eval(), and a call of the model"
+            raise ConfigError(f"model: metrics of outputs where an own loop computes the loss; legal: {legal}")
+        return loss_of(self.loss(output, seen), f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
+
+
+Wrapped = TypeVar("Wrapped", bound=WithLoss)
+
+
+@dataclass
+class Noted:
+    """What a forward has changed in Python. It is an object of its own, for export puts back attributes and lists."""
+
+    changes: list[Change] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+
+
+class Watched(WithLoss):
+    """The same while it is captured: what forward assigns to a buffer is written, and what changes in Python noted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted = Noted()
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the loss of a batch, as before."""
+        return self.noting(super().forward, fields)
+
+    def noting(self, forward: Callable[[Mapping[str, Tensor]], Any], fields: Mapping[str, Tensor]) -> Any:
+        """Return what ``forward`` returns, and note what it changes."""
+        functions = [] if isinstance(self.loss, Computation) else [self.loss]
+        before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
+        results = forward(fields)
+        assigned_buffers(self.module, buffers, _write)
+        self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
+        return results
+
+
+class WithOutputs(Watched):
+    """The same, whose forward returns ``(loss, *outputs)``; without a loss, where only outputs are wanted, zero.
+
+    ``outputs`` tells how they make what the module returned.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: LossFunction | None, ones: tuple[str, ...], precision: str, wanted: Wanted
+    ) -> None:
+        super().__init__(module, loss, ones, precision)
+        self.wanted, self.outputs = wanted, Found()
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the loss of a batch, and its outputs."""
+        return self.noting(self.results, fields)
+
+    def results(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Run the module, a second time without its labels if it returns its loss alone."""
+        seen = self.seen(fields)
+        rows = rows_in(seen)
+        with self.casting():
+            output = self.returned(seen)
+            structure, tensors = flatten(output, rows)
+            loss = self.loss_in(output, seen) if self.wanted == "both" else None
+            if structure is None and self.loss is None and is_one_number(output):
+                output = self.module(**without_labels(self.module, seen))
+                structure, tensors = flatten(output, rows)
+        if structure is None:
+            raise no_rows(output, rows)
+        self.outputs.structure = structure
+        return (tensors[0].new_zeros((), dtype=torch.float32) if loss is None else loss, *tensors)
+
+
+class InOneNumber(WithOutputs):
+    """The same, whose forward returns one number that depends on the loss and on all outputs."""
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the number."""
+        return scalar(super().forward(fields))
+
+
+def check_assigned(name: str, old: Tensor, new: Tensor) -> None:
+    """Raise :class:`ConfigError` where a tensor that forward assigns to a buffer cannot be its new value."""
+    if new.shape != old.shape or new.dtype != old.dtype:
+        wrong = f"forward assigns a tensor of shape {tuple(new.shape)}, {new.dtype}, to the buffer {name}"
+        raise ConfigError(f"model: {wrong}; legal: one like before, of shape {tuple(old.shape)}, {old.dtype}")
+    if new.requires_grad:
+        wrong = f"forward assigns a tensor with a gradient to the buffer {name}"
+        raise ConfigError(f"model: {wrong}; legal: {name} = ….detach()")
+
+
+def _write(name: str, old: Tensor, new: Tensor) -> None:
+    check_assigned(name, old, new)
+    with torch.no_grad():
+        old.copy_(new)
+
+
+def loss_of(output: Any, source: str = "model: forward") -> Tensor:
+    """Return the loss in what ``source`` returned, as a scalar: itself, ``output.loss`` or ``output["loss"]``.
+
+    Of a tuple or list it is the first item.  Raises :class:`ConfigError` where there is no scalar loss."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(loss, tuple | list) and loss:
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.dim() and loss.numel() != 1:
+        legal = "a scalar loss, or an output with .loss" if source == "model: forward" else "a scalar tensor"
+        hint = " (or model.loss = a function of (output, batch) that makes it)" if source == "model: forward" else ""
+        raise ConfigError(
+            f"{source} returned {_kind(loss if isinstance(loss, Tensor) else output)}; legal: {legal}{hint}"
+        )
+    if not loss.is_floating_point():
+        raise ConfigError(f"{source} returned a loss of {loss.dtype}; legal: a loss of a floating-point dtype")
+    return loss.reshape(())
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, for people: a size that capture keeps open is the number of rows."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(str(s) if isinstance(s, int) else "rows" for s in value.shape)
+        return f"a tensor of shape ({sizes})"
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return "a number that is no tensor: nothing can be differentiated"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(fields)
+    names = {p.name for p in parameters}
+    return {k: v for k, v in fields.items() if k in names}
+
+
+def set_mode(wrapped: Wrapped, training: bool) -> Wrapped:
+    """Put a module into evaluation or training mode, and return it.
+
+    In training mode, submodules in evaluation mode inside a module that trains stay so (a frozen BatchNorm), but a
+    module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, trains."""
+    if training and wrapped.module.training:
+        return wrapped
+    return wrapped.train(training)
+
+
+def rows_in(batch: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a batch, which all of its fields have."""
+    return next(value for name, value in batch.items() if has_rows(name)).shape[0]

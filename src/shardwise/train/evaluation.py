@@ -1,0 +1,157 @@
+"""Evaluate the model of an engine on a dataset, and give its outputs in the dataset's order, under any plan."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.backend import Backend
+from shardwise.capture.outputs import Wanted, number_of, rebuilt
+from shardwise.core.layout import rank_rows
+from shardwise.core.tensor_options import NON_TENSOR_AXES
+from shardwise.data.loader import AXES, Batch
+from shardwise.runtime.communicator import host_gather_bytes
+from shardwise.runtime.engine import Engine
+
+from .metrics import Metric
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found, the same on all ranks.
+
+    ``loss`` is the mean over the targets (or rows) of the ``rows`` rows, NaN where there is none; ``metrics`` are
+    numbers by name, and ``seconds`` what it has taken.
+    """
+
+    loss: float
+    rows: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def evaluate(
+    engine: Engine,
+    batches: Iterable[Batch],
+    metrics: Sequence[Metric] = (),
+    example: Mapping[str, Tensor] | None = None,
+) -> Evaluation:
+    """Return the mean loss and the metrics of ``batches``; all ranks call it together, each with its own rows.
+
+    ``example`` has rows of batches whose fields are others than those that train; it is the same on all ranks.  The
+    host reads results once, at the end, so that a GPU runs the batches without waiting.
+    """
+    start = time.perf_counter()
+    device = engine.comm.device
+    wanted: Wanted = "both" if any(one.of_outputs for one in metrics) else "loss"
+    total = torch.zeros((), dtype=Backend.of(device).widest_float, device=device)
+    weight = torch.zeros_like(total)
+    states = [one.begin(device) for one in metrics]
+    compiled = engine.compiled.evaluation(wanted, example)
+    rows = 0
+    for batch in batches:
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled)
+        counted = found.weight > 0  # a batch without targets has no mean
+        total += torch.where(counted, found.loss.to(total.dtype) * found.weight.to(total.dtype), 0.0)
+        weight += found.weight.to(total.dtype)
+        rows += batch.rows
+        if leads(engine, found.outputs) and any(batch.counts):
+            outputs = rebuilt(compiled.general.outputs, found.outputs or [])
+            fields = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
+            with torch.no_grad():
+                states = [
+                    one.add(state, outputs, fields) if one.of_outputs else state
+                    for one, state in zip(metrics, states, strict=True)
+                ]
+    loss = float(total / weight) if rows else math.nan
+    values: dict[str, float] = {}
+    if metrics:
+        every = _of_all_ranks(engine, [one.packed(state) for one, state in zip(metrics, states, strict=True)])
+        for place, one in enumerate(metrics):
+            values |= one.values([each[place] for each in every], loss)
+    return Evaluation(loss, rows, values, time.perf_counter() - start)
+
+
+def _of_all_ranks(engine: Engine, mine: list[Any]) -> list[Any]:
+    """Return what all ranks have, in rank order."""
+    return [_read(one) for one in host_gather_bytes(engine.comm, _written(mine), "the metrics of all ranks")]
+
+
+def _written(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # another rank of this run has written it
+
+
+def leads(engine: Engine, outputs: list[Tensor] | None) -> bool:
+    """Return whether this rank is the one that counts its rows: of the ranks with the same rows, one that has the
+    outputs does."""
+    if outputs is None:
+        return False
+    mesh = engine.comm.mesh
+    return mesh.index(engine.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
+
+
+def predictions(
+    engine: Engine, batches: Iterable[Batch], example: Mapping[str, Tensor], rank: int | None = None
+) -> Iterator[Any]:
+    """Yield the outputs of each batch, whole and on the host, its rows in their order; all ranks iterate together.
+
+    ``example`` has rows of the batches.  With ``rank`` only that rank gets them, and the others None.
+    """
+    compiled = engine.compiled.evaluation("outputs", example)
+    structure, comm = compiled.general.outputs, engine.comm
+    number = number_of(structure)
+    for batch in batches:
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled)
+        mine = [one.cpu() for one in found.outputs or []] if leads(engine, found.outputs) else []
+        ranges = [(a, a + n) for a, n in zip(batch.starts, batch.counts, strict=True)]
+        parts = [(r, v) for r, v in map(_read, host_gather_bytes(comm, _written((ranges, mine)), "outputs")) if v]
+        if rank is not None and comm.rank != rank:
+            yield None
+            continue
+        yield rebuilt(structure, [_in_order([(r, v[i]) for r, v in parts], batch.rows) for i in range(number)])
+
+
+def _in_order(parts: Sequence[tuple[list[tuple[int, int]], Tensor]], rows: int) -> Tensor:
+    """Return the rows of a batch in their order: each part has the rows of its ranges, one after the other."""
+    like = parts[0][1]
+    whole = like.new_empty((rows, *like.shape[1:]))
+    for ranges, values in parts:
+        at = 0
+        for start, stop in ranges:
+            whole[start:stop] = values[at : at + stop - start]
+            at += stop - start
+    return whole
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of batches as those of all their rows."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, tuple):
+        return tuple(joined([one[i] for one in outputs]) for i in range(len(first)))
+    return type(first)({name: joined([one[name] for one in outputs]) for name in first})
+
+
+def own_rows(engine: Engine, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Batch]:
+    """Yield this rank's part of whole batches, dicts of tensors that every rank has."""
+    mesh = engine.comm.mesh
+    parts, index = mesh.axis_size(AXES), mesh.index(engine.comm.rank, AXES)
+    for whole in batches:
+        rows = len(next(iter(whole.values())))
+        ranges = rank_rows(rows, engine.compiled.plan.microbatches, parts, index)
+        fields = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
+        yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))

@@ -1,0 +1,263 @@
+"""Runs with validation data of their own, metrics, a best checkpoint and early stopping."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.folder import checkpoints, step_of
+from shardwise.config import build_data, load_config
+from shardwise.config.hardware import Hardware
+from shardwise.core.errors import ConfigError
+from shardwise.core.metrics import Watch
+from shardwise.data.split import split
+
+TIMEOUT = 120
+
+
+def shardwise(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def data(size=45, seed=0):
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=made)
+    return [{"x": x[i], "labels": x[i, :3].argmax()} for i in range(size)]
+
+
+def other():
+    return [{"y": torch.zeros(4)}]
+
+
+def margin(outputs, batch):
+    top = outputs.logits.topk(2).values
+    return {"margin": ((top[:, 0] - top[:, 1]).sum(), len(top))}
+
+
+def accuracy_of_torchmetrics():
+    import torchmetrics
+
+    return torchmetrics.Accuracy(task="multiclass", num_classes=3)
+
+
+def number():
+    return 3
+
+
+def broken(outputs, batch):
+    raise ValueError("broken metric")
+"""
+WATCH = """
+import json
+from pathlib import Path
+
+
+class Watch:
+    def on_evaluation(self, values):
+        with (Path(__file__).parent / "seen.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\\n")
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    return [
+        f"model.factory={tmp_path / 'mine.py'}:Net", f"data.factory={tmp_path / 'mine.py'}:data", "data.batch_size=8",
+        "train.devices=2", "train.threads=1", f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=0.05",
+        "optimizer.schedule=constant", "train.trace_steps=[]",
+    ]  # fmt: skip
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_best_checkpoint_stays_and_training_stops_early(base: list[str], tmp_path: Path) -> None:
+    """The margin grows while the model learns: less of it is best early, and then never again."""
+    mine = tmp_path / "mine.py"
+    metrics = f'["accuracy", "f1", "{mine}:margin", "{mine}:accuracy_of_torchmetrics"]'
+    pytest.importorskip("torchmetrics")
+    command = [
+        "train", *base, f"validation.factory={mine}:data", "validation.arguments={size = 11, seed = 3}",
+        f"validation.metrics={metrics}", "validation.every=3", "train.steps=60", "checkpoint.best=margin",
+        "checkpoint.goal=min", "checkpoint.every=3", "checkpoint.keep_last=1", "validation.patience=4",
+        "validation.goal=min", "--json",
+    ]  # fmt: skip
+    result = json.loads(shardwise(*command).stdout)
+    run = tmp_path / "run"
+    found = lines(run / "evaluations.jsonl")
+    margins = [one["margin"] for one in found]
+    at = margins.index(min(margins))
+    best_step, last = 3 * at + 3, 3 * at + 15
+    assert [one["step"] for one in found] == [*range(3, last + 1, 3)]
+    assert all(one["rows"] == 11 for one in found)
+    assert all(abs(one["accuracy"] - one["accuracy_of_torchmetrics"]) < 1e-6 for one in found)
+    assert result["stopped_early"] == {
+        "metric": "margin", "best": margins[at], "best_step": best_step, "step": last, "evaluations": 4,
+    }  # fmt: skip
+    best = json.loads((run / "best.json").read_text())
+    assert best == result["best"]
+    assert (best["step"], best["metric"], best["value"]) == (best_step, "margin", margins[at])
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last]
+    assert (run / best["checkpoint"] / "manifest.json").exists()
+
+    # The weights after the last step give the numbers of the last evaluation.
+    again = json.loads(shardwise("evaluate", str(run), "--json").stdout)
+    assert again["step"] == last
+    assert abs(again["margin"] - found[-1]["margin"]) < 1e-6
+    first = json.loads(shardwise("evaluate", str(run), "--checkpoint", "best", "train.devices=1", "--json").stdout)
+    assert first["step"] == best_step
+    assert abs(first["margin"] - margins[at]) < 1e-6
+    whole = shardwise("evaluate", str(run), "validation.arguments={size = 5}", 'validation.metrics=["top-2"]')
+    assert "top-2" in whole.stdout
+    assert "5 rows" in whole.stdout
+
+    # The same command shows the result of a run that has stopped early.
+    same = json.loads(shardwise(*command).stdout)
+    assert same["already_finished"] and same["stopped_early"] == result["stopped_early"]
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last]
+    told = shardwise(*command[:-1]).stdout
+    assert "A greater validation.patience goes on from there" in " ".join(told.split())
+    assert "stopped early" in told
+
+    # With more patience the finished run goes on, and remembers its evaluations.
+    more = [word.replace("patience=4", "patience=6") for word in command]
+    result = json.loads(shardwise(*more).stdout)
+    assert result["stopped_early"]["step"] == last + 6
+    assert [one["step"] for one in lines(run / "evaluations.jsonl")] == [*range(3, last + 7, 3)]
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last + 6]
+
+
+def test_another_run_in_the_folder_leaves_nothing_to_the_next(base: list[str], tmp_path: Path) -> None:
+    """Neither its evaluations, of which the best would end the new run at once, nor its best checkpoint."""
+    mine, run = tmp_path / "mine.py", tmp_path / "run"
+    (tmp_path / "watch.py").write_text(WATCH)
+    command = [
+        "train", *base, f"validation.factory={mine}:data", "validation.every=2", "validation.patience=2",
+        "checkpoint.best=accuracy", 'validation.metrics=["accuracy"]', "train.steps=4", "checkpoint.every=0", "--json",
+    ]  # fmt: skip
+    shardwise(*command)
+    before = json.loads((run / "best.json").read_text())
+    evaluations = (run / "evaluations.jsonl").read_text()
+    again = [*command, "train.resume=never", "train.seed=5", f'train.callbacks=["{tmp_path / "watch.py"}:Watch"]']
+    failed = shardwise(*again, f'validation.metrics=["accuracy", "{mine}:broken"]', code=1)
+    assert "broken metric" in failed.stdout
+    assert json.loads((run / "best.json").read_text()) == before
+    assert (run / "evaluations.jsonl").read_text() == evaluations
+    result = json.loads(shardwise(*again).stdout)
+    assert json.loads((tmp_path / "run-1" / "best.json").read_text()) == before
+    found = lines(run / "evaluations.jsonl")
+    assert [one["step"] for one in found] == [2, 4]
+    assert result["best"]["step"] in (2, 4)
+    assert result["evaluation"] == found[-1]
+    seen = lines(tmp_path / "seen.jsonl")
+    assert seen == found  # all metrics, as the file has them
+
+
+def test_a_share_of_a_dataset(base: list[str]) -> None:
+    config = load_config(None, [*base, "validation.share=0.2"], hardware=Hardware(cores=2))
+    data = build_data(config)
+    assert config.validation.every == 60
+    assert (len(data.train), len(data.validation)) == (36, 9)
+    rows = torch.stack(
+        [one["x"] for part in (data.train, data.validation) for one in (part[i] for i in range(len(part)))]
+    )
+    assert len({tuple(row.tolist()) for row in rows}) == 45
+    again = build_data(load_config(None, [*base, "validation.share=0.2", "train.seed=5"], hardware=Hardware(cores=2)))
+    assert all(torch.equal(data.validation[i]["x"], again.validation[i]["x"]) for i in range(9))
+    assert data.digest != build_data(load_config(None, base, hardware=Hardware(cores=2))).digest
+
+
+def test_a_share_is_a_permutation() -> None:
+    class Numbers(list[Any]):
+        def read_rows(self, indices: Any) -> Any:
+            return {"x": torch.tensor([self[i]["x"] for i in indices])}
+
+    numbers = Numbers({"x": i} for i in range(1000))
+    train, apart = split(numbers, 0.25)
+    each = apart.read_rows(range(250))["x"].tolist()  # type: ignore[attr-defined]
+    assert each == [apart[i]["x"] for i in range(250)]
+    assert sorted(each + [train[i]["x"] for i in range(750)]) == list(range(1000))
+    assert abs(sum(each) / 250 - 499.5) < 60  # drawn from everywhere
+    with pytest.raises(IndexError):
+        apart[250]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("validation.share=0.001", "of 45 samples it leaves none to evaluate on; legal: from 0.022"),
+        ("validation.share=0.999", "it leaves none to train on"),
+        (
+            "validation.factory=MINE:other",
+            "validation: its samples have the fields y; legal: those of the training data",
+        ),
+        ("validation.factory=MINE:nothing", "has no nothing"),
+        ("validation.factory=MINE:number", "it returned an object of type int"),
+    ],
+)
+def test_wrong_data_is_refused(base: list[str], tmp_path: Path, override: str, words: str) -> None:
+    config = load_config(None, [*base, override.replace("MINE", str(tmp_path / "mine.py"))], hardware=Hardware(cores=2))
+    with pytest.raises(ConfigError) as caught:
+        build_data(config)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [("nothing", "has no nothing"), ("number", "it returned an object of type int; legal: an object")],
+)
+def test_wrong_metrics_are_refused_before_anything_starts(
+    base: list[str], tmp_path: Path, metric: str, words: str
+) -> None:
+    mine = tmp_path / "mine.py"
+    done = shardwise(
+        "train", *base, f"validation.factory={mine}:data", f'validation.metrics=["{mine}:{metric}"]', code=2
+    )
+    assert words in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_that_no_metric_has(base: list[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    done = shardwise(
+        "train", *base, f"validation.factory={mine}:data", f'validation.metrics=["{mine}:margin"]',
+        "checkpoint.best=marg", "train.steps=4", code=2,
+    )  # fmt: skip
+    assert 'checkpoint.best = "marg": no evaluation has it; legal: validation_loss, margin' in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not lines(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_which_evaluation_is_best() -> None:
+    more, less = Watch("a", "max"), Watch("a", "min")
+    history = [{"a": None}, {"a": 2.0}, {"a": 3.0}, {}, {"a": 3.0}, {"a": 1.0}]
+    assert (more.best(history), less.best(history)) == (2, 5)
+    assert (more.without_gain(history), less.without_gain(history)) == (3, 0)
+    assert more.best([{}, {"a": None}]) is None
+    assert more.without_gain([{}, {"a": None}]) == 2
