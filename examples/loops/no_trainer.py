@@ -21,15 +21,25 @@ def sentences(number, length=7, words=30):
 def main(log=print):
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
-        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=3,
+        max_position_embeddings=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     model = BertForSequenceClassification(config).to(torch.get_default_dtype())
     train_dataloader = DataLoader(sentences(24), batch_size=4, shuffle=True)
     eval_dataloader = DataLoader(sentences(10), batch_size=4)
     no_decay = ["bias", "LayerNorm.weight"]
     grouped = [
-        {"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.1},
+        {
+            "params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)],
+            "weight_decay": 0.1,
+        },
         {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(grouped, lr=5e-3)

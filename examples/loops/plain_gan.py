@@ -8,8 +8,11 @@ class Generator(nn.Module):
     def __init__(self, nz=5, ngf=4):
         super().__init__()
         self.main = nn.Sequential(
-            nn.ConvTranspose2d(nz, 2 * ngf, 4, 1, 0, bias=False), nn.BatchNorm2d(2 * ngf), nn.ReLU(True),
-            nn.ConvTranspose2d(2 * ngf, 1, 4, 2, 1, bias=False), nn.Tanh(),
+            nn.ConvTranspose2d(nz, 2 * ngf, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(2 * ngf),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(2 * ngf, 1, 4, 2, 1, bias=False),
+            nn.Tanh(),
         )
 
     def forward(self, noise):
@@ -20,9 +23,13 @@ class Discriminator(nn.Module):
     def __init__(self, ndf=4):
         super().__init__()
         self.main = nn.Sequential(
-            nn.Conv2d(1, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(ndf, 2 * ndf, 3, 1, 1, bias=False), nn.BatchNorm2d(2 * ndf), nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(2 * ndf, 1, 4, 1, 0, bias=False), nn.Sigmoid(),
+            nn.Conv2d(1, ndf, 4, 2, 1, bias=False),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(ndf, 2 * ndf, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(2 * ndf),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(2 * ndf, 1, 4, 1, 0, bias=False),
+            nn.Sigmoid(),
         )
 
     def forward(self, images):

@@ -9,8 +9,12 @@ from shardwise import distribute
 
 def double(inside, outside):
     return nn.Sequential(
-        nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True),
-        nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True),
+        nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
     )
 
 
