@@ -20,6 +20,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.toml] [section.key=value]...",
+        help="A TOML file and overrides, in any order.",
+        show_default=False,
+    ),
+]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
