@@ -20,7 +20,7 @@ import torch
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.data.texts import Texts
 from shardwise.launch.encoding import Job, Work, part_of
-from shardwise.launch.sentences import Recipe
+from shardwise.launch.sentences import Recipe, Sentences
 
 OWN = """
 import os
@@ -42,6 +42,10 @@ def hash_of(text):
     for letter in text:
         value = (value * 31 + ord(letter)) % 1000003
     return value
+
+
+def ragged():
+    return lambda texts: [[1.0] * len(text) for text in texts]
 
 
 def wrong():
@@ -154,6 +158,35 @@ def test_vectors_of_a_real_model(tmp_path: Path) -> None:
     assert (Recipe.of(folder).pooling, Recipe.of(folder).normalize, Recipe.of(folder).length) == ("mean", True, 256)
 
 
+class Letters:
+    """A tokenizer whose tokens are letters, without any that stand for the begin or the end of a text."""
+
+    def __call__(self, texts: list[str], truncation: bool, max_length: int) -> dict[str, list[list[int]]]:
+        ids = [[ord(letter) % 50 + 1 for letter in text][:max_length] for text in texts]
+        return {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
+
+    def pad(self, rows: dict[str, list[list[int]]], return_tensors: str) -> dict[str, torch.Tensor]:
+        width = max(map(len, rows["input_ids"]))
+        return {name: torch.tensor([one + [0] * (width - len(one)) for one in each]) for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_a_text_without_tokens_is_zero(pooling: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    own = Sentences.__new__(Sentences)
+    own.recipe, own.device, own.batch_size = Recipe(Path(), pooling, True, 6), torch.device("cpu"), 2
+    own.tokenizer = Letters()
+    own.model = transformers.BertModel(transformers.BertConfig(vocab_size=60, **sizes)).eval()
+    texts = ["", "ab", "", "abcdefghijkl", "ab"]
+    found = own.encode(texts)
+    alone = np.concatenate([own.encode([text]) for text in texts])
+    assert float(np.abs(found - alone).max()) < 1e-6
+    assert not found[[0, 2]].any()
+    assert np.allclose(np.linalg.norm(found[[1, 3, 4]], axis=1), 1)
+
+
 def test_texts(tmp_path: Path) -> None:
     lines = tmp_path / "a.txt"
     lines.write_bytes(b"one\r\n\ntw\xc3\xb6\nlast")
@@ -165,6 +198,9 @@ def test_texts(tmp_path: Path) -> None:
     assert Texts(rows).read(0, 3) == ["a", "b\n", ""]
     assert Texts(rows).read(1, 2) == ["b\n"]
     assert len(Texts(rows)) == 3
+    rows.write_text(f'{" " * 90}\n  {{"text": "a"}}\n{" " * 70}\n\n{{"text": "\\ud83d\\ude00 \\ude00 é"}}\n')
+    assert Texts(rows).read(0, 2) == ["a", "\U0001f600 \ufffd é"]  # half of a pair is no character
+    assert len(Texts(rows)) == 2
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -178,6 +214,7 @@ def test_texts(tmp_path: Path) -> None:
     [
         ("a.csv", "x", "legal: a file of .txt, .jsonl, .parquet"),
         ("a.txt", "", "has no row"),
+        ("a.jsonl", "   \n\n", "has no row"),
         ("a.jsonl", '{"text": 3}\n', 'row 0 has an object of type int in "text"'),
         ("a.jsonl", '{"body": "x"}\n', 'has no text in "text"; it has the columns body'),
         ("a.jsonl", "nonsense\n", "row 0 is no JSON object"),
@@ -224,6 +261,10 @@ def test_wrong_folders(tmp_path: Path) -> None:
 
 def test_wrong_options_and_vectors(own: Path) -> None:
     texts, model = own / "texts.txt", f"{own}/own.py:make"
+    ragged = shardwise(texts, "--model", f"{own}/own.py:ragged", "--out", own / "a.npy", "--threads", 1, code=2).stderr
+    assert "own.py:ragged: gave an object of type list that is no array of numbers" in ragged
+    nowhere = shardwise(texts, "--model", model, "--out", "/proc/a.npy", code=2).stderr
+    assert "--out /proc/a.npy: cannot write to /proc/.a.npy.part" in nowhere
     assert ".npz is not legal" in shardwise(texts, "--model", model, "--out", own / "a.npz", code=2).stderr
     wrong = shardwise(texts, "--model", model, "--out", own / "a.npy", "--pooling", "mean", code=2).stderr
     assert "belong to the folder of a model" in wrong

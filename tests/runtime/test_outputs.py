@@ -113,7 +113,7 @@ def check(kind: str, plan: Plan, wanted: Any) -> None:
         parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
         own = [i for a, b in rank_rows(ROWS, plan.microbatches, parts, index) for i in range(a, b)]
         engine.step({k: v[own] for k, v in batch.items()}, ROWS)
-        found = engine.evaluate({k: v[own] for k, v in given.items()}, ROWS, wanted=wanted, example=given)
+        found = engine.evaluate({k: v[own] for k, v in given.items()}, ROWS, None, compiled.evaluation(wanted, given))
         state = engine.state_dict()
         engine.step({k: v[own] for k, v in batch.items()}, ROWS)
         structure = compiled.evaluation(wanted, given).general.outputs
@@ -144,6 +144,53 @@ def check(kind: str, plan: Plan, wanted: Any) -> None:
         assert torch.equal(found.ids, given["input_ids"][own])
     copies = plan.mesh.size // plan.mesh.axis_size(AXES) // plan.mesh.axis_size("pp")
     assert sorted(seen) == sorted([*range(ROWS)] * copies)
+
+
+class Around(Tagger):
+    """Its outputs need none of the last blocks, and one is a field that nothing in forward meets."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, weight: Tensor | None = None) -> SimpleNamespace:
+        x = self.layers[0](self.embed(input_ids))
+        found = super().forward(input_ids, labels)
+        return SimpleNamespace(loss=found.loss, first=x, ids=input_ids[:, 1:], weight=weight)
+
+
+class Given(Tagger):
+    """Its only output needs no block."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, weight: Tensor | None = None) -> SimpleNamespace:
+        return SimpleNamespace(loss=super().forward(input_ids, labels).loss, weight=weight)
+
+
+@pytest.mark.parametrize("plan", ["one", "dp3 x 2", "pp", "zbv"])
+@pytest.mark.parametrize("kind", [Around, Given])
+@pytest.mark.parametrize("wanted", ["both", "outputs"])
+def test_outputs_that_do_not_need_the_whole_model(kind: type[Tagger], plan: str, wanted: Any) -> None:
+    """Some stages of a pipeline then compute nothing."""
+    _, batch = subject("tagger")
+    batch["weight"] = torch.randn(ROWS, 2, dtype=torch.float64)
+    module, plans = kind(), PLANS[plan]
+    compiled = Compiled(module, plans, batch)
+    given = {k: v for k, v in batch.items() if wanted == "both" or k != "labels"}
+
+    def rank(comm: Communicator) -> Any:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0))
+        parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
+        own = [i for a, b in rank_rows(ROWS, plans.microbatches, parts, index) for i in range(a, b)]
+        found = engine.evaluate({k: v[own] for k, v in given.items()}, ROWS, None, compiled.evaluation(wanted, given))
+        return own, found.outputs
+
+    structure = compiled.evaluation(wanted, given).general.outputs
+    results = run_ranks(plans.mesh, rank, timeout=100)
+    with torch.no_grad():
+        truth = {k: v for k, v in vars(module.double().eval()(**given)).items() if k != "loss"}
+    parts = [(own, rebuilt(structure, outputs)) for own, outputs in results if outputs is not None]
+    assert {i for own, _ in parts for i in own} == set(range(ROWS))
+    for own, found in parts:
+        assert set(found) == set(truth)
+        for name, value in truth.items():
+            assert found[name].shape == value[own].shape
+            assert float((found[name] - value[own]).abs().max()) <= 1e-12
 
 
 class LossOnly(nn.Module):

@@ -23,6 +23,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.threads import run_ranks
+from shardwise.train.metrics import ready
 from shardwise.train.trainer import Trainer
 
 SIZE, CLASSES, BATCH = 23, 4, 5  # batches of 5, 5, 5, 5 and 3 rows
@@ -268,6 +269,74 @@ def test_wrong_metrics_are_refused() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     whole = torchmetrics.Accuracy(task="binary", dist_sync_on_step=True)
     assert "BinaryAccuracy has dist_sync_on_step, so states of several ranks cannot be merged" in refused([whole])
+    both = torchmetrics.Accuracy(task="binary") + torchmetrics.F1Score(task="binary")
+    assert "has full_state_update = None, so states of several ranks cannot be merged" in refused([both])
+
+
+def test_names_that_an_evaluation_has_already_are_refused() -> None:
+    assert "it returned 'rows', which each evaluation has; legal: other names than step" in refused(
+        lambda outputs, batch: {"rows": (1, 1)}
+    )
+    twice = ["accuracy", lambda outputs, batch: {"accuracy": (1, 1)}]
+    assert "metric <lambda>: it gives accuracy, as another one does; legal: other names" in refused(twice)
+
+
+def test_wrong_batches_of_a_loader_are_refused() -> None:
+    row = Rows()[0]
+    assert "the loader gave (a tensor of shape (6,), a tensor of shape ())" in refused([], iter([(*row.values(),)]))
+    assert 'field "labels" is a tensor of shape (); legal: a dict of tensors' in refused([], iter([row]))
+    ragged = {"x": torch.zeros(3, 6), "labels": torch.zeros(2)}
+    assert "these rows: x 3, labels 2; legal: a dict of tensors" in refused([], iter([ragged]))
+    assert "these rows: x 0; legal" in refused([], iter([{"x": torch.zeros(0, 6)}]))
+    with pytest.raises(ConfigError, match="batches: 0 is not legal; legal: an integer of at least 1"):
+        trained(PLANS["one"], lambda trainer: trainer.evaluate(Rows(), batches=0))
+    assert "metrics: None; legal: a list of metrics" in refused(None)
+
+
+def by_class(outputs: Any, batch: Any) -> dict[str, Any]:
+    """The recall of each class that a batch has, in numbers of numpy."""
+    labels, found = batch.pop("labels"), {}  # the dict is the metric's own
+    for one in labels.unique().tolist():
+        own = labels == one
+        hits = (outputs.logits.argmax(-1) == one) & own
+        found[f"of {one}"] = hits.sum().numpy()[()], own.sum().numpy()[()]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["one", "dp3 x 2"])
+def test_a_metric_may_have_other_names_in_each_batch(plan: str) -> None:
+    results = trained(PLANS[plan], lambda trainer: trainer.evaluate(Rows(), [by_class, "accuracy"]))
+    expected = plain(results[0][1])
+    guesses, labels = expected["logits"].argmax(-1), expected["labels"]
+    truth = {f"of {one}": float((guesses[labels == one] == one).double().mean()) for one in labels.unique().tolist()}
+    for found, _ in results:
+        assert found.metrics == {**truth, "accuracy": truth_of(expected)["accuracy"]}
+
+
+def test_one_metric_needs_no_list() -> None:
+    def body(trainer: Trainer) -> Any:
+        return [trainer.evaluate(Rows(), one).metrics for one in ("accuracy", far, ["accuracy", far])]
+
+    ((name, function, both), _) = trained(PLANS["one"], body)[0]
+    assert {**name, **function} == both
+
+
+def test_which_labels_count() -> None:
+    """Those that a loss with ``ignore_index=-1`` ignores do not; one logit with a dim of its own is for class 1."""
+    batch = {"labels": torch.tensor([1, -1, 0, 1])}
+    classes = torch.tensor([[0.0, 1], [1, 0], [1, 0], [1, 0]])
+    for name, truth in (("accuracy", 2 / 3), ("f1", 2 / 3), ("f1-binary", 2 / 3)):
+        one = ready(name)
+        assert one.values([one.packed(one.add(one.begin(torch.device("cpu")), {"logits": classes}, batch))], 0.0) == {
+            name: pytest.approx(truth, abs=1e-12)
+        }
+    batch = {"labels": torch.tensor([1, 0, 0, 1])}
+    for name, truth in (("accuracy", 0.75), ("f1-binary", 0.8)):
+        one = ready(name)
+        logits = torch.tensor([[2.0], [-1], [3], [1]])
+        assert one.values([one.packed(one.add(one.begin(torch.device("cpu")), logits, batch))], 0.0) == {
+            name: pytest.approx(truth, abs=1e-12)
+        }
 
 
 def test_a_metric_that_does_not_fit_the_outputs() -> None:

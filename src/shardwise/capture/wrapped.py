@@ -101,6 +101,7 @@ class Watched(WithLoss):
         """Return what ``forward`` returns, and note what it changes."""
         functions = [] if isinstance(self.loss, Computation) else [self.loss]
         before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
+        same_rows(fields)
         results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
@@ -213,3 +214,11 @@ def set_mode(wrapped: Wrapped, training: bool) -> Wrapped:
 def rows_in(batch: Mapping[str, Tensor]) -> int:
     """Return the number of rows of a batch, which all of its fields have."""
     return next(value for name, value in batch.items() if has_rows(name)).shape[0]
+
+
+def same_rows(batch: Mapping[str, Tensor]) -> None:
+    """Tell a capture that all fields have the same rows, also those that forward never brings together; it would
+    give each of these a size of its own."""
+    rows = rows_in(batch)
+    if not all(value.shape[0] == rows for name, value in batch.items() if has_rows(name)):
+        raise ConfigError(f"batch: fields differ in rows; legal: {rows} rows in each, as in the first")

@@ -43,7 +43,7 @@ def run(
     each = threads or max(1, hardware.cores // many)
     job = _job(source, texts, model, pooling, normalize, length, batch_size, precision, each)
     folder = part_of(out)
-    with run_folder(folder):
+    with run_folder(folder, f"--out {out}"):
         work = Work.begin(out, job)
         before = int(work.done().sum())
         many = max(1, min(many, job.chunks - before))

@@ -69,13 +69,13 @@ class Texts:
 
     def _without_blanks(self, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Return starts of the lines that hold something; a row's end is looked for, as a blank line may follow it."""
-        keep = []
+        blank, first = [], np.memmap(self.path, np.uint8, "r")[starts[:-1]] if len(starts) > 1 else starts[:0]
         with self.path.open("rb") as file:
-            for i in np.flatnonzero(np.diff(starts) < 4):  # a short line may be blank; "{}" is none, and is refused
+            for i in np.flatnonzero(first <= ord(" ")):
                 file.seek(starts[i])
                 if not file.read(int(starts[i + 1] - starts[i])).strip():
-                    keep.append(i)
-        places = np.delete(starts[:-1], keep)
+                    blank.append(i)
+        places = np.delete(starts[:-1], blank)
         return np.append(places, starts[-1]), len(places)
 
     def read(self, start: int, stop: int) -> list[str]:
@@ -104,7 +104,8 @@ class Texts:
             names = ", ".join(map(str, columns)) if isinstance(columns, dict | list | tuple) else "none"
             what = "no text" if text is None else f"an object of type {type(text).__name__}"
             raise ConfigError(f'{self.path}: row {row} has {what} in "{self.field}"; it has the columns {names}')
-        return text
+        # JSON may have half of a surrogate pair, which is no character and which no tokenizer takes.
+        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _of_groups(self, start: int, stop: int) -> list[str]:
         file, found = self._parquet(), list[str]()

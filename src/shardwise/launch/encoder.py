@@ -47,6 +47,7 @@ def _encoder(job: Any) -> Callable[[Sequence[str]], Any]:
     from shardwise.backend import Backend
     from shardwise.capture.casts import COMPUTE_DTYPE
     from shardwise.config.factories import call
+    from shardwise.core.errors import ConfigError
 
     from .sentences import Recipe, Sentences
 
@@ -56,7 +57,13 @@ def _encoder(job: Any) -> Callable[[Sequence[str]], Any]:
         def encode(texts: Sequence[str]) -> Any:
             found = own(list(texts))
             found = found.detach().to("cpu", torch.float32).numpy() if isinstance(found, torch.Tensor) else found
-            return np.asarray(found, np.float32)
+            try:
+                return np.asarray(found, np.float32)
+            except (TypeError, ValueError) as error:
+                wrong = f"gave an object of type {type(found).__name__} that is no array of numbers ({error})"
+                raise ConfigError.on(
+                    job.model, wrong, "one vector for each text, all as long: (texts, width)"
+                ) from None
 
         return encode
     recipe = Recipe.of(Path(job.model), job.pooling, job.normalize, job.length)

@@ -80,10 +80,13 @@ class Work:
         folder = part_of(out)
         if (folder / JOB).exists():
             work = Work(folder)
-            if different := work.job.same(job):
+            different = work.job.same(job)
+            if different and work.done().any():
                 mine, theirs = asdict(job), asdict(work.job)
                 words = "; ".join(f"{name}: {theirs[name]} then, {mine[name]} now" for name in different)
                 raise ConfigError.on(str(folder), f"an unfinished encoding of something else ({words})", "to delete it")
+            if different:  # a command that failed at once is not in the way of the corrected one
+                (folder / VECTORS).unlink(missing_ok=True)
         if not (folder / JOB).exists() or not (folder / VECTORS).exists():
             (folder / DONE).write_bytes(bytes(job.chunks))
         write_whole(folder / JOB, json.dumps(asdict(job), indent=2) + "\n")
@@ -104,7 +107,7 @@ class Work:
     def write(self, chunk: int, vectors: NDArray[np.float32]) -> None:
         """Keep the vectors of a chunk, (rows, width), and then note that it is done."""
         start, stop = self.job.rows_of(chunk)
-        if vectors.ndim != 2 or len(vectors) != stop - start:
+        if vectors.ndim != 2 or len(vectors) != stop - start or not vectors.shape[1]:
             wrong = f"gave {vectors.shape} for {stop - start} texts"
             raise ConfigError.on(self.job.model, wrong, "one vector for each text, all as long: (texts, width)")
         file = self._open(vectors.shape[1])

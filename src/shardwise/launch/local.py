@@ -68,22 +68,21 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def run_folder(run_dir: Path) -> Iterator[None]:
-    """Make a run's folder and lock it for this process; raise :class:`ConfigError` if another run writes to it."""
+def run_folder(run_dir: Path, key: str = "train.run_dir") -> Iterator[None]:
+    """Make a run's folder and lock it for this process; raise :class:`ConfigError`, which names ``key``, if another run
+    writes to it."""
     try:
         for name in (LOGS, MONITOR):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"train.run_dir: cannot write to {run_dir}: {error.strerror}; legal: a folder to write to"
-        ) from error
+        raise ConfigError(f"{key}: cannot write to {run_dir}: {error.strerror}; legal: a folder to write to") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             wrong = f"another run is writing to {run_dir}"
-            raise ConfigError.on("train.run_dir", wrong, "a folder of its own for each") from None
+            raise ConfigError.on(key, wrong, "a folder of its own for each") from None
         _wait_for_ranks(run_dir)
         yield
 

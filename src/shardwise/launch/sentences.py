@@ -109,12 +109,13 @@ class Sentences:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of ``texts``, in their order.  Texts of like lengths are computed together, for padding
-        costs as much as tokens."""
+        """Return the vectors of ``texts``, in their order; that of a text without tokens is zero.
+
+        Texts of like lengths are computed together, for padding costs as much as tokens."""
         tokens = self.tokenizer(list(texts), truncation=True, max_length=self.recipe.length)
         lengths = np.array([len(ids) for ids in tokens["input_ids"]])
-        order = np.argsort(-lengths, kind="stable")
-        parts = []
+        order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+        parts, whole = [], np.zeros((len(texts), self.model.config.hidden_size), np.float32)
         for start in range(0, len(order), self.batch_size):
             own = order[start : start + self.batch_size]
             rows = {name: [value[i] for i in own] for name, value in tokens.items()}
@@ -122,9 +123,8 @@ class Sentences:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in padded.items()}
             hidden = self.model(**batch).last_hidden_state
             parts.append(self.pooled(hidden, batch["attention_mask"]))
-        found = torch.cat(parts).to("cpu").numpy()
-        whole = np.empty_like(found)
-        whole[order] = found
+        if parts:
+            whole[order] = torch.cat(parts).to("cpu").numpy()
         return whole
 
     def pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:

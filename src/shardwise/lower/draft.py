@@ -89,8 +89,8 @@ class ProgramDraft:
         self.compute[position] = replace(one, reads=reads, writes=writes)
 
     def instructions(self) -> list[Instruction]:
-        """Return all instructions in order."""
-        return [
+        """Return all instructions in order; what is after position -1 comes first, for a rank may compute nothing."""
+        return [*self.after[-1]] + [
             one
             for position, each in enumerate(self.compute)
             for one in (*self.before[position], each, *self.after[position])

@@ -66,6 +66,7 @@ class StageSplit:
     ranks: int
     schedule: str
     order: Timetable = ()  # the timetable of schedule "auto"
+    least: int = 1  # the stages of the plan; an evaluation of outputs may have no unit of the last ones
 
     @staticmethod
     def of(
@@ -87,7 +88,7 @@ class StageSplit:
             stage = tuple(0 for _ in trace.units)
         else:
             stage = _stages(trace, plan.pipeline.stages, number, weights or (lambda: weights_of(trace)))
-        return StageSplit(tuple(trace.units), stage, ranks, plan.pipeline.schedule, carried(plan))
+        return StageSplit(tuple(trace.units), stage, ranks, plan.pipeline.schedule, carried(plan), number)
 
     @property
     def names(self) -> dict[str, int]:
@@ -97,7 +98,7 @@ class StageSplit:
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return max(self.stage) + 1
+        return max(*self.stage, self.least - 1) + 1
 
     def tasks(self, microbatches: int) -> Timetable:
         """Return the tasks of each rank, in the order in which it computes them."""

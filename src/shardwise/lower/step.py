@@ -247,7 +247,9 @@ class _Lowering:
         """
         stage = self.cut.stage[u]
         own = (
-            stage if stage != EVERYWHERE else min(s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE)
+            stage
+            if stage != EVERYWHERE
+            else min((s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE), default=0)
         )
         return self.versions.version(m, own)
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.outputs import Wanted, number_of, rebuilt
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.data.loader import AXES, Batch
 from shardwise.runtime.communicator import host_gather_bytes
 from shardwise.runtime.engine import Engine
 
-from .metrics import Metric
+from .metrics import Metric, kind
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def evaluate(
         weight += found.weight.to(total.dtype)
         rows += batch.rows
         if leads(engine, found.outputs) and any(batch.counts):
-            outputs = rebuilt(compiled.general.outputs, found.outputs or [])
+            structure, outputs = compiled.general.outputs, found.outputs or []
             fields = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
             with torch.no_grad():
-                states = [
-                    one.add(state, outputs, fields) if one.of_outputs else state
+                states = [  # each gets dicts of its own, which it may change
+                    one.add(state, rebuilt(structure, outputs), dict(fields)) if one.of_outputs else state
                     for one, state in zip(metrics, states, strict=True)
                 ]
     loss = float(total / weight) if rows else math.nan
@@ -75,8 +77,24 @@ def evaluate(
     if metrics:
         every = _of_all_ranks(engine, [one.packed(state) for one, state in zip(metrics, states, strict=True)])
         for place, one in enumerate(metrics):
-            values |= one.values([each[place] for each in every], loss)
+            new = one.values([each[place] for each in every], loss)
+            if twice := [name for name in new if name in values]:
+                raise ConfigError.on(f"metric {one.name}", f"it gives {twice[0]}, as another one does", "other names")
+            values |= new
     return Evaluation(loss, rows, values, time.perf_counter() - start)
+
+
+def evaluate_loader(engine: Engine, given: Iterator[Any], metrics: Sequence[Metric]) -> Evaluation:
+    """Return the same of whole batches that every rank has, or of a rank's own (:class:`Batch`)."""
+    first = next(given, None)
+    if first is None:
+        return evaluate(engine, (), metrics)
+    every = chain([first], given)
+    if isinstance(first, Batch):
+        return evaluate(engine, every, metrics)
+    _rows_of(first)
+    example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
+    return evaluate(engine, own_rows(engine, every), metrics, example)
 
 
 def _of_all_ranks(engine: Engine, mine: list[Any]) -> list[Any]:
@@ -146,12 +164,27 @@ def joined(outputs: Sequence[Any]) -> Any:
     return type(first)({name: joined([one[name] for one in outputs]) for name in first})
 
 
+def _rows_of(batch: Any) -> int:
+    """Return the rows of a whole batch; :class:`ConfigError` for what is no dict of tensors with as many rows each."""
+    legal = "a dict of tensors, all with a row for each of one row or more"
+    if not isinstance(batch, Mapping) or not batch:
+        raise ConfigError(f"batch: the loader gave {kind(batch)}; legal: {legal}")
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or not value.dim():
+            raise ConfigError(f'batch: field "{name}" is {kind(value)}; legal: {legal}')
+    sizes = {name: len(value) for name, value in batch.items()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"batch: fields of the loader have these rows: {found}; legal: {legal}")
+    return next(iter(sizes.values()))
+
+
 def own_rows(engine: Engine, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Batch]:
     """Yield this rank's part of whole batches, dicts of tensors that every rank has."""
     mesh = engine.comm.mesh
     parts, index = mesh.axis_size(AXES), mesh.index(engine.comm.rank, AXES)
     for whole in batches:
-        rows = len(next(iter(whole.values())))
+        rows = _rows_of(whole)
         ranges = rank_rows(rows, engine.compiled.plan.microbatches, parts, index)
         fields = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
         yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))

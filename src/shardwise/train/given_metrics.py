@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,11 @@ from .torch_metrics import is_torch_metric, torch_metrics
 
 def metrics_of(given: Any, module: nn.Module | None = None) -> list[Metric]:
     """Return metrics from what a user gives: names of ready-made ones, functions, objects of torchmetrics, or a dict of
-    these by name."""
+    these by name; or one of these alone."""
+    if isinstance(given, str | Metric) or is_torch_metric(given) or callable(given):
+        given = [given]
+    if not isinstance(given, Mapping | Iterable):
+        raise ConfigError(f"metrics: {kind(given)}; legal: a list of metrics, or a dict of them by name")
     named = given.items() if isinstance(given, Mapping) else [(None, one) for one in given]
     found = [metric for name, one in named for metric in _made(name, one, module)]
     names = [metric.name for metric in found]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
-from shardwise.core.metrics import PERPLEXITY, READY, is_ready, top
+from shardwise.core.metrics import PERPLEXITY, READY, RESERVED, is_ready, top
 from shardwise.data.windows import IGNORED
 
 Fields = Mapping[str, Tensor]
@@ -61,10 +62,10 @@ class Sums(Metric):
         return {}
 
     def add(self, state: dict[str, Tensor], outputs: Any, batch: Fields) -> dict[str, Tensor]:
-        new = self.sums(outputs, batch)
         device = next(iter(batch.values())).device
+        new = self.sums(outputs, batch)
         wide = Backend.of(device).widest_float
-        found = {}
+        found = dict(state)  # a batch need not have all names
         for name, value in new.items():
             one = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
             # Counts stay integers: a device without fp64 would round them.
@@ -102,6 +103,9 @@ class FunctionMetric(Sums):
             if not isinstance(name, str) or not _is_pair(pair):
                 wrong = f"it returned {kind(found)}" + (f" with {name!r}: {kind(pair)}" if found is each else "")
                 raise ConfigError.on(f"metric {self.name}", wrong, "(sum, count), or a dict of these by name")
+            if name in RESERVED:
+                wrong = f"it returned {name!r}, which each evaluation has"
+                raise ConfigError.on(f"metric {self.name}", wrong, f"other names than {', '.join(RESERVED)}")
             out[f"{name} sum"], out[f"{name} count"] = pair
         return out
 
@@ -114,7 +118,7 @@ def _is_pair(value: Any) -> bool:
     numbers = isinstance(value, tuple | list) and len(value) == 2
     return numbers and all(
         (isinstance(one, Tensor) and one.numel() == 1 and not one.is_complex())
-        or (isinstance(one, int | float) and not isinstance(one, bool))
+        or (isinstance(one, Real) and not isinstance(one, bool))  # numpy's numbers too
         for one in value
     )
 
@@ -125,10 +129,11 @@ def _quotient(total: Tensor, count: Tensor) -> float:
 
 @dataclass
 class Accuracy(Sums):
-    """The share of targets among the ``k`` classes with the largest logits; targets of -100 do not count.
+    """The share of targets among the ``k`` classes with the largest logits; negative ones (-100) do not count.
 
-    Logits are (rows, ..., classes) and labels (rows, ...), or of equal shapes: then one logit is for class 1.  With
-    ``shift`` the label of a position is that of the next one, as in causal language models of transformers.
+    Logits are (rows, ..., classes) and labels (rows, ...); one logit for each label is for class 1, and labels of -100
+    do not count then.  With ``shift`` the label of a position is that of the next one, as in causal language models of
+    transformers.
     """
 
     name: str = "accuracy"
@@ -137,7 +142,7 @@ class Accuracy(Sums):
 
     def sums(self, outputs: Any, batch: Fields) -> Mapping[str, Any]:
         logits, labels = logits_and_labels(self.name, outputs, batch, self.shift)
-        counts = labels != IGNORED
+        counts = _counts(logits, labels)
         if logits.dim() == labels.dim():
             hits = (logits > 0) == (labels > 0)
         elif self.k == 1:
@@ -164,7 +169,7 @@ class F1(Sums):
         alone = logits.dim() == labels.dim()
         predicted = (logits > 0).long() if alone else logits.argmax(-1)
         classes = 2 if alone else logits.shape[-1]
-        counts = (labels != IGNORED).flatten().long()
+        counts = _counts(logits, labels).flatten().long()
         actual, predicted = labels.flatten().long().clamp(min=0), predicted.flatten()
 
         def tally(places: Tensor, each: Tensor) -> Tensor:
@@ -222,7 +227,14 @@ def logits_and_labels(name: str, outputs: Any, batch: Fields, shift: bool) -> tu
     if labels.shape not in (logits.shape, logits.shape[:-1]):
         wrong = f"logits are {tuple(logits.shape)} and {field} {tuple(labels.shape)}"
         raise ConfigError.on(f"metric {name}", wrong, "(rows, ..., classes) and (rows, ...), or equal shapes")
+    if logits.dim() == labels.dim() + 1 and logits.shape[-1] == 1:  # one logit is for class 1
+        logits = logits.squeeze(-1)
     return logits, labels
+
+
+def _counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return which labels count: a number of a class is not negative, whatever a loss ignores."""
+    return labels != IGNORED if logits.dim() == labels.dim() else labels >= 0
 
 
 def ready(name: str, module: nn.Module | None = None) -> Metric:
@@ -241,4 +253,6 @@ def kind(value: Any) -> str:
     """Return what a value is, for people."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list) and len(value) <= 3:
+        return f"({', '.join(map(kind, value))})"
     return "None" if value is None else f"an object of type {type(value).__name__}"

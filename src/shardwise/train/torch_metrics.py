@@ -32,10 +32,13 @@ def torch_metrics(name: str | None, value: Any) -> Iterator[TorchMetric]:
 
 
 def _checked(metric: Any) -> Any:
-    if metric.full_state_update or metric.dist_sync_on_step:
-        what = "full_state_update" if metric.full_state_update else "dist_sync_on_step"
+    full = metric.full_state_update  # None where nobody has said that it is not needed
+    own = type(metric).merge_state is not sys.modules["torchmetrics"].Metric.merge_state
+    if not own and (full is not False or metric.dist_sync_on_step):
+        what = "dist_sync_on_step" if full is False else f"full_state_update = {full}"
         wrong = f"{type(metric).__name__} has {what}, so states of several ranks cannot be merged"
-        raise ConfigError.on("metrics", wrong, "a metric without it, or a function of (outputs, batch)")
+        legal = "full_state_update = False without dist_sync_on_step, or a function of (outputs, batch)"
+        raise ConfigError.on("metrics", wrong, legal)
     return metric
 
 

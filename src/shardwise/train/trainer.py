@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.running import noting_batch
 from shardwise.capture.wrapped import LossFunction, rows_in
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError, check_count
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
@@ -30,7 +30,7 @@ from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
 from shardwise.train.own_rows import OwnRows
 
-from .evaluation import Evaluation, evaluate, joined, own_rows, predictions
+from .evaluation import Evaluation, evaluate, evaluate_loader, joined, predictions
 from .given_metrics import metrics_of
 
 Unseen = tuple[int, Batch, StepResult, Compiled | None]
@@ -320,20 +320,14 @@ class Trainer:
             batches: the most batches; their rows are spread evenly over the dataset.
         """
         found = metrics_of(metrics, self.compiled.module)
+        if batches is not None:
+            check_count("batches", batches)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
             return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
         if not hasattr(data, "__iter__") or isinstance(data, Mapping):
             legal = "a dataset, a loader of whole batches, or batches of one_pass"
             raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
-        given = iter(data) if batches is None else islice(data, batches)
-        first = next(given, None)
-        if first is None:
-            return evaluate(self.engine, (), found)
-        every = chain([first], given)
-        if isinstance(first, Batch):
-            return evaluate(self.engine, every, found)
-        example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
-        return evaluate(self.engine, own_rows(self.engine, every), found, example)
+        return evaluate_loader(self.engine, iter(data) if batches is None else islice(data, batches), found)
 
     def predictions(self, dataset: Any, batch_size: int | None = None, *, rank: int | None = None) -> Iterator[Any]:
         """Yield the outputs of each batch of a map-style ``dataset``, in its order, on the host; see :meth:`predict`.

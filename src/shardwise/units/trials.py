@@ -232,5 +232,5 @@ def _buffers(run: Callable[[Fields, int], Outcome]) -> Callable[[Fields, int], M
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    near = AGREES * float(one.abs().max()) if one.numel() and one.is_floating_point() else 0.0
+    near = AGREES * float(one.abs().nan_to_num(0.0, 0.0).max()) if one.numel() and one.is_floating_point() else 0.0
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=near, equal_nan=True)
