@@ -146,12 +146,15 @@ def test_the_best_checkpoint_stays_and_training_stops_early(base: list[str], tmp
     assert "A greater validation.patience goes on from there" in " ".join(told.split())
     assert "stopped early" in told
 
-    # With more patience the finished run goes on, and remembers its evaluations.
+    # With more patience the finished run goes on, and remembers its evaluations; a kill before it had written down the
+    # checkpoint of the best one, after which the one before is removed, does no harm.
+    (run / "best.json").write_text(json.dumps({**best, "step": 3, "checkpoint": "checkpoints/step_00000003"}))
     more = [word.replace("patience=4", "patience=6") for word in command]
     result = json.loads(shardwise(*more).stdout)
     assert result["stopped_early"]["step"] == last + 6
     assert [one["step"] for one in lines(run / "evaluations.jsonl")] == [*range(3, last + 7, 3)]
     assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [best_step, last + 6]
+    assert json.loads((run / "best.json").read_text()) == best == result["best"]
 
 
 def test_another_run_in_the_folder_leaves_nothing_to_the_next(base: list[str], tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class Run(Ready):
             self.observers.tell("on_start", facts(self, first))
             self.metrics.begin((self.folder / METRICS).open("a", encoding="utf-8"))
         comm.barrier(what="the folder that rank 0 makes ready")
+        self.validation.settled()
 
     @contextmanager
     def _told(self, checkpoints: Checkpoints) -> Iterator[None]:

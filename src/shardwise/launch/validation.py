@@ -7,9 +7,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.checkpoint.folder import checkpoints, step_of
 from shardwise.config import build_metrics
 from shardwise.core.errors import ConfigError
-from shardwise.core.metrics import Watch, goal_of
+from shardwise.core.metrics import PERPLEXITY, Watch, goal_of
 from shardwise.report.files import BEST, EVALUATIONS, begins_anew
 from shardwise.runtime.communicator import host_gather_bytes
 from shardwise.train.checkpoints import Checkpoints
@@ -68,6 +69,8 @@ class Validation:
         """Measure one batch before the first step, so that a metric that fails, or that no evaluation has, is known at
         once."""
         found = self.measure(self.run.trainer.engine.step_index, 1)
+        if self.run.data.decode is not None:
+            found.setdefault(PERPLEXITY, None)  # which a batch without targets has not
         for key, watch in (("checkpoint.best", self.best), ("validation.watch", self.stop)):
             if watch is not None and watch.metric not in found:
                 names = ", ".join(name for name in found if name not in ("step", "rows", "seconds"))
@@ -112,16 +115,23 @@ class Validation:
         return found
 
     def saved(self, step: int) -> None:
-        """Write down, as rank 0, that the checkpoint of ``step`` is on disk, if it is that of the best evaluation."""
+        """Write down, as rank 0, the checkpoint of ``step``, if it is on disk and that of the best evaluation."""
         found = None if self.best is None else self.best.best(self.history)
         if self.best is None or found is None or self.history[found]["step"] != step or self._named == step:
             return
-        self._named = step
-        if self.run.trainer.comm.rank == 0:
+        self._named, folder = step, self.run.folder
+        there = [path for path in checkpoints(folder / CHECKPOINTS) if step_of(path) == step]
+        if self.run.trainer.comm.rank == 0 and there:
             best = self.history[found]
             values = {"step": step, "metric": self.best.metric, "goal": self.best.goal}
-            values |= {"value": best[self.best.metric], "checkpoint": f"{CHECKPOINTS}/step_{step:08d}"}
-            write_json(self.run.folder / BEST, values)
+            values |= {"value": best[self.best.metric], "checkpoint": f"{CHECKPOINTS}/{there[-1].name}"}
+            write_json(folder / BEST, values)
+
+    def settled(self) -> None:
+        """Write down the best of the earlier evaluations: a run that was killed while it saved may not have done it."""
+        place = None if self.best is None else self.best.best(self.history)
+        if place is not None:
+            self.saved(int(self.history[place]["step"]))
 
     def stopped(self) -> Values | None:
         """Return why training ends now, or None if it goes on."""
