@@ -193,6 +193,27 @@ def test_outputs_that_do_not_need_the_whole_model(kind: type[Tagger], plan: str,
             assert float((found[name] - value[own]).abs().max()) <= 1e-12
 
 
+class Apart(Tagger):
+    """Its outputs alone need the last stage's parameters, and nothing of what comes before."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        found = super().forward(input_ids, labels)
+        return SimpleNamespace(loss=found.loss, own=self.head(self.embed(input_ids)[:, 0]))
+
+
+def test_outputs_that_need_parameters_of_another_stage() -> None:
+    _, batch = subject("tagger")
+    plan, given = PLANS["pp"], {"input_ids": batch["input_ids"]}
+    compiled = Compiled(Apart(), plan, batch)
+
+    def rank(comm: Communicator) -> Any:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0))
+        return engine.evaluate(given, ROWS, None, compiled.evaluation("outputs", given)).outputs
+
+    with pytest.raises(ConfigError, match=r"^pp: what is asked for needs head\.weight on rank 0 .* legal: pp = 1"):
+        run_ranks(plan.mesh, rank, timeout=100)
+
+
 class LossOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -208,3 +208,11 @@ def test_a_model_of_one_precision() -> None:
     other = one.under(Plan.of(Mesh.of(dp=2), precision="bf16"))
     with pytest.raises(ConfigError, match="model.loss_weight"):
         other.programs(other.general, 1)
+
+
+def test_an_example_without_targets_is_no_evidence() -> None:
+    """Its loss is 0/0 in every trial: the model trains on one device, and elsewhere it has to be said what it is."""
+    batch = {"ids": torch.randint(0, 7, (4, 5)), "labels": torch.full((4, 5), -100)}
+    assert Compiled(Tied(), Plan.of(), batch).general.opaque is not None
+    with pytest.raises(ConfigError, match=r"^model\.loss_weight: the model was not captured, and a trial did not show"):
+        sharded_run(Subject(Tied(), batch), 2)

@@ -189,6 +189,18 @@ class StageSplit:
                 raise ConfigError.on("pp", wrong, "one rank that does both")
         return found
 
+    def check_held(self, training: StageSplit) -> None:
+        """Raise :class:`ConfigError` if a unit reads a parameter on a rank that has it not, for it lies where the units
+        of the ``training`` trace need it."""
+        for rank, units in enumerate(self.of_rank if self.ranks > 1 else ()):
+            for name in (n for u in units for n in self.units[u].parameters):
+                there = training._users.get(name, {rank})
+                if rank not in there:
+                    wrong = (
+                        f"what is asked for needs {name} on rank {rank} of the pipeline, and rank {min(there)} has it"
+                    )
+                    raise ConfigError.on("pp", wrong, "pp = 1, or outputs that need no more than the loss")
+
     def check(self) -> None:
         """Raise :class:`ConfigError` if a tensor that crosses a cut has a size that depends on data, for then the
         receiver cannot know it."""

@@ -242,6 +242,7 @@ class Engine:
         """
         key = (id(compiled), batches, part, *map(id, traces))
         if key not in self._prepared:
+            compiled.stages_of(traces[0]).check_held(self.cut)
             self.comm.prepare(compiled.communicators(traces, batches, part))
             self._prepared.add(key)
         return class_of(compiled.programs(traces[0], len(traces), batches, part), self.comm.mesh, self.comm.rank)
