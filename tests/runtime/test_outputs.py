@@ -214,6 +214,46 @@ def test_outputs_that_need_parameters_of_another_stage() -> None:
         run_ranks(plan.mesh, rank, timeout=100)
 
 
+class Counting(Tagger):
+    """The first stage of a pipeline writes a buffer, and the last one gives the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        before = self.seen.expand(len(input_ids))
+        if self.training:
+            self.seen.add_(1)
+        return SimpleNamespace(loss=super().forward(input_ids, labels).loss, before=before * 2)
+
+
+@pytest.mark.parametrize("plan", ["one", "dp3 x 2", "pp"])
+def test_outputs_of_buffers_that_training_writes(plan: str) -> None:
+    """They are those after the steps; the last stage of a pipeline does not have them, which is refused."""
+    _, batch = subject("tagger")
+    compiled = Compiled(Counting(), PLANS[plan], batch)
+
+    def rank(comm: Communicator) -> Any:
+        engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0))
+        parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
+        own = [i for a, b in rank_rows(ROWS, PLANS[plan].microbatches, parts, index) for i in range(a, b)]
+        mine = {k: v[own] for k, v in batch.items()}
+        engine.step(mine, ROWS)
+        seen = engine.state_dict()["seen"]
+        return seen, engine.evaluate(mine, ROWS, None, compiled.evaluation("both")).outputs
+
+    if plan == "pp":
+        with pytest.raises(
+            ConfigError, match="pp: training writes the buffer seen on rank 0 of the pipeline, and rank 1"
+        ):
+            run_ranks(PLANS[plan].mesh, rank, timeout=100)
+        return
+    for seen, (found,) in run_ranks(PLANS[plan].mesh, rank, timeout=100):
+        assert float(seen) >= 1
+        assert torch.equal(found, (2 * seen).expand(len(found)))
+
+
 class LossOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()

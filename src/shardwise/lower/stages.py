@@ -190,8 +190,9 @@ class StageSplit:
         return found
 
     def check_held(self, training: StageSplit) -> None:
-        """Raise :class:`ConfigError` if a unit reads a parameter on a rank that has it not, for it lies where the units
-        of the ``training`` trace need it."""
+        """Raise :class:`ConfigError` if a unit reads, on a rank that has it not, a parameter or the new value of a
+        buffer: they are where the units of the ``training`` trace read or write them."""
+        written = training.updating()
         for rank, units in enumerate(self.of_rank if self.ranks > 1 else ()):
             for name in (n for u in units for n in self.units[u].parameters):
                 there = training._users.get(name, {rank})
@@ -200,6 +201,9 @@ class StageSplit:
                         f"what is asked for needs {name} on rank {rank} of the pipeline, and rank {min(there)} has it"
                     )
                     raise ConfigError.on("pp", wrong, "pp = 1, or outputs that need no more than the loss")
+            for name in (n for u in units for n in self.units[u].buffers if written.get(n, rank) != rank):
+                wrong = f"training writes the buffer {name} on rank {written[name]} of the pipeline, and rank {rank}"
+                raise ConfigError.on("pp", f"{wrong} reads it for what is asked for", "pp = 1, or other outputs")
 
     def check(self) -> None:
         """Raise :class:`ConfigError` if a tensor that crosses a cut has a size that depends on data, for then the
