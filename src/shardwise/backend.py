@@ -39,6 +39,9 @@ XCCL = "xccl"
 RECORDED = "2000"  # the number of collectives that a process remembers: those of some steps
 _HOST = (CPU, "meta")
 
+MOVES = ("cpu", "cuda", "xpu", "pin_memory")
+"""The methods of tensors that move them, besides ``to``."""
+
 # A process on such a device should have these variables in its environment before torch starts the device; a user's own
 # value stays.  expandable_segments: the caching allocator grows its segments in place of making new ones, so that less
 # is lost to fragmentation.  CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues; with 1, which Megatron sets, a

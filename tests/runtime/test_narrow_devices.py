@@ -66,7 +66,10 @@ def test_an_evaluation(narrow: Narrow) -> None:
             for loss, weight in losses.items()
         ]
     )
-    engine: Any = SimpleNamespace(comm=SimpleNamespace(device=CPU), evaluate=lambda *_, **__: next(results))
+    compiled = SimpleNamespace(evaluation=lambda *_: None)
+    engine: Any = SimpleNamespace(
+        comm=SimpleNamespace(device=CPU), compiled=compiled, evaluate=lambda *_, **__: next(results)
+    )
     batch: Any = SimpleNamespace(rows=2, fields={}, ones=None)
     with narrow:
         found = evaluate(engine, [batch] * 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.capture.running import at_line
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.fields import KEPT
+from shardwise.core.fields import KEPT, is_kept
 from shardwise.core.part import STEP, UPDATE, Part
 from shardwise.graph.torch_private import without_torch_functions
 from shardwise.parallel.pipeline import PIPELINE
@@ -282,7 +282,7 @@ class Steps(Model, Look):
         left = [one for one in self.open if one not in calls and not one.committed]
         if left and self.made is not None:
             written = dict.fromkeys(name for unit in self.made.compiled.general.units for name in unit.updates)
-            if names := [name for name in written if not name.startswith(KEPT)]:
+            if names := [name for name in written if not is_kept(name)]:
                 what = f"a forward in training without backward and step writes to {names[0]}"
                 raise ShardwiseError(
                     f"model(...) ({left[0].line}): {what} on one device, and is not run here; legal: model.eval() "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from shardwise.capture.running import at_line, users_line
+from shardwise.backend import MOVES
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import storage_key, version, without_torch_functions
@@ -27,7 +28,7 @@ _READS = frozenset(getattr(Tensor, name) for name in (
 )) | {torch.equal, torch.allclose, torch.is_nonzero}  # fmt: skip
 """These return no tensors: they need values."""
 
-_MOVES = frozenset(getattr(Tensor, name) for name in ("cpu", "cuda", "pin_memory"))
+_MOVES = frozenset(getattr(Tensor, name) for name in MOVES if hasattr(Tensor, name))
 _DATA, _DEVICE, _GRAD = (getattr(Tensor, name).__get__ for name in ("data", "device", "grad"))
 _NEEDS_GRAD, _IS_LEAF = (getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf"))
 _numbers = count()  # in the order in which the loop computes
