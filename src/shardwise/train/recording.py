@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from shardwise.capture.running import at_line, users_line
 from shardwise.backend import MOVES
+from shardwise.capture.running import at_line, users_line
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import storage_key, version, without_torch_functions
