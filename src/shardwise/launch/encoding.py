@@ -80,10 +80,17 @@ class Work:
         folder = part_of(out)
         if (folder / JOB).exists():
             work = Work(folder)
-            if different := work.job.same(job):
+            different = work.job.same(job)
+            if (
+                different and not work.done().any()
+            ):  # nothing is lost, for it failed or was stopped before its first chunk
+                for name in (JOB, VECTORS):
+                    (folder / name).unlink(missing_ok=True)
+            elif different:
                 mine, theirs = asdict(job), asdict(work.job)
                 words = "; ".join(f"{name}: {theirs[name]} then, {mine[name]} now" for name in different)
-                raise ConfigError.on(str(folder), f"an unfinished encoding of something else ({words})", "to delete it")
+                wrong = f"an unfinished encoding of something else ({words})"
+                raise ConfigError.on(str(folder), wrong, "to delete it, or another --out")
         if not (folder / JOB).exists() or not (folder / VECTORS).exists():
             (folder / DONE).write_bytes(bytes(job.chunks))
         write_whole(folder / JOB, json.dumps(asdict(job), indent=2) + "\n")

@@ -104,6 +104,8 @@ class Sentences:
 
         self.recipe, self.device, self.batch_size = recipe, device, batch_size
         self.tokenizer = AutoTokenizer.from_pretrained(str(recipe.folder))
+        if self.tokenizer.pad_token is None:  # many models that write have none; any will do, for the mask hides it
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
         model = AutoModel.from_pretrained(str(recipe.folder), dtype=dtype)
         self.model = model.eval().to(device)
 
