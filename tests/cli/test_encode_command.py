@@ -279,6 +279,9 @@ def test_a_tokenizer_without_a_padding_token(tmp_path: Path) -> None:
     for text, vector in zip(texts, found, strict=True):
         truth = model(**tokenizer([text], return_tensors="pt")).last_hidden_state[0].mean(0).detach().numpy()
         assert abs(truth - vector).max() < 2e-6
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="its model cannot be loaded: .*; legal: the folder of a transformers model"):
+        Sentences(recipe, torch.device("cpu"), torch.float32, 3)
 
 
 def test_ranks_that_start_late_take_their_own_chunks(tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def init(
         ),
     ],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="[default: one of this name]", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="Where to write; by default a folder of this name.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -183,7 +186,7 @@ def convert(
     file: Annotated[Path, typer.Argument(help="A YAML of Accelerate, a JSON of DeepSpeed, or FSDP arguments.")],
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="accelerate, deepspeed or fsdp  [default: by its keys]"),
+        typer.Option("--from", metavar="NAME", help="accelerate, deepspeed or fsdp; by default told by the keys"),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks, for batch sizes.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the config.")] = None,

@@ -101,7 +101,10 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     :class:`ConfigError` too if evaluations are needed and there is nothing to evaluate on.
     """
     data, share = _data(config, progress), config.validation.share
-    needs = [("checkpoint.best", config.checkpoint.best), ("validation.patience", config.validation.patience)]
+    needs: list[tuple[str, Any]] = [
+        ("checkpoint.best", config.checkpoint.best),
+        ("validation.patience", config.validation.patience),
+    ]
     needs.append(("validation.metrics", list(config.validation.metrics or ()) or None))
     key, value = next(((key, value) for key, value in needs if value is not None), ("", None))
     if key and data.validation is None and share:
