@@ -35,6 +35,23 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("init", "by default a folder of this name"),
+        ("convert", "by default told by the keys"),
+        ("generate", "default: 100, or what has room"),
+        ("encode", "default: one for each GPU, else one"),
+        ("launch", "default: one for each device"),
+        ("memory", "default: this machine's"),
+    ],
+)
+def test_help_shows_defaults_that_are_words(command: str, words: str) -> None:
+    shown = " ".join(re.sub("[│\n]", " ", call(command, "--help").output).split())
+    assert all(word in shown for word in words.split())  # in square brackets they would be markup, which is not shown
+    assert "default" in shown
+
+
 @pytest.mark.fresh
 def test_help_and_wrong_arguments_need_no_torch() -> None:
     for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (["train", "no_such_file"], 2)):

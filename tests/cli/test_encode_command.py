@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.data.bpe import train_tokenizer
 from shardwise.data.texts import Texts
 from shardwise.launch.encoding import Job, Work, part_of
 from shardwise.launch.sentences import Recipe, Sentences
@@ -286,6 +288,41 @@ def test_a_chunk_with_vectors_of_another_length(tmp_path: Path) -> None:
     again = Work.begin(out, job)
     assert list(again.pending(0, 2)) == [1]
     assert list(again.pending(1, 2)) == []
+    with pytest.raises(ConfigError, match="unfinished encoding of something else .*to delete it, or another --out"):
+        Work.begin(out, replace(job, source="t"))
+
+
+def test_an_encoding_that_failed_before_its_first_chunk_is_not_in_the_way(tmp_path: Path) -> None:
+    out = tmp_path / "a.npy"
+    part_of(out).mkdir()
+    job = Job("s", "text", "m", 70, "d", "mean", False, 8, 2, "fp32")
+    Work.begin(out, job)
+    other = Work.begin(out, replace(job, source="t", rows=20))
+    assert (other.job.source, other.done().tolist()) == ("t", [0])
+
+
+def test_a_tokenizer_without_a_padding_token(tmp_path: Path) -> None:
+    """As folders of models that write have it: vectors are those of an ordinary forward of each text alone."""
+    transformers = pytest.importorskip("transformers")
+    texts = ["one", "a longer text of several words", "and another"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    train_tokenizer([str(tmp_path / "texts.txt")], tmp_path / "tokenizer.json", 270)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=270, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    recipe = Recipe.of(tmp_path, "mean", False)
+    found = Sentences(recipe, torch.device("cpu"), torch.float32, 3).encode(texts)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    model = transformers.AutoModel.from_pretrained(str(tmp_path)).eval()
+    for text, vector in zip(texts, found, strict=True):
+        truth = model(**tokenizer([text], return_tensors="pt")).last_hidden_state[0].mean(0).detach().numpy()
+        assert abs(truth - vector).max() < 2e-6
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="its model cannot be loaded: .*; legal: the folder of a transformers model"):
+        Sentences(recipe, torch.device("cpu"), torch.float32, 3)
 
 
 def test_ranks_that_start_late_take_their_own_chunks(tmp_path: Path) -> None:

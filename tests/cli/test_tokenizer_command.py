@@ -44,7 +44,8 @@ def test_json_is_all_that_is_printed(text: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--vocabulary", "256"], "at least 257"),
-        (["--out", "/no/such/folder/t.json"], "--out /no/such/folder/t.json"),
+        (["--out", "/no/such/folder/t.json"], "--out /no/such/folder/t.json: there is no folder"),
+        (["--out", "/tmp"], "--out /tmp: /tmp is a folder; legal: a file"),
         (["/no/such/text"], "/no/such/text is neither a file nor a folder"),
     ],
 )
@@ -54,4 +55,5 @@ def test_refused(text: Path, tmp_path: Path, arguments: list[str], words: str) -
     assert done.exit_code == 2
     assert words in done.output
     assert "Traceback" not in done.output
+    assert "reading text" not in done.output  # it is known before
     assert not (tmp_path / "t.json").exists()

@@ -73,6 +73,9 @@ def test_no_validation(words: Path) -> None:
     assert found.validation is None
     assert len(found.notices) == 1
     assert str(words) in found.notices[0] and "of 200 documents apart" in found.notices[0]
+    for wants in ('checkpoint.best="validation_loss"', "validation.patience=2", 'validation.metrics=["accuracy"]'):
+        with pytest.raises(ConfigError, match=rf"{wants.split('=')[0]} = .*nothing to evaluate on.*share = 0.02"):
+            data(f"data.source={words}", "validation.share=0.02", "data.sequence_length=256", wants)
 
 
 def test_a_tokenizer_of_its_own(words: Path, tmp_path: Path) -> None:

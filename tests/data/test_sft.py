@@ -258,7 +258,7 @@ def test_several_files_and_the_prompt_of_a_sample(tmp_path: Path) -> None:
 
 
 WRONG = [
-    ("{", "not JSON"),
+    ("{", r"not JSON: Expecting property name .* at column 2; legal: one JSON object a line"),
     ("[]", "list; legal: one JSON object a line"),
     ('{"prompt": "x"}', "it has prompt; legal: .*response"),
     ('{"text": "x"}', "it has text; legal"),
@@ -288,7 +288,7 @@ def test_sources_that_are_no_files_of_examples(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.sft: .* no \.jsonl file; legal: a \.jsonl file"):
             open_conversations(str(source), tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
     found = open_conversations(str(tmp_path / "none.jsonl"), tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match="none.jsonl is empty"):
+    with pytest.raises(ConfigError, match=r"data\.sft: .*none\.jsonl is empty; legal: one example or more"):
         found.train(8, shifted=True, fields="none")
 
 

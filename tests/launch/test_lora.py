@@ -25,6 +25,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.initial.initial import record
 from shardwise.launch.ready import Surroundings
+from shardwise.launch.subject import compare_weights
 from shardwise.launch.training import train
 from shardwise.launch.verifying import verify_config
 from shardwise.runtime.progress import Progress, record_path
@@ -210,9 +211,15 @@ def test_adapters_belong_to_models_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("targets", "words"),
-    [('["nowhere"]', "Target modules .*nowhere"), ('"embed_tokens"', "embed_tokens is no linear layer; legal")],
+    [
+        ('["nowhere"]', 'no layer has the name "nowhere"; legal: all-linear, q_proj, k_proj'),
+        ('["q_proj", "v_prj"]', 'no layer has the name "v_prj"; legal: .* Did you mean "v_proj"'),
+        ('"embed_tokens"', "embed_tokens is no linear layer; legal"),
+    ],
 )
 def test_targets_that_are_no_linear_layers(folder: Path, answers: Path, targets: str, words: str) -> None:
     config = configured(folder, answers, f"model.lora.targets={targets}")
     with pytest.raises(ConfigError, match=rf"model\.lora = .*{words}"):
         record(build_model(config)[0])
+    with pytest.raises(ConfigError, match=rf"model\.lora = .*{words}"):
+        compare_weights(config)  # before any rank starts

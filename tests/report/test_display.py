@@ -88,13 +88,26 @@ def test_a_start_is_shown_phase_by_phase(tmp_path: Path, monkeypatch: pytest.Mon
         shown.update()
     lines = written(out).splitlines()
     assert [one for one in lines if one.startswith("capturing")] == [
-        "capturing the model, 11 s",
-        "capturing the model, 22 s",
+        "capturing the model, 10 s",
+        "capturing the model, 21 s",
     ]
     assert max(map(len, lines)) <= 80 and not any(one.startswith("connecting") for one in lines)
     told = " ".join(" ".join(lines).split())
     assert "the first step ended after 28.0 s: reading the text 2.0 s, starting the ranks 3.0 s, " in told
     assert "capturing the model 25.0 s, the first step 0.5 s" in told
+
+
+def test_many_short_phases_are_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    out, progress = console(), Progress(record_path(tmp_path, 0))
+    with Display(out, tmp_path, 10, "starting 2 ranks") as shown:
+        for phase in ("connecting", "building the model", "opening the data", "capturing the model"):
+            progress.phase(phase)
+            for _ in range(6):
+                shown.update()
+                now[0] += 1
+    assert written(out).splitlines() == ["starting 2 ranks", "building the model, 5 s", "capturing the model, 4 s"]
 
 
 def test_a_terminal_shows_the_phase_under_way(tmp_path: Path) -> None:

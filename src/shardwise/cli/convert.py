@@ -45,4 +45,6 @@ def _write(out: Path, text: str) -> None:
     try:
         out.write_text(text)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}; legal: a file to write") from error
+        raise ConfigError(
+            f"--out {out}: cannot be written: {error.strerror}; legal: a file in a folder that exists"
+        ) from error

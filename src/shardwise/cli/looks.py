@@ -66,7 +66,7 @@ def show(
         typer.Option(
             metavar="RANKS",
             min=1,
-            help="Ranks of a host; says which axes reach over several.  [default: this machine's GPUs; of CPUs all]",
+            help="Ranks of a host; says which axes reach over several. (default: this machine's GPUs; of CPUs all)",
         ),
     ] = None,
 ) -> None:
@@ -83,7 +83,7 @@ def memory(
     json: Json = False,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB).  [default: this machine's]"),
+        typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB). (default: this machine's)"),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the step's bytes: .png, .svg or .pdf.")

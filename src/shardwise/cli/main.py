@@ -59,7 +59,10 @@ def init(
         ),
     ],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="[default: one of this name]", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="Where to write; by default a folder of this name.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -111,19 +114,19 @@ def encode(
     out: Annotated[Path, typer.Option(metavar="FILE.npy", help="Where the vectors go: .npy or .parquet.")],
     field: Annotated[str, typer.Option(help="The column of texts in .jsonl and .parquet.")] = "text",
     pooling: Annotated[
-        str | None, typer.Option(help="mean, cls or max.  [default: what the folder says, or mean]")
+        str | None, typer.Option(help="mean, cls or max. (default: what the folder says, or mean)")
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option("--normalize/--no-normalize", help="Vectors of norm 1.  [default: what the folder says, or no]"),
+        typer.Option("--normalize/--no-normalize", help="Vectors of norm 1. (default: what the folder says, or no)"),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens that a text is cut to.  [default: what the folder says, or 512]")
+        int | None, typer.Option(help="Tokens that a text is cut to. (default: what the folder says, or 512)")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Texts that a rank computes at once.", min=1)] = 64,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    ranks: Annotated[int | None, typer.Option(help="Processes.  [default: one for each GPU, else one]", min=1)] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each.  [default: cores / ranks]", min=1)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes. (default: one for each GPU, else one)", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each. (default: cores / ranks)", min=1)] = None,
     json: Json = False,
 ) -> None:
     """Turn each row of a corpus into a vector, in order, on all devices; the same command goes on after a kill."""
@@ -183,7 +186,7 @@ def convert(
     file: Annotated[Path, typer.Argument(help="A YAML of Accelerate, a JSON of DeepSpeed, or FSDP arguments.")],
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="accelerate, deepspeed or fsdp  [default: by its keys]"),
+        typer.Option("--from", metavar="NAME", help="accelerate, deepspeed or fsdp; by default told by the keys"),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Data-parallel ranks, for batch sizes.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Write the config.")] = None,
@@ -209,12 +212,12 @@ def generate(
         bool, typer.Option("--chat", help="Take PROMPT as a user's message, by the chat template, and answer it.")
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="The most tokens to write.  [default: 100, or what has room]", min=1)
+        int | None, typer.Option(metavar="N", help="The most tokens to write. (default: 100, or what has room)", min=1)
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="0: the likeliest token.  [default: that of the folder's generation config; own models 0.8]", min=0.0
+            help="0: the likeliest token. (default: that of the folder's generation config; own models 0.8)", min=0.0
         ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens.", min=1)] = None,
@@ -235,10 +238,8 @@ def generate(
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python script; what follows it are its own arguments.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes to start.  [default: one for each device]", min=1)
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each.  [default: cores / ranks]", min=1)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes to start. (default: one for each device)", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each. (default: cores / ranks)", min=1)] = None,
     run_dir: Annotated[Path, typer.Option(help="The folder of logs.")] = Path("runs/launch"),
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds that ranks wait in a step for one that does not move.", min=1.0)

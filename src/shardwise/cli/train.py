@@ -57,10 +57,11 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
     )
     check_loggers(config.train.loggers)
-    compare_weights(config)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     console = make_console(stderr=json)
     phases = Phases(console if first and not json else None)
+    with phases.phase("comparing the weights with the model"):
+        compare_weights(config)
     with interruptible():
         config, notices = _with_data(config, console if first else None, phases)
         # All ranks under torchrun look and check, so that none waits for another that fails or has nothing to do.

@@ -96,6 +96,24 @@ class Data:
 
 
 def build_data(config: Config, progress: OnProgress | None = None) -> Data:
+    """Return the data of ``config``, as :func:`_data` does.
+
+    :class:`ConfigError` too if evaluations are needed and there is nothing to evaluate on.
+    """
+    data, share = _data(config, progress), config.validation.share
+    needs: list[tuple[str, Any]] = [
+        ("checkpoint.best", config.checkpoint.best),
+        ("validation.patience", config.validation.patience),
+    ]
+    needs.append(("validation.metrics", list(config.validation.metrics or ()) or None))
+    key, value = next(((key, value) for key, value in needs if value is not None), ("", None))
+    if key and data.validation is None and share:
+        wrong = f"there is nothing to evaluate on, for validation.share = {share:g} sets nothing of the data apart"
+        raise ConfigError.on(f"{key} = {shown(value)}", wrong, "a greater validation.share, or more data")
+    return data
+
+
+def _data(config: Config, progress: OnProgress | None) -> Data:
     """Return the data of ``config``; text is tokenised if that has not been done, with calls ``progress(done, total)``.
 
     The labels of text are the next tokens; for ``model.transformers`` they are the tokens themselves, for these models

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from shardwise.core.errors import ConfigError, describe, did_you_mean
 from .toml import shown
 
 Function = Callable[..., Any]
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def load_function(key: str, reference: str) -> Function:
@@ -40,8 +42,26 @@ def load_function(key: str, reference: str) -> Function:
 def call(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
     """Call the function that ``reference`` names and return its result; :class:`ConfigError` if either fails."""
     function = load_function(key, reference)
+    _check_arguments(key, reference, function, arguments)
     with blame(key, reference):
         return function(**arguments)
+
+
+def _check_arguments(key: str, reference: str, function: Function, arguments: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` for arguments that the function does not take, and for those that it lacks."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a function of C tells no signature
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        known = [name for name, one in signature.parameters.items() if one.kind in NAMED]
+        unknown = next((name for name in arguments if name not in known), "")
+        legal = f"{key.partition('.')[0]}.arguments with " + (", ".join(known) if known else "nothing")
+        name = reference.rpartition(":")[2]
+        hint = f".{did_you_mean(unknown, known)}"
+        raise ConfigError.on(f"{key} = {shown(reference)}", f"{name}: {error}", legal, hint) from None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.checkpoint.adapters import Adapters, without_adapters
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, did_you_mean
 
 from .factories import blame
 from .pretrained import PretrainedFolder
@@ -33,6 +33,7 @@ def with_adapters(model: ModelConfig, base: Callable[[], nn.Module]) -> Callable
 
     def construct() -> nn.Module:
         module = base()
+        _check_targets(model, module)
         with blame(KEY, model.lora):
             made: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(**settings), module)
         _check_linear(model, made)
@@ -104,6 +105,22 @@ def _peft(model: ModelConfig) -> Any:
         legal = "install it (pip install 'shardwise[lora]'), or leave model.lora out"
         raise ConfigError.on(f"{KEY} = {shown(model.lora)}", f"peft cannot be imported ({error})", legal) from error
     return peft
+
+
+def _check_targets(model: ModelConfig, module: nn.Module) -> None:
+    """Raise :class:`ConfigError` for a target that no layer has; peft says nothing where it finds another one."""
+    targets = model.lora["targets"] if model.lora is not None else ALL_LINEAR
+    names = {name: one for name, one in module.named_modules() if name}
+    for target in () if targets == ALL_LINEAR else _listed(targets):
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            linear = dict.fromkeys(name.rpartition(".")[2] for name, one in names.items() if _is_linear(one))
+            wrong = f'no layer has the name "{target}"'
+            legal = f"{ALL_LINEAR}, {', '.join(linear)}"
+            raise ConfigError.on(f"{KEY} = {shown(model.lora)}", wrong, legal, f".{did_you_mean(target, linear)}")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's, which has its own
 
 
 def _check_linear(model: ModelConfig, module: nn.Module) -> None:

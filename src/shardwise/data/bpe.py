@@ -41,6 +41,10 @@ def train_tokenizer(
     """
     if vocabulary < LEAST:
         raise ConfigError(f"--vocabulary {vocabulary}: legal: at least {LEAST}, for the {LEAST - 1} bytes and {END}")
+    path = Path(out)
+    if not path.parent.is_dir() or path.is_dir():  # known now, and not after all the text has been read
+        reason = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError.on(f"--out {path}", reason, "a file in a folder that exists")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     files = find_files(sources)
@@ -53,7 +57,6 @@ def train_tokenizer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False, min_frequency=2
     )  # fmt: skip
     tokenizer.train_from_iterator(text.parts(), trainer=trainer)
-    path = Path(out)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

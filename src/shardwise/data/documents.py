@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
-from .sources import SourceFile
+from .sources import SourceFile, not_json
 
 # The tokens of a long text depend on where it is cut: a change here, or of LONG in tokenizer.py, needs a new FORMAT in
 # cache.py.
@@ -147,11 +147,9 @@ def _lines(span: Span, field: str) -> Iterator[bytes]:
 
 def _line(line: bytes, path: str, place: int, field: str) -> bytes:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"data.source: {_at(path, place)}: not JSON: {error}; legal: one JSON object a line"
-        ) from error
+        raise ConfigError.on(f"data.source: {_at(path, place)}", not_json(error), "one JSON object a line") from error
     if not isinstance(row, dict):
         raise ConfigError(f"data.source: {_at(path, place)}: {type(row).__name__}; legal: one JSON object a line")
     if field not in row:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shardwise.core.errors import ConfigError
 
 from .chat import ASSISTANT, Message
-from .sources import LEGAL_SFT, is_glob
+from .sources import LEGAL_SFT, is_glob, not_json
 
 KEY = "data.sft"
 ANSWERS = ("response", "completion")
@@ -59,9 +59,9 @@ def read_examples(file: Path) -> Iterator[Example]:
 
 def _row(line: bytes, place: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        raise ConfigError.on(f"{KEY}: {place}", f"not JSON: {error}", "one JSON object a line") from error
+        raise ConfigError.on(f"{KEY}: {place}", not_json(error), "one JSON object a line") from error
     if not isinstance(row, dict):
         raise ConfigError.on(f"{KEY}: {place}", type(row).__name__, "one JSON object a line")
     return row

@@ -60,8 +60,10 @@ class Conversations:
     def train(self, length: int, *, shifted: bool, fields: DocumentFields) -> PackedExamples:
         """Return the rows to train on; :class:`ConfigError` if there are none."""
         train, apart = self.sides
+        if not len(train) and not len(apart):
+            raise ConfigError.on(KEY, f"{self.name} is empty", "one example or more")
         if not len(train):
-            wrong = f"all {len(apart)} examples of {self.name} are set apart" if len(apart) else f"{self.name} is empty"
+            wrong = f"all {len(apart)} examples of {self.name} are set apart"
             raise ConfigError.on(f"validation.share = {self.fraction:g}", wrong, "a smaller fraction, such as 0")
         return self._packed(0, length, shifted, fields)
 

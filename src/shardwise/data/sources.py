@@ -69,6 +69,12 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
     return list(found.values())
 
 
+def not_json(error: Exception) -> str:
+    """Say why a line is not JSON; its number is said elsewhere, for JSON counts lines from the one that it reads."""
+    where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"not JSON: {where}"
+
+
 def is_glob(source: str) -> bool:
     """Return whether ``source`` is a pattern, and not the name of something that exists."""
     return not MAGIC.isdisjoint(source) and not os.path.lexists(source)

@@ -84,9 +84,11 @@ class Work:
             if different and work.done().any():
                 mine, theirs = asdict(job), asdict(work.job)
                 words = "; ".join(f"{name}: {theirs[name]} then, {mine[name]} now" for name in different)
-                raise ConfigError.on(str(folder), f"an unfinished encoding of something else ({words})", "to delete it")
-            if different:  # a command that failed at once is not in the way of the corrected one
-                (folder / VECTORS).unlink(missing_ok=True)
+                wrong = f"an unfinished encoding of something else ({words})"
+                raise ConfigError.on(str(folder), wrong, "to delete it, or another --out")
+            if different:  # nothing is lost, for it failed or was stopped before its first chunk
+                for name in (JOB, VECTORS):
+                    (folder / name).unlink(missing_ok=True)
         if not (folder / JOB).exists() or not (folder / VECTORS).exists():
             (folder / DONE).write_bytes(bytes(job.chunks))
         write_whole(folder / JOB, json.dumps(asdict(job), indent=2) + "\n")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, describe
 
 Pooling = Literal["mean", "cls", "max"]
 POOLINGS = ("mean", "cls", "max")
@@ -104,7 +104,15 @@ class Sentences:
 
         self.recipe, self.device, self.batch_size = recipe, device, batch_size
         self.tokenizer = AutoTokenizer.from_pretrained(str(recipe.folder))
-        model = AutoModel.from_pretrained(str(recipe.folder), dtype=dtype)
+        if self.tokenizer.pad_token is None:  # many models that write have none; any will do, for the mask hides it
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
+        try:
+            model = AutoModel.from_pretrained(str(recipe.folder), dtype=dtype)
+        except Exception as error:  # whatever transformers says of the folder
+            wrong = f"its model cannot be loaded: {describe(error)}"
+            raise ConfigError.on(
+                str(recipe.folder), wrong, "the folder of a transformers model, with weights"
+            ) from error
         self.model = model.eval().to(device)
 
     @torch.inference_mode()

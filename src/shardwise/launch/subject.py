@@ -96,7 +96,8 @@ def given_weights(config: Config) -> tuple[str, Path] | None:
 
 
 def compare_weights(config: Config) -> None:
-    """Raise :class:`ConfigError` if the names or shapes of the weights to start from are not those of the model.
+    """Raise :class:`ConfigError` if the names or shapes of the weights to start from are not those of the model, or the
+    targets of ``model.lora`` not among its layers.
 
     Before any rank starts: the headers of the files are compared with the structure of the model, without its weights.
     """
@@ -104,6 +105,8 @@ def compare_weights(config: Config) -> None:
     if given is not None:
         key, path = given
         check_weights(path, initial_values(config, build_base_model(config)).module, key)
+    if config.model.lora is not None:
+        initial_values(config, build_model(config)[0])
 
 
 def example_of(dataset: Any) -> dict[str, Tensor]:

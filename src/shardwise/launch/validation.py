@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.checkpoint.folder import checkpoints, step_of
 from shardwise.config import build_metrics
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.metrics import PERPLEXITY, Watch, goal_of
 from shardwise.report.files import BEST, EVALUATIONS, begins_anew
 from shardwise.runtime.communicator import host_gather_bytes
@@ -74,7 +74,8 @@ class Validation:
         for key, watch in (("checkpoint.best", self.best), ("validation.watch", self.stop)):
             if watch is not None and watch.metric not in found:
                 names = ", ".join(name for name in found if name not in ("step", "rows", "seconds"))
-                raise ConfigError(f'{key} = "{watch.metric}": no evaluation has it; legal: {names}')
+                hint = f".{did_you_mean(watch.metric, found)}"
+                raise ConfigError.on(f'{key} = "{watch.metric}"', "no evaluation has it", names, hint)
 
     def due(self, done: int) -> bool:
         """Return whether the model is to be evaluated after ``done`` steps."""

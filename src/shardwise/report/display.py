@@ -72,6 +72,7 @@ class Display:
         self._run_dir, self._phases = run_dir, phases or Phases(None)
         self._about: Metrics = {}
         self._phase, self._since = "", time.monotonic()
+        self._began = self._since
         self._follower = Follower(run_dir / METRICS)
         self._recent: deque[Metrics] = deque(maxlen=RECENT)
         self._shown = float("-inf")
@@ -136,7 +137,7 @@ class Display:
         phase = FIRST_STEP if record.step >= 0 else RANKS if record.doing == "starting" else record.doing
         if phase != self._phase:
             self._phase, self._since = phase, time.monotonic()
-            self._shown = max(self._shown, self._since)
+            self._shown = max(self._shown, self._began)
         seconds = time.monotonic() - self._since
         if self._bar is not None:
             self._bar.phase(f"{phase} {seconds:.0f} s")
@@ -191,7 +192,11 @@ def describe(about: Metrics) -> list[str]:
     if matmul is not None:
         found = "as accurate as" if matmul["fast_error"] <= 4 * matmul["safe_error"] else "less accurate than"
         lines.append(f'float32 matmul: "{matmul["precision"]}" (fast kernels are {found} the default here)')
-    every = f"every {about['checkpoint_every']} steps and at the end" if about["checkpoint_every"] else "at the end"
+    every = (
+        f"every {plural(about['checkpoint_every'], 'step')} and at the end"
+        if about["checkpoint_every"]
+        else "at the end"
+    )
     lines.append(f"checkpoints {every}; saving one takes {size(about['staging_bytes'])} a rank")
     return lines + [f"note: {note}" for note in about["notes"]]
 

@@ -12,14 +12,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 VOCABULARY = 512
+QUESTIONS = (
+    "What is the capital of {}?", "What is the capital city of {}?", "Which city is the capital of {}?",
+    "Name the capital of {}.", "Tell me the capital of {}.", "Do you know the capital of {}?",
+)  # fmt: skip
+CAPITALS = {
+    "Argentina": "Buenos Aires", "Austria": "Vienna", "Bolivia": "Sucre", "Canada": "Ottawa", "Chile": "Santiago",
+    "Cuba": "Havana", "Denmark": "Copenhagen", "Egypt": "Cairo", "Finland": "Helsinki", "France": "Paris",
+    "Ghana": "Accra", "Greece": "Athens", "Hungary": "Budapest", "Iceland": "Reykjavik", "India": "New Delhi",
+    "Ireland": "Dublin", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi", "Norway": "Oslo", "Peru": "Lima",
+    "Poland": "Warsaw", "Portugal": "Lisbon", "Spain": "Madrid", "Sweden": "Stockholm", "Thailand": "Bangkok",
+    "Tunisia": "Tunis", "Uruguay": "Montevideo", "Vietnam": "Hanoi", "Zambia": "Lusaka",
+}  # fmt: skip
 
 
 def main() -> None:
     base, answers = HERE / "base", HERE / "answers.jsonl"
     lines = [
-        json.dumps({"prompt": f"What is {a} plus {b}?", "response": f"{a} plus {b} is {a + b}."})
-        for a in range(40)
-        for b in range(40)
+        json.dumps({"prompt": question.format(country), "response": f"The capital of {country} is {capital}."})
+        for country, capital in CAPITALS.items()
+        for question in QUESTIONS
     ]
     answers.write_text("\n".join(lines) + "\n", encoding="utf-8")
     torch.manual_seed(0)
