@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.capture.running import at_line
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
@@ -150,20 +151,36 @@ class DistributedModel:
         value = getattr(self._steps.module, name)
         if isinstance(value, nn.Module | Tensor):
             _refuse("model", name, "a call of the whole model, and what is neither a part nor a tensor of it")
-        return _without_gradient(value, name) if inspect.ismethod(value) else value
+        return self._without_gradient(value, name) if inspect.ismethod(value) else value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_steps":
+            super().__setattr__(name, value)
+            return
+        if isinstance(value, nn.Module | Tensor):
+            raise ShardwiseError(f"model.{name} = ... under distribute(); legal: tensors and parts before distribute()")
+        setattr(self._steps.module, name, value)
+        self._steps.shapes.forget()
 
-def _without_gradient(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a method of the module that may not compute what is trained: that is done by calls of the whole model."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        legal = "a copy of the module before distribute(), which takes model.state_dict()"
+        raise ShardwiseError(f"copy.deepcopy(model) under distribute(); legal: {legal}")
 
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        found = method(*args, **kwargs)
-        if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(found)):
-            _refuse("model", name, "a call of the whole model where a gradient is needed; this one is not distributed")
-        return found
+    def _without_gradient(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a method of the module that may not compute what is trained: calls of the whole model do."""
 
-    return called
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            if found is self._steps.module:  # as apply() and to() return it
+                return self
+            if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(found)):
+                _refuse(
+                    "model", name, "a call of the whole model where a gradient is needed; this one is not distributed"
+                )
+            return found
+
+        return called
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -236,6 +253,9 @@ class Optimizer(torch.optim.Optimizer):
         return f"distributed {self._steps.choice.name if self._theirs is None else self._theirs!r}"
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name == "_step_supports_amp_scaling":
+            legal = 'GradScaler(enabled=False), with Plan.of(precision="fp16") where losses are scaled'
+            raise ShardwiseError(f"a GradScaler{at_line()} under distribute(); legal: {legal}")
         _refuse("optimizer", name, "step, zero_grad, param_groups, state_dict and load_state_dict")
 
 

@@ -8,6 +8,7 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,11 @@ from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
-from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
+from shardwise.train.recording import Deferred, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, Script, plot
 from shardwise.train.shapes import Shapes
 from shardwise.train.trainer import Trainer
+from shardwise.train.values import Owner, Plain, Source, Value
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,8 @@ class Model(Owner):
 
     def __init__(
         self,
-        module: nn.Module,
-        choice: OptimizerChoice,
-        plan: Plan,
-        options: Mapping[str, Any],
-        watch: Watch,
-        rows: int,
-    ) -> None:
+        module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any], watch: Watch, rows: int
+    ) -> None:  # fmt: skip
         self.module, self.plan, self.watch, self.dim = module, plan, watch, rows
         self.choice, self.options = choice, dict(options)
         self.loss = self.options.pop("loss", None)
@@ -69,6 +66,7 @@ class Model(Owner):
         self.ended: list[Value] = []  # what they made known
         self.filled = -1  # the version of the weights that the loop sees
         self._seen: dict[str, Tensor] | None = None
+        self.before: dict[str, Tensor] | None = None  # what it saw at the last calls, before there is a trainer
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
@@ -160,6 +158,7 @@ class Model(Owner):
         names = self._names(args, kwargs)
         if training and not torch.is_grad_enabled():
             raise ShardwiseError(f"model(...) without gradients in training mode{at_line()}; legal: after model.eval()")
+        frozen = self.begin_call()
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         if not training:  # nothing of it has a gradient
             with torch.no_grad():
@@ -167,9 +166,12 @@ class Model(Owner):
                     [one._value.get() if isinstance(one, Deferred) else one for one in leaves], spec, names
                 )
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
-        source = Source(Arguments(names), spec.unflatten(values), self, True)
+        source = Source(Arguments(names), spec.unflatten(values), self, True, frozen)
         self.open.append(source)
-        return outputs(source, *self.shapes.results(values, spec, True))
+        results, out = self.shapes.results(values, spec, True)
+        if frozen and not any(one.grad for one in source.inputs):
+            results = [(one[0], False) if isinstance(one, tuple) else one for one in results]
+        return outputs(source, results, out)
 
     def _names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """Return a name for each leaf of the arguments; raise :class:`ConfigError` for what the model does not take."""
@@ -232,8 +234,10 @@ class Model(Owner):
         if self.trained(found).compiled.general.opaque is not None:
             self._locally(kept, losses)
             return
-        self.push()
         compiled = self.compiled(found, True, bool(self.due))
+        if compiled.general.opaque is not None:
+            self._locally(kept, losses)
+            return
         batch = self.batch(found)
         result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
         self.take(kept, found, compiled, result, batch.rows)
@@ -254,7 +258,7 @@ class Model(Owner):
         script.calls = tuple(one._replace(apart=True) for one in script.calls)
         fields = {name: part.value for name, part in self.with_states(found).items()}
         module = self.module if self.made is None else self._replica()
-        with torch.no_grad():
+        with torch.no_grad(), self.as_called():
             _, *values = script.run(module, fields)
         for value, one in zip(kept, values, strict=False):
             value.known = Plain(one)
@@ -281,7 +285,6 @@ class Model(Owner):
                 if isinstance(made, Deferred):
                     made._value.known = Plain(one)
             return values
-        self.push()
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self)
         source.grad = True  # where autograd is off, the graph does not say to which module an op belongs
@@ -343,6 +346,14 @@ class Model(Owner):
     @abstractmethod
     def push(self) -> None:
         """Give the engine what the loop has written to parameters and buffers."""
+
+    @abstractmethod
+    def begin_call(self) -> bool:
+        """Take what the loop has done to parameters before a call; return whether all are frozen for it."""
+
+    @abstractmethod
+    def as_called(self) -> AbstractContextManager[object]:
+        """Let the module have the parameters of the calls since the last step, inside a context."""
 
 
 def like_of(value: Tensor) -> Tensor:

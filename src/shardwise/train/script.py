@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from shardwise.capture.computation import Computation
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fields import WHOLE
-from shardwise.train.recording import Owner, Source, Value
+from shardwise.train.values import Owner, Source, Value
 
 
 class Of(NamedTuple):
@@ -88,6 +88,7 @@ class Script(Computation):
         losses = [_resolved(leaf, made, fields) for leaf in self.losses]
         kept = [_resolved(leaf, made, fields) for leaf in self.kept]
         buffers = [states[at][name] for at, name in self.written]
+        losses = [one.sum() if one.dim() else one for one in losses]  # what the loop looks at may have several elements
         loss = sum(losses[1:], losses[0]) if losses else kept[0].to(_wide(kept[0])).sum()
         return loss, *(one.detach() for one in kept), *buffers
 
