@@ -56,7 +56,7 @@ class Deferred(Tensor):
         return _interpret(func, tuple(args), dict(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Give ``torch.tensor(loss)`` and the like, which torch computes below its functions, the value."""
