@@ -179,10 +179,26 @@ def noise_like_the_output(wrap: Wrap, log: Log) -> None:
         optimizer.step()
 
 
+def functions_of_a_mean(wrap: Wrap, log: Log) -> None:
+    """With microbatches, each of them has a part of the mean."""
+    model, optimizer = wrap(module := net(), sgd(module))
+    for x, y in batches():
+        optimizer.zero_grad()
+        output = model(x)
+        loss, other = functional.cross_entropy(output, y), output.abs().mean()
+        (loss + other).backward()
+        perplexity, ratio = loss.exp(), loss / other
+        if len(log) % 8:
+            log += [(loss * loss).item(), other.exp().item()]
+        optimizer.step()
+        log += [perplexity.item(), ratio.item(), loss.item(), other.item(), output.softmax(0).amax().item()]
+
+
 LOOPS = [
     sharpness_aware, decay_between_backward_and_step, a_look_after_a_write, clipped_weights_of_another_model,
     frozen_before_the_first_step, frozen_for_another_model, an_attribute_and_a_method_that_returns_the_model,
     a_metric_before_backward, tensors_made_of_values, noise_like_the_output,
+    functions_of_a_mean,
 ]  # fmt: skip
 
 

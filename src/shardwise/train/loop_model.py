@@ -34,7 +34,7 @@ from shardwise.train.recording import Deferred, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, Script, plot
 from shardwise.train.shapes import Shapes
 from shardwise.train.trainer import Trainer
-from shardwise.train.values import Owner, Plain, Source, Value
+from shardwise.train.values import Later, Owner, Plain, Source, Value
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,15 @@ class Model(Owner):
         if (owner := next(of_step, owners[-1])) is not self:
             owner.compute(wanted)
             return
+        if self.plan.microbatches > 1 and wanted.source is not None and wanted.source.owner is None:
+            wanted.known = Later(wanted)  # of what models gave for the whole batch
+            self.held.discard(wanted)
+            return
         losses = [one for one in self.due if not one.stale]
         calls = {call for one in (*losses, wanted) for call in one.calls}
         kept = self.waiting(calls)
+        if self.plan.microbatches > 1:
+            kept = [one for one in kept if one.source is not None and one.source.owner is not None]
         kept = kept if any(one is wanted for one in kept) else [*kept, wanted]
         if not losses:
             losses = [_with_gradient(wanted)]

@@ -19,6 +19,7 @@ from shardwise.runtime.batch import StepResult
 from shardwise.train.kept import KeptValue
 from shardwise.train.loop_model import Model, like_of, script_of
 from shardwise.train.recording import deferred
+from shardwise.train.script import needed_by
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
 from shardwise.train.values import Later, Owner, Plain, Source, Value
@@ -142,7 +143,7 @@ class Steps(Model, Look):
                 "which adds to them on one device; legal: after a look at all gradients"
             )
         groups = self._groups()
-        between = self._between([{call for one in losses for call in one.calls} for losses in groups])
+        between = self._between(groups)
         self.due = []
         for number, losses in enumerate(groups):
             ends = number + 1 == len(groups)
@@ -150,21 +151,31 @@ class Steps(Model, Look):
             if part != STEP and (self.plan.overlaps or self.plan.mesh.axis_size(PIPELINE) > 1):
                 what = "several backwards a step, looks at gradients and writes to parameters before it"
                 raise ConfigError(f"{what}{at_line()}, are not possible in a pipeline; legal: pp = 1, clip_norm=...")
-            self._program(losses, between.parts[number], part, prepare if part.updates else None)
+            self._program(losses, between, number, part, prepare if part.updates else None)
             self.turn += 1
         for value in between.values:
             value.known = Later(value)
             self.held.discard(value)
 
-    def _between(self, groups: Sequence[set[Source]]) -> Between:
-        """Return the values that depend on the calls of several groups, and what they need of each."""
-        every = set().union(*groups)
+    def _between(self, groups: Sequence[Sequence[Value]]) -> Between:
+        """Return the values that no program of a group of losses gives, and what they need of each: those that depend
+        on calls of several groups, and with microbatches those that no loss needs, which may be, say, the exponential
+        of a mean over the batch."""
+        calls = [{call for one in losses for call in one.calls} for losses in groups]
+        needed = None if self.plan.microbatches == 1 else [needed_by(losses) for losses in groups]
+
+        def program_of(value: Value) -> int | None:
+            return next(
+                (i for i, one in enumerate(calls)
+                 if value.calls <= one and (needed is None or value.source in needed[i])), None
+            )  # fmt: skip
+
         found = Between([], [[] for _ in groups])
-        stack = [v for v in self.waiting(every) if not any(v.calls <= one for one in groups)]
+        stack = [v for v in self.waiting(set().union(*calls)) if program_of(v) is None]
         seen: set[Value] = set()
         while stack:
             value = stack.pop()
-            at = next((i for i, one in enumerate(groups) if value.calls <= one), None)
+            at = program_of(value)
             if value in seen or value.settled or value.source is None:
                 continue
             seen.add(value)
@@ -192,11 +203,13 @@ class Steps(Model, Look):
         return losses
 
     def _program(
-        self, losses: Sequence[Value], wanted: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None
-    ) -> None:
+        self, losses: Sequence[Value], between: Between, number: int, part: Part,
+        prepare: Callable[[Trainer], None] | None,
+    ) -> None:  # fmt: skip
         calls = {call for one in losses for call in one.calls}
         single = losses[0] if len(losses) == 1 else None
-        kept = [one for one in dict.fromkeys((*self.waiting(calls), *wanted)) if one is not single]
+        wanted = dict.fromkeys((*self.waiting(calls), *between.parts[number]))
+        kept = [one for one in wanted if one is not single and one not in between.values]
         found = self.plot(losses, kept)
         trainer = self.trained(found)
         self.check_open({call for one in (*losses, *self.due) for call in one.calls})

@@ -254,11 +254,7 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(one, Tensor) for one in flat):
         return _plainly(func, args, kwargs)
     source = Source(func, tree_unflatten(found, spec))
-    grad = source.grad and any(one.grad for one in values) and func is not Tensor.detach
-    made = outputs(source, [
-        (one, grad and (one.is_floating_point() or one.is_complex())) if isinstance(one, Tensor) else one
-        for one in flat
-    ], out)  # fmt: skip
+    made = outputs(source, [(one.detach(), one.requires_grad) if isinstance(one, Tensor) else one for one in flat], out)
     _note_views(values, list(_values(made)))
     return made
 
@@ -271,12 +267,19 @@ def _note_views(values: Sequence[Value], results: Sequence[Value]) -> None:
 
 
 def _shapes(func: Any, found: Sequence[Any], spec: TreeSpec) -> Any:
-    """Run a function on the meta device."""
-    args, kwargs = tree_unflatten([one.meta if isinstance(one, Value) else one for one in found], spec)
+    """Run a function on the meta device, where autograd says what has a gradient."""
+    args, kwargs = tree_unflatten([_example(one) if isinstance(one, Value) else one for one in found], spec)
     if func is Tensor.__getitem__ and len(args) == 2:  # a mask with values says how many it selects
         args = (args[0], _indices(found[1:])) if _masked(found[1:]) else args
-    with torch.no_grad(), without_torch_functions(), torch.device("meta"):
+    with without_torch_functions(), torch.device("meta"):
         return func(*args, **kwargs)
+
+
+def _example(value: Value) -> Tensor:
+    if not value.grad or not torch.is_grad_enabled():
+        return value.meta
+    with without_torch_functions():
+        return value.meta.detach().requires_grad_()
 
 
 def _masked(index: Sequence[Any]) -> bool:

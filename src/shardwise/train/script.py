@@ -180,7 +180,7 @@ class _Plotter:
         self.states: list[dict[str, str]] = []
 
     def run(self, losses: Sequence[Value], kept: Sequence[Value]) -> Plot:
-        sources = sorted(_needed([*losses, *kept]), key=lambda one: one.number)
+        sources = sorted(needed_by([*losses, *kept]), key=lambda one: one.number)
         if self.rows is None:
             brought = (v for one in sources if one.owner is not None for v in one.inputs)
             first = next((v for v in brought if v.meta.dim() > self.dim), None)
@@ -256,7 +256,7 @@ class _Plotter:
         return Field(name)
 
 
-def _needed(ends: Iterable[Value]) -> set[Source]:
+def needed_by(ends: Iterable[Value]) -> set[Source]:
     """Return the calls that these values are computed by."""
     found: set[Source] = set()
     stack = [value for value in ends if not value.settled]
