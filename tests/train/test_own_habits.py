@@ -352,3 +352,35 @@ def test_a_forward_before_the_first_step_that_writes_statistics() -> None:
         ShardwiseError, match="a forward in training without backward and step writes to 1.running_mean"
     ):
         step(model, optimizer, x, y)
+
+
+def test_values_of_which_each_microbatch_has_its_own() -> None:
+    """A loss in which rows meet differs with microbatches: a warning says so, and no value stands for the batch's."""
+    torch.manual_seed(0)
+    module = net()
+    model, optimizer = distribute(module, sgd(module), Plan.of(precision="fp64", microbatches=2))
+    (x, _), *_ = batches()
+    output = model(x)
+    first, second = output.square().mean(), output.abs().mean()
+    (first * second).backward()
+    with pytest.warns(UserWarning, match="test_own_habits.*2 microbatches are not the step of the whole batch"):
+        optimizer.step()
+    torch.testing.assert_close(output.square().mean(), net_of(x).square().mean(), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ShardwiseError, match="not computed: each microbatch has one of its own"):
+        first.item()
+
+
+def net_of(x: Tensor) -> Any:
+    torch.manual_seed(0)
+    return net()(x).detach()
+
+
+def test_targets_that_number_the_rows_with_microbatches() -> None:
+    torch.manual_seed(0)
+    module = net()
+    model, optimizer = distribute(module, sgd(module), Plan.of(precision="fp64", microbatches=2))
+    (x, _), *_ = batches()
+    one, other = model(x), model(x + 0.1)
+    functional.cross_entropy(one @ other.t(), torch.arange(6)).backward()
+    with pytest.raises(ShardwiseError, match="is not possible on a part of the rows, and each microbatch is by itself"):
+        optimizer.step()

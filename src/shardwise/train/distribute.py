@@ -102,11 +102,11 @@ class DistributedModel:
     @property
     def captured(self) -> bool:
         """Whether there is a trainer."""
-        return self._steps.captured
+        return self._steps.made is not None
 
     def when_captured(self, function: Callable[[Trainer], object]) -> None:
         """Call ``function`` with the trainer, whose state it may set: now, or before the first step computes."""
-        if self._steps.captured:
+        if self._steps.made is not None:
             function(self._steps.trainer)
             self._steps.changed()
         else:
@@ -118,12 +118,12 @@ class DistributedModel:
         steps.watch.check_kept()
         steps.check_open({call for loss in steps.due for call in loss.calls})
         steps.push()
-        return steps.trainer.state_dict() if steps.captured else steps.module.state_dict()
+        return steps.trainer.state_dict() if steps.made is not None else steps.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Take parameters and buffers from a single-device state."""
         steps = self._steps
-        if not steps.captured:
+        if steps.made is None:
             steps.module.load_state_dict(state, strict)
             return
         steps.trainer.load_state_dict(state if strict else {**steps.state(), **state})
@@ -205,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""
         theirs, steps = self._given("state_dict"), self._steps
-        if not steps.captured:
+        if steps.made is None:
             return theirs.state_dict() if self._loaded is None else dict(self._loaded)
         return optimizer_state(steps.trainer.engine, theirs, steps.module)
 

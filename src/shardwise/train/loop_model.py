@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import warnings
 import weakref
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,10 +26,12 @@ from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
 from shardwise.initial.copies import copied
 from shardwise.lower.compiled import Compiled
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
-from shardwise.runtime.communicator import host_sum
+from shardwise.shard.op_spec import Shard
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
+from shardwise.train.own_rows import check_same
 from shardwise.train.recording import Deferred, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, Script, plot
 from shardwise.train.shapes import Shapes
@@ -81,11 +83,6 @@ class Model(Owner):
             raise ShardwiseError("the model is not captured yet; legal: after the first step")
         return self.made
 
-    @property
-    def captured(self) -> bool:
-        """Whether there is a trainer."""
-        return self.made is not None
-
     def changed(self) -> None:
         """Note that the weights have been set: what was recorded before is of others."""
         self.version += 1
@@ -106,7 +103,7 @@ class Model(Owner):
             with torch.inference_mode(False):
                 example = {name: part.value for name, part in found.fields.items()}
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
-            self._compiled[found.key, True] = [self.made.compiled]
+            self._compiled[found.key, True] = [self._told(self.made.compiled)]
             self.watch.begin()
             self.made.before_save.append(self.push)
             self.made.before_close.append(self._give_back)
@@ -135,8 +132,15 @@ class Model(Owner):
         self.with_states(found)
         example = {name: part.value for name, part in found.fields.items()}
         with torch.inference_mode(False):
-            alike.append(trainer.compiled.beside(found.script, example, training, backward))
+            alike.append(self._told(trainer.compiled.beside(found.script, example, training, backward)))
         return alike[-1]
+
+    def _told(self, compiled: Compiled) -> Compiled:
+        """Warn of what microbatches change."""
+        pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
+        for note in compiled.general.notes_of_microbatches(self.plan.microbatches, pipelined):
+            warnings.warn(f"distribute(){at_line()}: {note}", stacklevel=2)
+        return compiled
 
     # ---- calls of the model ------------------------------------------------------------------------------------------
 
@@ -237,10 +241,10 @@ class Model(Owner):
                 self._locally(kept, losses)
                 return
         found = self.plot(losses, kept)
-        if self.trained(found).compiled.general.opaque is not None:
-            self._locally(kept, losses)
-            return
-        compiled = self.compiled(found, True, bool(self.due))
+        with self.as_called():
+            compiled = self.trained(found).compiled
+        if compiled.general.opaque is None:
+            compiled = self.compiled(found, True, bool(self.due))
         if compiled.general.opaque is not None:
             self._locally(kept, losses)
             return
@@ -250,9 +254,13 @@ class Model(Owner):
 
     def take(self, kept: Sequence[Value], found: Plot, compiled: Compiled, result: StepResult, rows: int) -> None:
         """Note the values that a plot keeps, of what the program has kept of a batch of so many rows."""
+        whole = self.plan.microbatches == 1 or compiled.general.cuts_batch
         for value, leaf in zip(kept, found.script.kept, strict=True):
             parts = result.kept.get(f"{KEPT}{script_of(compiled).kept.index(leaf)}")
-            if parts is not None:
+            if parts is not None and not whole and not isinstance(parts.placement, Shard):
+                legal = compiled.general.ways_to_meet(self.plan.mesh.axis_size(PIPELINE) > 1)
+                value.lost = f"each microbatch has one of its own (legal: {legal})"
+            elif parts is not None:
                 value.known = KeptValue(self.trainer.comm, self.plan, parts, value.meta, rows)
                 self.held.discard(value)
 
@@ -339,7 +347,7 @@ class Model(Owner):
         brought = {name: part.value for name, part in found.fields.items() if not name.startswith(f"{WHOLE}state ")}
         whole = {name: part.value for name, part in self.with_states(found).items()}
         if self.made is not None:
-            _compare(self.made, brought)
+            check_same(self.made.plan, self.made.comm, brought)
         mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self.trainer.comm.rank
         ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
@@ -383,21 +391,6 @@ def _with_gradient(value: Value) -> Value:
             seen.add(id(one.source))
             stack.extend(one.source.inputs)
     raise ShardwiseError(f"a value is looked at{at_line()} that has no gradient; legal: after optimizer.step()")
-
-
-def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
-    if trainer.plan.mesh.size == 1:
-        return
-    word = 0
-    for name in sorted(batch):
-        word = zlib.crc32(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), word)
-    word %= 1 << 20  # so that the sums below stay within 64 bits
-    total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
-    if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
-        raise ConfigError(
-            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
-        )
 
 
 __all__ = ["Arguments", "Model", "like_of", "script_of"]

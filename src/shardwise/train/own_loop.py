@@ -14,6 +14,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT
 from shardwise.core.part import STEP, UPDATE, Part
 from shardwise.graph.torch_private import without_torch_functions
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.train.kept import KeptValue
@@ -217,14 +218,17 @@ class Steps(Model, Look):
         batch = self.batch(found)
         if prepare is not None:
             self._begin_update(trainer, prepare)
-        result = trainer.step(batch, compiled, part, self.turn)
+        try:
+            result = trainer.step(batch, compiled, part, self.turn)
+        except RuntimeError as error:
+            raise self._of_parts(compiled, error) from error
         if prepare is not None:
             self._end_update(result)
         self.last = batch, compiled
         self.take(kept, found, compiled, result, batch.rows)
         why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
         for value in kept:
-            value.lost = why if value.known is None else ""
+            value.lost = (value.lost or why) if value.known is None else ""
         if single is not None:
             single.known = Plain(result.loss.to(single.meta.dtype).reshape(single.meta.shape))
         for i, (at, name) in enumerate(found.script.written, start=len(script_of(compiled).kept)):
@@ -237,6 +241,16 @@ class Steps(Model, Look):
         self.ended += [*losses, *kept]
         if compiled.training:
             self.known_state = None
+
+    def _of_parts(self, compiled: Compiled, error: RuntimeError) -> Exception:
+        """Return what to raise where a program fails that computes of some rows what the loop computes of all."""
+        general = compiled.general
+        if general.opaque is None and (self.plan.microbatches == 1 or not general.meets):
+            return error
+        why = f"the model was not captured ({general.opaque})" if general.opaque else "each microbatch is by itself"
+        legal = "a plan without microbatches and data parallelism, or a loop that names no number of rows"
+        what = "what the loop computes is not possible on a part of the rows"
+        return ShardwiseError(f"a step{at_line()}: {what}, and {why}: {' '.join(str(error).split())}; legal: {legal}")
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
