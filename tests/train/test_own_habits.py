@@ -194,11 +194,26 @@ def functions_of_a_mean(wrap: Wrap, log: Log) -> None:
         log += [perplexity.item(), ratio.item(), loss.item(), other.item(), output.softmax(0).amax().item()]
 
 
+def written_through_numpy(wrap: Wrap, log: Log) -> None:
+    """Torch does not count such a write, between two uses of one tensor in a step."""
+    model, optimizer = wrap(module := nn.Linear(4, 3), sgd(module))
+    x = torch.zeros(6, 4)
+    for number, (_, y) in enumerate(batches()):
+        x.numpy()[:] = number + 1
+        first = model(x).detach()
+        x.numpy()[:] = -number
+        loss = functional.cross_entropy(model(x.clone()), y) + (model(x) * first).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log.append(loss.item())
+
+
 LOOPS = [
     sharpness_aware, decay_between_backward_and_step, a_look_after_a_write, clipped_weights_of_another_model,
     frozen_before_the_first_step, frozen_for_another_model, an_attribute_and_a_method_that_returns_the_model,
     a_metric_before_backward, tensors_made_of_values, noise_like_the_output,
-    functions_of_a_mean,
+    functions_of_a_mean, written_through_numpy,
 ]  # fmt: skip
 
 
@@ -228,6 +243,28 @@ def test_the_numbers_of_the_plain_loop(loop: Callable[[Wrap, Log], None], microb
     for one, other in zip(plain, ours, strict=True):
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_statistics_of_backwards_that_add_up() -> None:
+    """Each forward has its backward, and writes its statistics; the loop holds every loss until the step."""
+
+    def run(distributed: bool) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        module: Any = net(norm=True)
+        model, optimizer = distribute(module, sgd(module)) if distributed else (module, sgd(module))
+        found = []
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            losses = [loss_of(model, x + shift, y) / 2 for shift in (0, 1)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            found += [loss.item() for loss in losses]
+        return found, model.state_dict()["1.running_mean"].tolist()
+
+    expected = run(False)
+    for found, one in zip(run(True), expected, strict=True):
+        assert found == pytest.approx(one, rel=1e-10, abs=1e-10)
 
 
 class Reversed(torch.autograd.Function):

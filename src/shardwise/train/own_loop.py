@@ -32,10 +32,11 @@ STILL_THERE = (
 
 
 class Between(NamedTuple):
-    """Values that are computed of those of several programs, and what each program has to keep for them."""
+    """Values that are computed of those of several programs, what each program has to keep for them, and all calls."""
 
     values: list[Value]
     parts: list[list[Value]]
+    calls: set[Source]
 
 
 class Steps(Model, Look):
@@ -171,8 +172,8 @@ class Steps(Model, Look):
                  if value.calls <= one and (needed is None or value.source in needed[i])), None
             )  # fmt: skip
 
-        found = Between([], [[] for _ in groups])
-        stack = [v for v in self.waiting(set().union(*calls)) if program_of(v) is None]
+        found = Between([], [[] for _ in groups], set().union(*calls))
+        stack = [v for v in self.waiting(found.calls) if program_of(v) is None]
         seen: set[Value] = set()
         while stack:
             value = stack.pop()
@@ -213,14 +214,14 @@ class Steps(Model, Look):
         kept = [one for one in wanted if one is not single and one not in between.values]
         found = self.plot(losses, kept)
         trainer = self.trained(found)
-        self.check_open({call for one in (*losses, *self.due) for call in one.calls})
+        self.check_open(between.calls)
         compiled = self.compiled(found, True, True)
         batch = self.batch(found)
         if prepare is not None:
             self._begin_update(trainer, prepare)
         try:
             result = trainer.step(batch, compiled, part, self.turn)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise self._of_parts(compiled, error) from error
         if prepare is not None:
             self._end_update(result)
@@ -242,10 +243,14 @@ class Steps(Model, Look):
         if compiled.training:
             self.known_state = None
 
-    def _of_parts(self, compiled: Compiled, error: RuntimeError) -> Exception:
+    def _of_parts(self, compiled: Compiled, error: Exception) -> Exception:
         """Return what to raise where a program fails that computes of some rows what the loop computes of all."""
         general = compiled.general
-        if general.opaque is None and (self.plan.microbatches == 1 or not general.meets):
+        if (
+            isinstance(error, ShardwiseError)
+            or general.opaque is None
+            and (self.plan.microbatches == 1 or not general.meets)
+        ):
             return error
         why = f"the model was not captured ({general.opaque})" if general.opaque else "each microbatch is by itself"
         legal = "a plan without microbatches and data parallelism, or a loop that names no number of rows"

@@ -176,6 +176,7 @@ class _Plotter:
         self.at: dict[Source, int] = {}
         self.fields: dict[str, FieldPart] = {}
         self.named: dict[Any, Field] = {}
+        self.brought: dict[Any, Value] = {}
         self.owners: list[Owner] = []
         self.states: list[dict[str, str]] = []
 
@@ -238,6 +239,8 @@ class _Plotter:
         if value.source is not None and not value.settled:
             return Of(self.at[value.source], value.index)
         known = id(value) if value.brought is None else value.key
+        if (same := self.brought.setdefault(known, value)) is not value and not _alike(same.get(), value.get()):
+            known = id(value)  # it was written in between where torch does not count, as through numpy
         if known not in self.named:
             self.named[known] = self.field(value, name)
         return self.named[known]
@@ -254,6 +257,11 @@ class _Plotter:
         name = f"{WHOLE}{number}"
         self.fields[name] = FieldPart(tensor, (False, 0, tensor.dtype, *tensor.shape))
         return Field(name)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the host have the same values; on a device, only torch can have written them."""
+    return one.device.type != "cpu" or torch.equal(one, other)
 
 
 def needed_by(ends: Iterable[Value]) -> set[Source]:

@@ -161,9 +161,14 @@ class Value:
 
     def _why(self) -> str:
         """Return why it is not known."""
-        inputs = [] if self.source is None else self.source.inputs
-        lost = next((one.lost for one in (self, *inputs) if one.lost), "")
-        return lost or "the weights have changed since"
+        stack, seen = [self], set[Value]()
+        while stack:
+            if (one := stack.pop()).lost:
+                return one.lost
+            if one not in seen and one.source is not None:
+                stack.extend(one.source.inputs)
+            seen.add(one)
+        return "the weights have changed since"
 
     def get(self) -> Tensor:
         """Return the value, computed now if it is not known."""
