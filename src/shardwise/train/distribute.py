@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.capture.running import at_line
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
@@ -101,11 +102,11 @@ class DistributedModel:
     @property
     def captured(self) -> bool:
         """Whether there is a trainer."""
-        return self._steps.captured
+        return self._steps.made is not None
 
     def when_captured(self, function: Callable[[Trainer], object]) -> None:
         """Call ``function`` with the trainer, whose state it may set: now, or before the first step computes."""
-        if self._steps.captured:
+        if self._steps.made is not None:
             function(self._steps.trainer)
             self._steps.changed()
         else:
@@ -117,12 +118,12 @@ class DistributedModel:
         steps.watch.check_kept()
         steps.check_open({call for loss in steps.due for call in loss.calls})
         steps.push()
-        return steps.trainer.state_dict() if steps.captured else steps.module.state_dict()
+        return steps.trainer.state_dict() if steps.made is not None else steps.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Take parameters and buffers from a single-device state."""
         steps = self._steps
-        if not steps.captured:
+        if steps.made is None:
             steps.module.load_state_dict(state, strict)
             return
         steps.trainer.load_state_dict(state if strict else {**steps.state(), **state})
@@ -150,20 +151,36 @@ class DistributedModel:
         value = getattr(self._steps.module, name)
         if isinstance(value, nn.Module | Tensor):
             _refuse("model", name, "a call of the whole model, and what is neither a part nor a tensor of it")
-        return _without_gradient(value, name) if inspect.ismethod(value) else value
+        return self._without_gradient(value, name) if inspect.ismethod(value) else value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_steps":
+            super().__setattr__(name, value)
+            return
+        if isinstance(value, nn.Module | Tensor):
+            raise ShardwiseError(f"model.{name} = ... under distribute(); legal: tensors and parts before distribute()")
+        setattr(self._steps.module, name, value)
+        self._steps.shapes.forget()
 
-def _without_gradient(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a method of the module that may not compute what is trained: that is done by calls of the whole model."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        legal = "a copy of the module before distribute(), which takes model.state_dict()"
+        raise ShardwiseError(f"copy.deepcopy(model) under distribute(); legal: {legal}")
 
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        found = method(*args, **kwargs)
-        if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(found)):
-            _refuse("model", name, "a call of the whole model where a gradient is needed; this one is not distributed")
-        return found
+    def _without_gradient(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a method of the module that may not compute what is trained: calls of the whole model do."""
 
-    return called
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            if found is self._steps.module:  # as apply() and to() return it
+                return self
+            if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(found)):
+                _refuse(
+                    "model", name, "a call of the whole model where a gradient is needed; this one is not distributed"
+                )
+            return found
+
+        return called
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -188,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""
         theirs, steps = self._given("state_dict"), self._steps
-        if not steps.captured:
+        if steps.made is None:
             return theirs.state_dict() if self._loaded is None else dict(self._loaded)
         return optimizer_state(steps.trainer.engine, theirs, steps.module)
 
@@ -236,6 +253,9 @@ class Optimizer(torch.optim.Optimizer):
         return f"distributed {self._steps.choice.name if self._theirs is None else self._theirs!r}"
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name == "_step_supports_amp_scaling":
+            legal = 'GradScaler(enabled=False), with Plan.of(precision="fp16") where losses are scaled'
+            raise ShardwiseError(f"a GradScaler{at_line()} under distribute(); legal: {legal}")
         _refuse("optimizer", name, "step, zero_grad, param_groups, state_dict and load_state_dict")
 
 

@@ -12,7 +12,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import KeptParts
 from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.shard.op_spec import Shard
-from shardwise.train.recording import Known
+from shardwise.train.values import Known
 
 _SUMMED = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint8: torch.uint8}  # what every backend can sum
 

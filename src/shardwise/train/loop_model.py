@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import warnings
 import weakref
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,17 @@ from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
 from shardwise.initial.copies import copied
 from shardwise.lower.compiled import Compiled
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
-from shardwise.runtime.communicator import host_sum
+from shardwise.shard.op_spec import Shard
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
-from shardwise.train.recording import Deferred, Owner, Plain, Source, Value, outputs, value_of
+from shardwise.train.own_rows import check_same
+from shardwise.train.recording import Deferred, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, Script, plot
 from shardwise.train.shapes import Shapes
 from shardwise.train.trainer import Trainer
+from shardwise.train.values import Later, Owner, Plain, Source, Value
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,8 @@ class Model(Owner):
 
     def __init__(
         self,
-        module: nn.Module,
-        choice: OptimizerChoice,
-        plan: Plan,
-        options: Mapping[str, Any],
-        watch: Watch,
-        rows: int,
-    ) -> None:
+        module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any], watch: Watch, rows: int
+    ) -> None:  # fmt: skip
         self.module, self.plan, self.watch, self.dim = module, plan, watch, rows
         self.choice, self.options = choice, dict(options)
         self.loss = self.options.pop("loss", None)
@@ -69,6 +68,7 @@ class Model(Owner):
         self.ended: list[Value] = []  # what they made known
         self.filled = -1  # the version of the weights that the loop sees
         self._seen: dict[str, Tensor] | None = None
+        self.before: dict[str, Tensor] | None = None  # what it saw at the last calls, before there is a trainer
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
@@ -82,11 +82,6 @@ class Model(Owner):
         if self.made is None:
             raise ShardwiseError("the model is not captured yet; legal: after the first step")
         return self.made
-
-    @property
-    def captured(self) -> bool:
-        """Whether there is a trainer."""
-        return self.made is not None
 
     def changed(self) -> None:
         """Note that the weights have been set: what was recorded before is of others."""
@@ -108,7 +103,7 @@ class Model(Owner):
             with torch.inference_mode(False):
                 example = {name: part.value for name, part in found.fields.items()}
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
-            self._compiled[found.key, True] = [self.made.compiled]
+            self._compiled[found.key, True] = [self._told(self.made.compiled)]
             self.watch.begin()
             self.made.before_save.append(self.push)
             self.made.before_close.append(self._give_back)
@@ -137,8 +132,15 @@ class Model(Owner):
         self.with_states(found)
         example = {name: part.value for name, part in found.fields.items()}
         with torch.inference_mode(False):
-            alike.append(trainer.compiled.beside(found.script, example, training, backward))
+            alike.append(self._told(trainer.compiled.beside(found.script, example, training, backward)))
         return alike[-1]
+
+    def _told(self, compiled: Compiled) -> Compiled:
+        """Warn of what microbatches change."""
+        pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
+        for note in compiled.general.notes_of_microbatches(self.plan.microbatches, pipelined):
+            warnings.warn(f"distribute(){at_line()}: {note}", stacklevel=2)
+        return compiled
 
     # ---- calls of the model ------------------------------------------------------------------------------------------
 
@@ -160,6 +162,7 @@ class Model(Owner):
         names = self._names(args, kwargs)
         if training and not torch.is_grad_enabled():
             raise ShardwiseError(f"model(...) without gradients in training mode{at_line()}; legal: after model.eval()")
+        frozen = self.begin_call()
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         if not training:  # nothing of it has a gradient
             with torch.no_grad():
@@ -167,9 +170,12 @@ class Model(Owner):
                     [one._value.get() if isinstance(one, Deferred) else one for one in leaves], spec, names
                 )
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
-        source = Source(Arguments(names), spec.unflatten(values), self, True)
+        source = Source(Arguments(names), spec.unflatten(values), self, True, frozen)
         self.open.append(source)
-        return outputs(source, *self.shapes.results(values, spec, True))
+        results, out = self.shapes.results(values, spec, True)
+        if frozen and not any(one.grad for one in source.inputs):
+            results = [(one[0], False) if isinstance(one, tuple) else one for one in results]
+        return outputs(source, results, out)
 
     def _names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """Return a name for each leaf of the arguments; raise :class:`ConfigError` for what the model does not take."""
@@ -219,9 +225,15 @@ class Model(Owner):
         if (owner := next(of_step, owners[-1])) is not self:
             owner.compute(wanted)
             return
+        if self.plan.microbatches > 1 and wanted.source is not None and wanted.source.owner is None:
+            wanted.known = Later(wanted)  # of what models gave for the whole batch
+            self.held.discard(wanted)
+            return
         losses = [one for one in self.due if not one.stale]
         calls = {call for one in (*losses, wanted) for call in one.calls}
         kept = self.waiting(calls)
+        if self.plan.microbatches > 1:
+            kept = [one for one in kept if one.source is not None and one.source.owner is not None]
         kept = kept if any(one is wanted for one in kept) else [*kept, wanted]
         if not losses:
             losses = [_with_gradient(wanted)]
@@ -229,20 +241,26 @@ class Model(Owner):
                 self._locally(kept, losses)
                 return
         found = self.plot(losses, kept)
-        if self.trained(found).compiled.general.opaque is not None:
+        with self.as_called():
+            compiled = self.trained(found).compiled
+        if compiled.general.opaque is None:
+            compiled = self.compiled(found, True, bool(self.due))
+        if compiled.general.opaque is not None:
             self._locally(kept, losses)
             return
-        self.push()
-        compiled = self.compiled(found, True, bool(self.due))
         batch = self.batch(found)
         result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
         self.take(kept, found, compiled, result, batch.rows)
 
     def take(self, kept: Sequence[Value], found: Plot, compiled: Compiled, result: StepResult, rows: int) -> None:
         """Note the values that a plot keeps, of what the program has kept of a batch of so many rows."""
+        whole = self.plan.microbatches == 1 or compiled.general.cuts_batch
         for value, leaf in zip(kept, found.script.kept, strict=True):
             parts = result.kept.get(f"{KEPT}{script_of(compiled).kept.index(leaf)}")
-            if parts is not None:
+            if parts is not None and not whole and not isinstance(parts.placement, Shard):
+                legal = compiled.general.ways_to_meet(self.plan.mesh.axis_size(PIPELINE) > 1)
+                value.lost = f"each microbatch has one of its own (legal: {legal})"
+            elif parts is not None:
                 value.known = KeptValue(self.trainer.comm, self.plan, parts, value.meta, rows)
                 self.held.discard(value)
 
@@ -254,7 +272,7 @@ class Model(Owner):
         script.calls = tuple(one._replace(apart=True) for one in script.calls)
         fields = {name: part.value for name, part in self.with_states(found).items()}
         module = self.module if self.made is None else self._replica()
-        with torch.no_grad():
+        with torch.no_grad(), self.as_called():
             _, *values = script.run(module, fields)
         for value, one in zip(kept, values, strict=False):
             value.known = Plain(one)
@@ -281,7 +299,6 @@ class Model(Owner):
                 if isinstance(made, Deferred):
                     made._value.known = Plain(one)
             return values
-        self.push()
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self)
         source.grad = True  # where autograd is off, the graph does not say to which module an op belongs
@@ -330,7 +347,7 @@ class Model(Owner):
         brought = {name: part.value for name, part in found.fields.items() if not name.startswith(f"{WHOLE}state ")}
         whole = {name: part.value for name, part in self.with_states(found).items()}
         if self.made is not None:
-            _compare(self.made, brought)
+            check_same(self.made.plan, self.made.comm, brought)
         mesh, rows = self.plan.mesh, rows_in(whole)
         rank = self.trainer.comm.rank
         ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
@@ -343,6 +360,14 @@ class Model(Owner):
     @abstractmethod
     def push(self) -> None:
         """Give the engine what the loop has written to parameters and buffers."""
+
+    @abstractmethod
+    def begin_call(self) -> bool:
+        """Take what the loop has done to parameters before a call; return whether all are frozen for it."""
+
+    @abstractmethod
+    def as_called(self) -> AbstractContextManager[object]:
+        """Let the module have the parameters of the calls since the last step, inside a context."""
 
 
 def like_of(value: Tensor) -> Tensor:
@@ -366,21 +391,6 @@ def _with_gradient(value: Value) -> Value:
             seen.add(id(one.source))
             stack.extend(one.source.inputs)
     raise ShardwiseError(f"a value is looked at{at_line()} that has no gradient; legal: after optimizer.step()")
-
-
-def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
-    if trainer.plan.mesh.size == 1:
-        return
-    word = 0
-    for name in sorted(batch):
-        word = zlib.crc32(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), word)
-    word %= 1 << 20  # so that the sums below stay within 64 bits
-    total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
-    if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
-        raise ConfigError(
-            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
-        )
 
 
 __all__ = ["Arguments", "Model", "like_of", "script_of"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,16 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT, is_kept
 from shardwise.core.part import STEP, UPDATE, Part
 from shardwise.graph.torch_private import without_torch_functions
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.train.kept import KeptValue
 from shardwise.train.loop_model import Model, like_of, script_of
-from shardwise.train.recording import Later, Owner, Plain, Source, Value, deferred
+from shardwise.train.recording import deferred
+from shardwise.train.script import needed_by
 from shardwise.train.shown import Look, fill, shown, written
 from shardwise.train.trainer import Trainer
+from shardwise.train.values import Later, Owner, Plain, Source, Value
 
 STILL_THERE = (
     "the gradients of the last step are still there, and on one device this adds to them; legal: optimizer.zero_grad() "
@@ -28,10 +32,11 @@ STILL_THERE = (
 
 
 class Between(NamedTuple):
-    """Values that are computed of those of several programs, and what each program has to keep for them."""
+    """Values that are computed of those of several programs, what each program has to keep for them, and all calls."""
 
     values: list[Value]
     parts: list[list[Value]]
+    calls: set[Source]
 
 
 class Steps(Model, Look):
@@ -48,6 +53,9 @@ class Steps(Model, Look):
             raise ShardwiseError(f"loss.backward(){at_line()}: {what}; legal: once a step, of calls after the last one")
         owners = [one for one in loss.owners if isinstance(one, Steps) and _learns(loss, one)]
         for one in owners:
+            if any(call.owner is one and call.frozen for call in loss.calls):
+                what = "some calls of the model are of frozen parameters"
+                raise ShardwiseError(f"loss.backward(){at_line()}: {what}, others not; legal: a loss for each")
             if one.last is not None:
                 raise ShardwiseError(
                     f"loss.backward(){at_line()}: gradients were looked at since zero_grad(); legal: a look after the "
@@ -75,13 +83,18 @@ class Steps(Model, Look):
                 "loss.backward()"
             )
         self.watch.check_kept()
-        if self.due:
-            self.push()
+        if self.due and not self._late():
             self._run(prepare, updates=True)
         else:
+            looked = not self.due
+            if self.due:  # the loop has written to parameters since it called the model
+                with self.as_called():
+                    self._run(None, updates=False)
+            self.push()
             assert self.last is not None
             self._begin_update(self.trainer, prepare)
-            self.trainer.engine.set_gradients(self._gradients())
+            if looked:
+                self.trainer.engine.set_gradients(self._gradients())
             self._end_update(self.trainer.step(self.last[0], self.last[1], UPDATE))
         self.version += 1
         self.open, self.zeroed, self.known_state, self.last, self.turn = [], False, None, None, 0
@@ -126,31 +139,45 @@ class Steps(Model, Look):
                 f"a step{at_line()}: a loss{line} is of weights that have changed since; legal: zero_grad() of each "
                 "model before the backward of its next loss"
             )
-        self.check_open({call for one in self.due for call in one.calls})
+        if self._seen is not None and self._gradients():
+            raise ShardwiseError(
+                f"a step{at_line()}: gradients of parameters were set beside loss.backward() of the model's outputs, "
+                "which adds to them on one device; legal: after a look at all gradients"
+            )
         groups = self._groups()
-        between = self._between([{call for one in losses for call in one.calls} for losses in groups])
+        between = self._between(groups)
         self.due = []
         for number, losses in enumerate(groups):
             ends = number + 1 == len(groups)
             part = Part(adds=self.turn > 0, completes=ends, updates=ends and updates)
             if part != STEP and (self.plan.overlaps or self.plan.mesh.axis_size(PIPELINE) > 1):
-                what = "several backwards a step, and looks at gradients"
+                what = "several backwards a step, looks at gradients and writes to parameters before it"
                 raise ConfigError(f"{what}{at_line()}, are not possible in a pipeline; legal: pp = 1, clip_norm=...")
-            self._program(losses, between.parts[number], part, prepare if part.updates else None)
+            self._program(losses, between, number, part, prepare if part.updates else None)
             self.turn += 1
         for value in between.values:
             value.known = Later(value)
             self.held.discard(value)
 
-    def _between(self, groups: Sequence[set[Source]]) -> Between:
-        """Return the values that depend on the calls of several groups, and what they need of each."""
-        every = set().union(*groups)
-        found = Between([], [[] for _ in groups])
-        stack = [v for v in self.waiting(every) if not any(v.calls <= one for one in groups)]
+    def _between(self, groups: Sequence[Sequence[Value]]) -> Between:
+        """Return the values that no program of a group of losses gives, and what they need of each: those that depend
+        on calls of several groups, and with microbatches those that no loss needs, which may be, say, the exponential
+        of a mean over the batch."""
+        calls = [{call for one in losses for call in one.calls} for losses in groups]
+        needed = None if self.plan.microbatches == 1 else [needed_by(losses) for losses in groups]
+
+        def program_of(value: Value) -> int | None:
+            return next(
+                (i for i, one in enumerate(calls)
+                 if value.calls <= one and (needed is None or value.source in needed[i])), None
+            )  # fmt: skip
+
+        found = Between([], [[] for _ in groups], set().union(*calls))
+        stack = [v for v in self.waiting(found.calls) if program_of(v) is None]
         seen: set[Value] = set()
         while stack:
             value = stack.pop()
-            at = next((i for i, one in enumerate(groups) if value.calls <= one), None)
+            at = program_of(value)
             if value in seen or value.settled or value.source is None:
                 continue
             seen.add(value)
@@ -178,25 +205,31 @@ class Steps(Model, Look):
         return losses
 
     def _program(
-        self, losses: Sequence[Value], wanted: Sequence[Value], part: Part, prepare: Callable[[Trainer], None] | None
-    ) -> None:
+        self, losses: Sequence[Value], between: Between, number: int, part: Part,
+        prepare: Callable[[Trainer], None] | None,
+    ) -> None:  # fmt: skip
         calls = {call for one in losses for call in one.calls}
         single = losses[0] if len(losses) == 1 else None
-        kept = [one for one in dict.fromkeys((*self.waiting(calls), *wanted)) if one is not single]
+        wanted = dict.fromkeys((*self.waiting(calls), *between.parts[number]))
+        kept = [one for one in wanted if one is not single and one not in between.values]
         found = self.plot(losses, kept)
         trainer = self.trained(found)
+        self.check_open(between.calls)
         compiled = self.compiled(found, True, True)
         batch = self.batch(found)
         if prepare is not None:
             self._begin_update(trainer, prepare)
-        result = trainer.step(batch, compiled, part, self.turn)
+        try:
+            result = trainer.step(batch, compiled, part, self.turn)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._of_parts(compiled, error) from error
         if prepare is not None:
             self._end_update(result)
         self.last = batch, compiled
         self.take(kept, found, compiled, result, batch.rows)
         why = f"the model was not captured, and gives no more than its loss ({compiled.general.opaque})"
         for value in kept:
-            value.lost = why if value.known is None else ""
+            value.lost = (value.lost or why) if value.known is None else ""
         if single is not None:
             single.known = Plain(result.loss.to(single.meta.dtype).reshape(single.meta.shape))
         for i, (at, name) in enumerate(found.script.written, start=len(script_of(compiled).kept)):
@@ -209,6 +242,20 @@ class Steps(Model, Look):
         self.ended += [*losses, *kept]
         if compiled.training:
             self.known_state = None
+
+    def _of_parts(self, compiled: Compiled, error: Exception) -> Exception:
+        """Return what to raise where a program fails that computes of some rows what the loop computes of all."""
+        general = compiled.general
+        if (
+            isinstance(error, ShardwiseError)
+            or general.opaque is None
+            and (self.plan.microbatches == 1 or not general.meets)
+        ):
+            return error
+        why = f"the model was not captured ({general.opaque})" if general.opaque else "each microbatch is by itself"
+        legal = "a plan without microbatches and data parallelism, or a loop that names no number of rows"
+        what = "what the loop computes is not possible on a part of the rows"
+        return ShardwiseError(f"a step{at_line()}: {what}, and {why}: {' '.join(str(error).split())}; legal: {legal}")
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
@@ -231,18 +278,60 @@ class Steps(Model, Look):
 
     def show(self) -> None:
         """Bring them up to date."""
-        if self.made is not None and self.filled != self.version:
+        if self.made is None:
+            if self.before is None and self.open:
+                self.before = {name: one.detach().clone() for name, one in self.state().items()}
+        elif self.filled != self.version:
             fill(self.seen, self.state())
             self.filled = self.version
 
+    def _late(self) -> dict[str, Tensor]:
+        """Return what the loop has written to parameters and buffers since the last call of the model, by name."""
+        if self._seen is None or (self.before is None if self.made is None else self.filled != self.version):
+            return {}
+        return written(self._seen, self.before or self.state())
+
     def push(self) -> None:
-        """Give the engine what the loop has written to parameters and buffers."""
-        if self.made is None or self._seen is None or self.filled != self.version:
-            return
-        if new := written(self.seen, self.state()):
-            state = {**self.state(), **new}
-            self.made.load_state_dict(state)
-            self.known_state = self.version, state
+        """Give the engine what the loop has written; what was computed before is of other weights."""
+        if new := self._late():
+            if self.made is not None:
+                state = {**self.state(), **new}
+                self.made.load_state_dict(state)
+            self.version += 1
+            self.filled, self.known_state = self.version, None if self.made is None else (self.version, state)
+        self.before = None
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Let the module have the parameters of the last calls inside the context, if there is no trainer yet, which
+        would take them."""
+        new = self._late() if self.made is None else {}
+        if new:
+            assert self.before is not None
+            fill(self.seen, self.before)
+        try:
+            yield
+        finally:
+            if new:
+                self.filled, self.before = self.version, None if self.made is not None else self.before
+                fill(self.seen, new)
+
+    def begin_call(self) -> bool:
+        """Take what the loop has done to parameters before a call; return whether all are frozen for it."""
+        self.push()
+        if self._seen is None:
+            return False
+        own = dict(self.module.named_parameters())
+        flags = {name: one.requires_grad for name, one in self._seen.items() if name in own}
+        other = [name for name, flag in flags.items() if flag != own[name].requires_grad]
+        if other and any(flags.values()):
+            if self.made is not None:
+                what = f"requires_grad of {other[0]} is {flags[other[0]]}, unlike when the model was captured"
+                raise ShardwiseError(f"model(...){at_line()}: {what}; legal: before the first step, or for all")
+            for name in other:
+                own[name].requires_grad_(flags[name])
+            self.shapes.forget()
+        return bool(other) and not any(flags.values())
 
     def show_gradients(self) -> None:
         """Run the losses that are due, without an update, and show their gradients."""
@@ -255,8 +344,8 @@ class Steps(Model, Look):
         if self.plan.numeric.precision == "fp16" or (self.made is not None and self.made.engine.interpreter.hooks):
             what = "under fp16" if self.plan.numeric.precision == "fp16" else "of a model with hooks on parameters"
             raise ShardwiseError(f"a gradient is looked at{at_line()} {what}; legal: distribute(..., clip_norm=...)")
-        self.push()
-        self._run(None, updates=False)
+        with self.as_called():
+            self._run(None, updates=False)
         found = self.trainer.engine.gradients()
         with without_torch_functions():
             for name, one in self.seen.items():
@@ -301,7 +390,7 @@ def _learns(loss: Value, owner: Owner) -> bool:
         if source is None or not value.grad or source in seen:
             continue
         seen.add(source)
-        if source.owner is owner:
+        if source.owner is owner and not source.frozen:
             return True
         stack.extend(source.inputs)
     return False

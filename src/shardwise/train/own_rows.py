@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
-from shardwise.runtime.communicator import Communicator, host_gather
+from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 
 
 def check_fields(batch: Mapping[str, Any]) -> None:
@@ -25,6 +26,21 @@ def check_fields(batch: Mapping[str, Any]) -> None:
     if len(set(sizes.values())) != 1:
         raise ConfigError(
             f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field"
+        )
+
+
+def check_same(plan: Plan, comm: Communicator, batch: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
+    if plan.mesh.size == 1:
+        return
+    word = 0
+    for name in sorted(batch):
+        word = zlib.crc32(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), word)
+    word %= 1 << 20  # so that the sums below stay within 64 bits
+    total, squares = host_sum(comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
+    if total * total != plan.mesh.size * squares:  # equal only if all words are
+        raise ConfigError(
+            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
         )
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from shardwise.capture.computation import Computation
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fields import WHOLE
-from shardwise.train.recording import Owner, Source, Value
+from shardwise.train.values import Owner, Source, Value
 
 
 class Of(NamedTuple):
@@ -88,6 +88,7 @@ class Script(Computation):
         losses = [_resolved(leaf, made, fields) for leaf in self.losses]
         kept = [_resolved(leaf, made, fields) for leaf in self.kept]
         buffers = [states[at][name] for at, name in self.written]
+        losses = [one.sum() if one.dim() else one for one in losses]  # what the loop looks at may have several elements
         loss = sum(losses[1:], losses[0]) if losses else kept[0].to(_wide(kept[0])).sum()
         return loss, *(one.detach() for one in kept), *buffers
 
@@ -175,11 +176,12 @@ class _Plotter:
         self.at: dict[Source, int] = {}
         self.fields: dict[str, FieldPart] = {}
         self.named: dict[Any, Field] = {}
+        self.brought: dict[Any, Value] = {}
         self.owners: list[Owner] = []
         self.states: list[dict[str, str]] = []
 
     def run(self, losses: Sequence[Value], kept: Sequence[Value]) -> Plot:
-        sources = sorted(_needed([*losses, *kept]), key=lambda one: one.number)
+        sources = sorted(needed_by([*losses, *kept]), key=lambda one: one.number)
         if self.rows is None:
             brought = (v for one in sources if one.owner is not None for v in one.inputs)
             first = next((v for v in brought if v.meta.dim() > self.dim), None)
@@ -237,6 +239,8 @@ class _Plotter:
         if value.source is not None and not value.settled:
             return Of(self.at[value.source], value.index)
         known = id(value) if value.brought is None else value.key
+        if (same := self.brought.setdefault(known, value)) is not value and not _alike(same.get(), value.get()):
+            known = id(value)  # it was written in between where torch does not count, as through numpy
         if known not in self.named:
             self.named[known] = self.field(value, name)
         return self.named[known]
@@ -255,7 +259,12 @@ class _Plotter:
         return Field(name)
 
 
-def _needed(ends: Iterable[Value]) -> set[Source]:
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the host have the same values; on a device, only torch can have written them."""
+    return one.device.type != "cpu" or torch.equal(one, other)
+
+
+def needed_by(ends: Iterable[Value]) -> set[Source]:
     """Return the calls that these values are computed by."""
     found: set[Source] = set()
     stack = [value for value in ends if not value.settled]

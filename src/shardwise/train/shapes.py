@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from shardwise.capture.capture import shadow
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import fake_mode
-from shardwise.train.recording import Value
+from shardwise.train.values import Value
 
 
 class Kind(NamedTuple):
@@ -42,6 +42,11 @@ class Shapes:
         if self._template is None:
             self._template = shadow(self.module, self.precision)
         return self._template
+
+    def forget(self) -> None:
+        """Forget all, since the module has changed."""
+        self._template = None
+        self._known.clear()
 
     def results(self, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
         """Return what the model returns for arguments like these: for each tensor one like it and whether it has a
