@@ -417,6 +417,7 @@ def here(function: str, seconds: float, environment: Any = None, **arguments: An
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (right, fast, memory, prototypes):

@@ -119,6 +119,7 @@ WITHOUT_ROWS: dict[str, Callable[[Callable[[Tensor], Tensor]], Body]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 def test_a_gradient_that_microbatches_add_up(name: str) -> None:
     """Each microbatch has a part of it: a backward that is not linear needs the whole."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from test_auto import shardwise
 
@@ -17,6 +18,7 @@ RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_lengt
        "train.trace_steps=[6]", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
     given = [*RUN, f"data.source={tmp_path / 'text.txt'}"]

@@ -192,6 +192,7 @@ def kills(folder: Path, text: str, whole: Path, count: int, seed: int, steps: in
     same(folder, whole)
 
 
+@pytest.mark.full
 def test_kills_at_random_moments(tmp_path: Path, text: str, whole: Path) -> None:
     kills(tmp_path / "run", text, whole, 2, seed=1)
 
@@ -248,6 +249,7 @@ def left(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(ours)}
 
 
+@pytest.mark.few(1)
 def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     """The same command shows its result and exits with 0, at once; more steps go on; another config is refused, with
     how to go on; "never" sets the run aside once the new one has begun.
@@ -284,6 +286,7 @@ def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     assert load_config(folder / "config.toml").model.width == 32
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [("train.resume=never", "model.width=32"), ("train.steps=9",)], ids=["anew", "longer"])
 def test_a_start_that_fails_leaves_the_earlier_run_whole(
     tmp_path: Path, text: str, short: Path, more: tuple[str, ...]

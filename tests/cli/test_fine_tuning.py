@@ -81,6 +81,7 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
     assert cut.returncode == 2 and "the model knows 64 positions" in cut.stderr and "a shorter prompt" in cut.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "adapters"])
 def test_the_trained_weights_are_evaluated(folder: Path, answers: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
     """Those of the run's checkpoint, with its adapters, and not those that training has begun with."""

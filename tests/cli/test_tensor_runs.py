@@ -28,6 +28,7 @@ Legs = list[tuple[int, dict[str, str]]]
 """Of a run in turn: the step at which each part of it ends, and its keys under ``parallel``."""
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
     """Four steps on two ranks with ZeRO-3, four on two that share each layer and the sequence: as on one."""
     goes_on(tmp_path, [(4, {"dp": "2", "zero": "3"}), (8, {"tp": "2", "tensor": "1d-sp"})])

@@ -95,6 +95,7 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     assert model(words, torch.tensor([list(b"o be or not to b")])).item() < metrics[0]["loss"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [

@@ -157,6 +157,7 @@ def test_the_best_model_is_kept_and_training_goes_on_from_a_checkpoint(tmp_path:
         torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_losses_of_ones_own(tmp_path: Path) -> None:
     def doubled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return 2 * nn.functional.cross_entropy(outputs.logits, labels)

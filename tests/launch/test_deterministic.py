@@ -198,6 +198,7 @@ def shardwise(*given: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_two_ranks_repeat_themselves_and_say_how(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
     curves, weights = [], []

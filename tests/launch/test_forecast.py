@@ -133,6 +133,7 @@ def test_a_run_that_goes_on_keeps_what_a_solver_had() -> None:
         Forecast.of(same, compiled, device(first.worst.peak_bytes - 1), before=before)
 
 
+@pytest.mark.full
 def test_stages_are_those_that_train_where_a_mask_of_ones_has_a_trace_of_its_own() -> None:
     """That trace lacks the unit of inputs, so that all others have other numbers."""
     torch.manual_seed(0)
@@ -197,6 +198,7 @@ def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> Non
     assert again.fits and size(again.worst.peak_bytes) == proposed[2]
 
 
+@pytest.mark.full
 def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
     given = config("parallel.dp=2", "data.batch_size=4", "train.memory_gib=1e-5")
     found = bare(given)

@@ -146,6 +146,7 @@ def configured(folder: Path, answers: Path, *overrides: str) -> Config:
     return load_config(None, given, hardware=Hardware(cores=1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan", [("parallel.dp=2", "parallel.zero=3"), ("parallel.tp=2", "parallel.dp=1", "parallel.microbatches=2")]
 )

@@ -138,7 +138,7 @@ def comparable(costs: Sequence[UnitCost]) -> list[UnitCost]:
     return [dataclasses.replace(c, forward_bytes=0) for c in costs]
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_costs_are_those_of_a_real_run(name: str, precision: str) -> None:

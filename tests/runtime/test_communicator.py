@@ -106,6 +106,7 @@ def test_threads_with_delays(case: str, sends_wait: bool) -> None:
     run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, sends_wait=sends_wait)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
 def test_a_missing_rank_is_named_in_time(backend: str) -> None:
     ended = run_processes(3, "missing", backend, "dp=3")

@@ -67,6 +67,7 @@ def test_what_makes_the_host_wait_is_found() -> None:
         assert len(found[f"own mlp:fp32:{fault}"]) == 1 and text in next(iter(found[f"own mlp:fp32:{fault}"]))
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("cases", once(), ids=", ".join)
 def test_the_host_does_not_wait(cases: list[str]) -> None:

@@ -89,7 +89,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
     assert all(torch.equal(value, truth[key]) for key, value in written.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch

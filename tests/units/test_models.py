@@ -91,7 +91,7 @@ WITHOUT_RULE = {
 }
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_stay_where_they_are(name: str) -> None:
     """Rows are only gathered where a model mixes them, and what is computed for all of them on every rank is listed."""

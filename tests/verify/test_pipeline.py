@@ -104,7 +104,7 @@ def check(case: Case) -> None:
         assert all(torch.equal(value, rank[-1].parameters[n]) for n, value in ours[0][-1].parameters.items())
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", list(covering(EVERY, columns)), ids=lambda case: "-".join(map(str, case)))
 def test_a_pipeline_equals_one_device(case: Case) -> None:
     check(case)

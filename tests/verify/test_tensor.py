@@ -95,7 +95,7 @@ def model(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep
     return Compiled(module, ALONE, batches[0], one.loss), batches, oracle(module, one.loss, batches, PLAIN, 1)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     (name, *KINDS[(i + shift) % len(KINDS)]) for i, name in enumerate(zoo.NAMES) for shift in (0, 5)
 ])  # fmt: skip
@@ -199,7 +199,7 @@ def together(case: Case) -> None:
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", list(covering(EVERY)), ids=lambda case: "-".join(map(str, case)))
 def test_together(case: Case) -> None:
     """All pairs of values."""

@@ -49,7 +49,7 @@ def check(name: str, dp: int, microbatches: int, recompute: str, precision: str 
     assert report.ranks_agree
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dp", "microbatches", "recompute"), list(covering()))
 def test_plan_equals_one_device(name: str, dp: int, microbatches: int, recompute: str) -> None:
     check(name, dp, microbatches, recompute)
