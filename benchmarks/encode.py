@@ -140,6 +140,7 @@ def main() -> None:
                 found = np.load(out)
                 truth = found if truth is None else truth
                 off[way] = float(np.abs(found - truth).max())
+                print(f"round {number + 1}: {way:22} {each[-1]:7.1f} s", file=sys.stderr, flush=True)
         for way, each in taken.items():
             if each:
                 seconds = statistics.median(each)
