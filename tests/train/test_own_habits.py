@@ -92,6 +92,19 @@ def a_look_after_a_write(wrap: Wrap, log: Log) -> None:
         log += [loss.item(), step(model, optimizer, x, y)]
 
 
+def gradients_clipped_by_the_optimizers_groups(wrap: Wrap, log: Log) -> None:
+    model, optimizer = wrap(module := net(), sgd(module, momentum=0.9))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.1)
+        optimizer.step()
+        schedule.step()
+        log += [loss.item(), norm.item(), optimizer.param_groups[0]["lr"]]
+
+
 def clipped_weights_of_another_model(wrap: Wrap, log: Log) -> None:
     first, one = wrap(module := net(), sgd(module))
     second, two = wrap(other := nn.Linear(3, 1), sgd(other))
@@ -210,6 +223,7 @@ def written_through_numpy(wrap: Wrap, log: Log) -> None:
 
 
 LOOPS = [
+    gradients_clipped_by_the_optimizers_groups,
     sharpness_aware, decay_between_backward_and_step, a_look_after_a_write, clipped_weights_of_another_model,
     frozen_before_the_first_step, frozen_for_another_model, an_attribute_and_a_method_that_returns_the_model,
     a_metric_before_backward, tensors_made_of_values, noise_like_the_output,

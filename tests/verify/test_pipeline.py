@@ -275,6 +275,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     opaque, make, loss = CASES["data-dependent"]()
     with pytest.raises(ConfigError, match=r"pp: a model that could not be captured cannot be cut into stages"):
         Compiled(opaque, pipeline(Plan.of(), 2), make(4), loss)
+    captured = Compiled(module, pipeline(Plan.of(), 2), batches[0])
+    beside = captured.beside(lambda output, batch: output if float(output) > 0 else -output, batches[0], backward=False)
+    with pytest.raises(ConfigError, match=r"pp: a model that could not be captured cannot be cut into stages"):
+        beside.stages_of(beside.general)
 
 
 class Picks(nn.Module):

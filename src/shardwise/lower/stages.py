@@ -77,6 +77,9 @@ class StageSplit:
         if there are too few units, if the plan's stages have another number of units, and for a model not captured."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.pipeline.stages_per_rank
+        if trace.opaque is not None and number > 1:
+            wrong = f"a model that could not be captured cannot be cut into stages ({trace.opaque})"
+            raise ConfigError.on("pp", wrong, "pp = 1")
         if any(u.exchanges for u in trace.units):
             if ranks > 1:
                 wrong = f'{ranks} are not legal with rows = "batch", for a stage would wait for all microbatches'
@@ -228,9 +231,6 @@ class StageSplit:
 
 
 def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
-    if trace.opaque is not None:
-        wrong = f"a model that could not be captured cannot be cut into stages ({trace.opaque})"
-        raise ConfigError.on("pp", wrong, "pp = 1")
     everywhere = {u.index for u in trace.units if u.name == "inputs"}
     units = [u.index for u in trace.units if u.index not in everywhere]
     if sizes and sum(sizes) != len(units):

@@ -27,6 +27,7 @@ from shardwise.train.habits import Watch
 from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
 from shardwise.train.optimizers import choice_of, numbers_of, rate_of
 from shardwise.train.own_loop import Steps
+from shardwise.train.shown import ShownGroup
 from shardwise.train.trainer import Trainer
 
 
@@ -235,9 +236,14 @@ class Optimizer(torch.optim.Optimizer):
         self._steps.zero_grad()
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer that was given: a learning rate that is changed there acts."""
-        return self._given("param_groups").param_groups
+    def param_groups(self) -> list[ShownGroup]:  # type: ignore[override]
+        """The groups of the optimizer that was given: a learning rate that is changed there acts, and what is done to
+        its parameters acts as it does for ``model.parameters()``."""
+        return [ShownGroup(group, self._shown) for group in self._given("param_groups").param_groups]
+
+    def _shown(self, parameter: Tensor) -> Tensor:
+        names = {id(one): name for name, one in self._steps.module.named_parameters()}
+        return self._steps.seen[names[id(parameter)]]
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

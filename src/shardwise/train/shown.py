@@ -5,7 +5,7 @@ when it looks at them, and what it writes goes back before the next program runs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -104,3 +104,26 @@ def written(seen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
             for name, tensor in seen.items()
             if name in state and not torch.equal(tensor.to(state[name].device, state[name].dtype), state[name])
         }
+
+
+class ShownGroup(MutableMapping[str, Any]):
+    """A group of an optimizer whose ``params`` are those that the loop sees; all else is read and written there."""
+
+    def __init__(self, group: dict[str, Any], seen: Callable[[Tensor], Tensor]) -> None:
+        self._group, self._seen = group, seen
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._group[key]
+        return [self._seen(one) for one in value] if key == "params" else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
