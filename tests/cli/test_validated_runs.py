@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardwise.config.hardware import Hardware
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import Watch
 from shardwise.data.split import split
+from shardwise.launch.validation import Validation
 
 TIMEOUT = 120
 
@@ -264,3 +266,29 @@ def test_which_evaluation_is_best() -> None:
     assert (more.without_gain(history), less.without_gain(history)) == (3, 0)
     assert more.best([{}, {"a": None}]) is None
     assert more.without_gain([{}, {"a": None}]) == 2
+
+
+def test_the_best_on_disk_stays_until_a_better_one_is_there(tmp_path: Path) -> None:
+    """A save may fail, on a full disk."""
+    kept: list[set[int]] = []
+    run: Any = SimpleNamespace(folder=tmp_path, trainer=SimpleNamespace(comm=SimpleNamespace(rank=0)))
+    saving: Any = SimpleNamespace(keep=lambda *steps: kept.append(set(steps) - {-1}))
+    validation = Validation(run, [], Watch("a", "min"), None)
+
+    def evaluated(step: int, value: float, on_disk: bool) -> bool:
+        validation.history.append({"step": step, "a": value})
+        better = validation.bettered(saving)
+        if on_disk:
+            folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text("{}")
+            validation.saved(step)
+        return better
+
+    assert evaluated(3, 1.0, on_disk=True) and kept[-1] == {3}
+    assert evaluated(6, 0.5, on_disk=False) and kept[-1] == {3, 6}
+    assert not evaluated(9, 0.7, on_disk=True) and kept[-1] == {3, 6}
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
+    assert evaluated(12, 0.2, on_disk=True) and kept[-1] == {3, 12}
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 12
+    assert not evaluated(15, 0.3, on_disk=True) and kept[-1] == {12}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class Validation:
     best: Watch | None
     stop: Watch | None
     history: list[Values] = field(default_factory=list)
-    _named: int = -1  # the step of the checkpoint that best.json names
+    _named: int = -1  # on rank 0, which saves: the step of the checkpoint that best.json names
 
     @staticmethod
     def of(run: Ready) -> Validation:
@@ -61,6 +62,9 @@ class Validation:
         mine = [one for one in read_lines(folder / EVALUATIONS) if one["step"] <= first] if reads else []
         found = host_gather_bytes(trainer.comm, json.dumps(mine).encode(), "the earlier evaluations")
         self.history = json.loads(found[0])
+        if reads:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                self._named = int(json.loads((folder / BEST).read_text(encoding="utf-8"))["step"])
         self._choose(checkpoints)
         if (self.metrics or self.best or self.stop) and self.run.config.validation.every:
             self._try()
@@ -109,10 +113,11 @@ class Validation:
         return self._choose(checkpoints) == len(self.history) - 1 >= 0
 
     def _choose(self, checkpoints: Checkpoints) -> int | None:
-        """Have the checkpoint of the best evaluation kept; return the place of that evaluation."""
+        """Have the checkpoint of the best evaluation kept, and the one that is named the best until that one is on
+        disk, for it may never get there; return the place of the best evaluation."""
         found = None if self.best is None else self.best.best(self.history)
         if found is not None:
-            checkpoints.keep(self.history[found]["step"])
+            checkpoints.keep(self.history[found]["step"], self._named)
         return found
 
     def saved(self, step: int) -> None:
@@ -120,10 +125,10 @@ class Validation:
         found = None if self.best is None else self.best.best(self.history)
         if self.best is None or found is None or self.history[found]["step"] != step or self._named == step:
             return
-        self._named, folder = step, self.run.folder
+        folder = self.run.folder
         there = [path for path in checkpoints(folder / CHECKPOINTS) if step_of(path) == step]
         if self.run.trainer.comm.rank == 0 and there:
-            best = self.history[found]
+            best, self._named = self.history[found], step
             values = {"step": step, "metric": self.best.metric, "goal": self.best.goal}
             values |= {"value": best[self.best.metric], "checkpoint": f"{CHECKPOINTS}/{there[-1].name}"}
             write_json(folder / BEST, values)
