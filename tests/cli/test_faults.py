@@ -249,7 +249,6 @@ def left(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(ours)}
 
 
-@pytest.mark.few(1)
 def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     """The same command shows its result and exits with 0, at once; more steps go on; another config is refused, with
     how to go on; "never" sets the run aside once the new one has begun.
