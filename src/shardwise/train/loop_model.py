@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from shardwise.capture.running import at_line
-from shardwise.capture.wrapped import loss_of, rows_in
+from shardwise.capture.wrapped import WithLoss, rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT, WHOLE, has_rows
 from shardwise.core.layout import rank_rows
@@ -148,12 +148,8 @@ class Model(Owner):
         """Call a module as the loop calls it; with a loss function return the loss, which sees all arguments."""
         if self.loss is None:
             return module(*args, **kwargs)
-        names = inspect.signature(module.forward).parameters
-        every = any(one.kind is one.VAR_KEYWORD for one in names.values())
         bound = inspect.signature(module.forward).bind_partial(*args)
-        fields = {**bound.arguments, **kwargs}
-        output = module(**{name: value for name, value in fields.items() if every or name in names})
-        return loss_of(self.loss(output, fields), f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
+        return WithLoss(module, self.loss)({**bound.arguments, **kwargs})
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the model gives for arguments, recorded in training, computed in evaluation mode."""

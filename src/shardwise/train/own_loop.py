@@ -394,6 +394,3 @@ def _learns(loss: Value, owner: Owner) -> bool:
             return True
         stack.extend(source.inputs)
     return False
-
-
-__all__ = ["Steps"]

@@ -188,6 +188,3 @@ class Value:
 def like(tensor: Tensor) -> Tensor:
     """Return a tensor without values that has the same shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-__all__ = ["Known", "Later", "Owner", "Plain", "Source", "Value", "like"]

@@ -278,12 +278,12 @@ def _opaque(
         notes.append(f"its loss is {weight}, as model.loss_weight says")
     unit = opaque_unit(module, tuple(batch), loss, precision, training, weight, written=written, wanted=wanted)
     structure, names = None, list[str]()
+    first = first_loss(unit, module, batch, precision, device) if real or wanted != "loss" else None
     if wanted != "loss":
-        first_loss(unit, module, batch, precision, device)
         structure = call_of(unit).outputs.structure
         names = [f"{OUTPUT}{i}" for i in range(number_of(structure))]
         unit.updates += tuple(names)
-    if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
+    if real and training and first is not None and not first.requires_grad:
         raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
