@@ -1,5 +1,5 @@
 # A fresh clone needs two commands: `make train` and `make test`.  Both make .venv first.
-.PHONY: train test test-all test-gpu lint format benchmark clean
+.PHONY: train test test-ci test-all test-gpu lint format benchmark clean
 
 # The tests start many interpreters; each would compile everything anew where the environment forbids to keep bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,6 +14,10 @@ train:
 test:
 	@scripts/install.sh dev
 	$(PYTEST) $(ARGS)
+
+test-ci:
+	@scripts/install.sh dev
+	$(PYTEST) -m "not full" $(ARGS)
 
 test-all:
 	@scripts/install.sh dev

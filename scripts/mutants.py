@@ -109,6 +109,8 @@ def failure(root: Path, paths: list[str], workers: int, timeout: float) -> str |
         "--dist=load",
         "--maxschedchunk=8",
         "-x",
+        "-m",
+        "not full",
         "-p",
         "no:cacheprovider",
     ]

@@ -55,18 +55,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_all_but_few(items: list[pytest.Item]) -> None:
-    """``few(n)``: of a test's cases those that are not chosen by default are ``full``."""
-    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("few") and not item.get_closest_marker("full"):
-            tests.setdefault((item.path, item.originalname), []).append(item)
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("few")
-        assert mark is not None
-        chosen = few([case.callspec.params for case in cases], *mark.args)
-        for i, case in enumerate(cases):
-            if i not in chosen:
-                case.add_marker(pytest.mark.full)
+    """``few(n)``: of a test's cases those that are not chosen are ``full``; then ``quick(n)``: ... are ``slow``."""
+    for name, others in (("few", "full"), ("quick", "slow")):
+        tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+        for item in items:
+            marked = isinstance(item, pytest.Function) and item.get_closest_marker(name)
+            if marked and not item.get_closest_marker("full"):
+                tests.setdefault((item.path, item.originalname), []).append(item)
+        for cases in tests.values():
+            mark = cases[0].get_closest_marker(name)
+            assert mark is not None
+            chosen = few([case.callspec.params for case in cases], *mark.args)
+            for i, case in enumerate(cases):
+                if i not in chosen:
+                    case.add_marker(others)
 
 
 def _choose_by_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:

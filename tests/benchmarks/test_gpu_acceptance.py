@@ -76,6 +76,7 @@ def test_a_part_whose_time_is_over_leaves_out_and_is_stopped(tmp_path: Path, mon
     assert judged == {"long": None, "hangs": False, "after": None} and found.wrong
 
 
+@pytest.mark.slow
 def test_a_child_answers_or_says_why_not() -> None:
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{BENCHMARKS}"}
     assert parts.in_child("gpu.parts:machine", 60.0, environment, device="cpu") == parts.machine("cpu")
@@ -178,6 +179,7 @@ def test_rows_are_chosen_by_what_fits() -> None:
     assert fast.choose_rows(predicted, 30 * gib) == (1, False)
 
 
+@pytest.mark.slow
 def test_a_turn_and_its_figures() -> None:
     """MFU has no value on a CPU; the FLOPs are those of the products and of attention."""
     facts = fast.facts("cpu", True)
@@ -206,6 +208,7 @@ def test_who_trains_otherwise_is_wrong(tmp_path: Path) -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_prediction_that_is_off_is_wrong(tmp_path: Path) -> None:
     found = memory.one_step("cpu", True, {})
     part = Part("memory", options(tmp_path))
@@ -417,6 +420,7 @@ def here(function: str, seconds: float, environment: Any = None, **arguments: An
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_part_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

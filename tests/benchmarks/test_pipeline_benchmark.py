@@ -51,6 +51,7 @@ def test_torch_trains_as_an_ordinary_loop(name: str, ranks: int) -> None:
     assert len(found) == 3 and all(difference <= 1e-10 for difference in found)
 
 
+@pytest.mark.slow
 def test_the_embedding_of_both_ends_needs_the_sum() -> None:
     assert apart(KINDS["1f1b"], 2, summed=False)[0] > 1e-5
 

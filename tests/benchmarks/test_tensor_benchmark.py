@@ -49,6 +49,7 @@ def test_in_shards_it_trains_as_an_ordinary_loop(ranks: int, sequence: bool, spl
     assert len(found) == 3 and all(difference <= 1e-10 for difference in found)
 
 
+@pytest.mark.slow
 def test_embedding_and_head_are_made_one_again() -> None:
     assert apart(2, tied=False)[0] > 1e-5
 
@@ -94,6 +95,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(found.read_text()), done.stderr
 
 
+@pytest.mark.slow
 def test_the_peers_by_themselves(tmp_path: Path) -> None:
     found, said = run(tmp_path, "--only", "DTensor SP + loss_parallel")
     expected = [("1d-sp", LIMIT), ("1d-sp", "DTensor SP + loss_parallel")]

@@ -62,6 +62,7 @@ def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str, dp: i
     )[0][0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("branch", [False, True], ids=["captured", "one unit"])
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_a_model_in_bf16_trains_as_one_in_fp32(precision: str, branch: bool) -> None:
@@ -76,6 +77,7 @@ def test_a_model_in_bf16_trains_as_one_in_fp32(precision: str, branch: bool) -> 
         assert ours.keys() == truth.keys() and all(torch.equal(ours[n], truth[n]) for n in truth)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("frozen", [False, True], ids=["learning", "frozen norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("precision", LOW_PRECISIONS)
@@ -89,6 +91,7 @@ def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, fro
     assert all(found.buffers[n].dtype is torch.float32 for n in ("norm.running_mean", "table"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp64", *LOW_PRECISIONS])
 def test_one_unit_with_a_norm_without_running_statistics_over_two_ranks(precision: str) -> None:
     module, fields = Net(True, running=False), batch(torch.float32)
@@ -125,6 +128,7 @@ class Mixed(nn.Module):
         return self.op(self.first(x) * self.table, self.weight).square().mean()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", LOW_PRECISIONS)
 @pytest.mark.parametrize("name", MIXED)
 def test_operands_of_products_may_be_of_two_dtypes(name: str, precision: str) -> None:
@@ -161,6 +165,7 @@ RANGE = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RANGE)
 def test_fp16_computes_in_fp32_what_leaves_its_range(name: str) -> None:
     fields = {"x": torch.linspace(500.0, 900.0, 32).view(4, 8)}
@@ -202,6 +207,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_in_fp16_does_not_overflow_as_its_sum_would(name: str) -> None:
     fields = {"x": torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))}

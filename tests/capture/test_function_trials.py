@@ -72,6 +72,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_threshold_over_rows(name: str) -> None:
     apply = backward_of(CHANGES[name])
@@ -85,6 +86,7 @@ def test_a_threshold_over_rows(name: str) -> None:
         assert_as_plain(lambda x, layer: apply(layer(x)), TOGETHER)
 
 
+@pytest.mark.slow
 def test_a_threshold_in_forward() -> None:
     class Bounded(torch.autograd.Function):
         @staticmethod
@@ -104,6 +106,7 @@ of_row = backward_of(lambda g: g * torch.clamp(0.01 / g.norm(dim=-1, keepdim=Tru
 twice = backward_of(lambda g: 2 * g)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("apply", [clamp, of_row])
 @pytest.mark.parametrize("plan", [*PLANS.values(), *MICROBATCHES.values(), TOGETHER])
 def test_rows_are_independent(apply: Callable[[Tensor], Tensor], plan: Plan) -> None:
@@ -119,6 +122,7 @@ WITHOUT_ROWS: dict[str, Callable[[Callable[[Tensor], Tensor]], Body]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 def test_a_gradient_that_microbatches_add_up(name: str) -> None:
@@ -223,6 +227,7 @@ KINDS: dict[str, Body] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("plan", [*PLANS.values(), *MICROBATCHES.values()])
 def test_kinds_of_functions(name: str, plan: Plan) -> None:

@@ -151,6 +151,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(7, 4), "y": torch.tensor([0, 1, -100, -100, -100, 2, 1])}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_its_own_backward(name: str) -> None:
     subject = Subject(Model(BODIES[name]), batch())
@@ -190,6 +191,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["reversed", "two results", "with a parameter"])
 def test_under_other_plans(name: str, plan: str) -> None:

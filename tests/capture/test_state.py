@@ -279,6 +279,7 @@ def counted_rows(m: Keeping, x: Tensor, h: Tensor) -> Tensor:
     return torch.cat(chosen).sum() + h.square().mean()
 
 
+@pytest.mark.slow
 def test_a_count_beside_sizes_that_depend_on_data() -> None:
     subject = Subject(Keeping(counted_rows), batch())
     assert any("forward changes seen (from 0 to 1): what it computes is the same" in one for one in subject.trace.notes)

@@ -25,6 +25,7 @@ from shardwise.train import state
 CHOICE = OptimizerChoice("adamw", lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weight", "placed"), [
     ("own fused", "blocks.1.qkv.weight", "[8+4+4:tp*4, 24]"),
     ("own llama", "blocks.1.attention.k_proj.weight", "[2:tp//2*4, 16]"),

@@ -143,6 +143,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
             CheckpointWriter(tmp_path, 0, 1, warn=print, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 @pytest.mark.parametrize("kills", [12, pytest.param(30, marks=pytest.mark.full)])
 def test_killed_at_any_moment_the_last_complete_one_loads(kills: int, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def fill(engine: Engine, values: dict[str, Tensor]) -> None:
         value.copy_(values[f"model.{name}"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize(

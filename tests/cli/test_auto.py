@@ -29,6 +29,7 @@ def shardwise(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
     folder = tmp_path / "run"
@@ -72,6 +73,7 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     assert losses[0]["loss"] == pytest.approx(5.5, abs=0.3) and losses[-1]["loss"] < losses[0]["loss"]
 
 
+@pytest.mark.slow
 def test_an_order_of_ones_own() -> None:
     """Is simulated as it is, and verified."""
     texts = ["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1"]

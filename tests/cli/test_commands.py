@@ -52,6 +52,7 @@ def test_help_shows_defaults_that_are_words(command: str, words: str) -> None:
     assert "default" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_help_and_wrong_arguments_need_no_torch() -> None:
     for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (["train", "no_such_file"], 2)):
@@ -96,6 +97,7 @@ def test_what_the_devices_cannot_do_is_refused_before_ranks_start(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_show() -> None:
     shown = call("show", *TINY, "train.devices=3", "parallel.recompute=full")
     assert shown.exit_code == 0, shown.output
@@ -112,6 +114,7 @@ def test_show() -> None:
     assert max(len(line) for line in shown.stdout.split("all ranks:")[0].splitlines()) <= 80
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tensor", ["1d", "1d-sp"])
 def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     given = [*TINY, "model.heads=4", "parallel.tp=2", "parallel.dp=1", f"parallel.tensor={tensor}"]
@@ -199,6 +202,7 @@ def test_show_says_that_tensor_alone_changes_nothing() -> None:
     assert 'tensor parallel.tensor = "2d" changes nothing, for parallel.tp = 1' in shown
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "tp", "rows"), [("1d-sp", 2, 6), ("2d", 4, 3), ("2.5d", 8, 2), ("3d", 8, 2)])
 def test_show_says_how_many_rows_a_rank_has(kind: str, tp: int, rows: int) -> None:
     """Of 6 of a microbatch: shared out over no axis, over 2, or over 4, where two ranks have two and two have one."""
@@ -243,6 +247,7 @@ def test_show_tells_what_follows_from_pins() -> None:
     )
 
 
+@pytest.mark.slow
 def test_show_says_which_axes_reach_over_hosts() -> None:
     """The ranks that share layers are neighbours, so they are on one host where that has room for them; else there is a
     note.
@@ -342,6 +347,7 @@ def test_show_as_json_counts_what_there_is() -> None:
     assert sum(one["op"] == "BACKWARD" for one in found["programs"][0]["instructions"]) == 2 * 4
 
 
+@pytest.mark.slow
 def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = call("verify", *TINY, "train.devices=3")
     assert passed.exit_code == 0, passed.output
@@ -369,6 +375,7 @@ def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> No
     assert report["largest"] == pytest.approx(1e-6, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_verify_with_processes(tmp_path: Path) -> None:
     done = call("verify", *TINY, "train.devices=2", f"train.run_dir={tmp_path}", "--ranks-as", "processes", "--json")
     assert done.exit_code == 0, done.output
@@ -400,6 +407,7 @@ def test_a_model_that_fails_is_wrong_input(tmp_path: Path) -> None:
         assert f"RuntimeError: boom ({file}:3, in forward)" in failure["error"]
 
 
+@pytest.mark.slow
 def test_launch_echoes_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import os, sys\nprint('hello from', os.environ['RANK'], *sys.argv[1:])\n")

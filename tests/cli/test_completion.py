@@ -25,6 +25,7 @@ def completed(words: str) -> list[str]:
     return found.stdout.split()
 
 
+@pytest.mark.slow
 def test_commands_and_options_are_completed() -> None:
     assert completed("shardwise tr") == ["train"]
     assert "--json" in completed("shardwise train --j")

@@ -160,6 +160,7 @@ def test_refusals(arguments: list[str], words: str, tmp_path: Path, monkeypatch:
     assert shown.exit_code == 2 and re.search(words, shown.output), shown.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_run_is_drawn_beside_its_prediction(tmp_path: Path, text: str, zero: int) -> None:  # noqa: F811
     folder, picture, trace = tmp_path / "run", tmp_path / "t.png", tmp_path / "t.json"

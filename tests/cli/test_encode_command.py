@@ -81,6 +81,7 @@ def expected(folder: Path) -> Any:
     return module.make()(texts).float().numpy()
 
 
+@pytest.mark.slow
 def test_any_function_on_any_number_of_ranks(own: Path) -> None:
     for ranks in (1, 3):
         out = own / f"{ranks}.npy"
@@ -97,6 +98,7 @@ def test_any_function_on_any_number_of_ranks(own: Path) -> None:
     assert "is there already" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_encoding_goes_on(own: Path) -> None:
     """All processes are killed in the middle; what was done is not done again, on another number of ranks."""
     out = own / "vectors.parquet"
@@ -261,6 +263,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
         Recipe.of(tmp_path)
 
 
+@pytest.mark.slow
 def test_wrong_options_and_vectors(own: Path) -> None:
     texts, model = own / "texts.txt", f"{own}/own.py:make"
     ragged = shardwise(texts, "--model", f"{own}/own.py:ragged", "--out", own / "a.npy", "--threads", 1, code=2).stderr

@@ -117,6 +117,7 @@ def same(folder: Path, whole: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, text: str, whole: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
@@ -135,6 +136,7 @@ def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, text: str, whole: Path
     same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_seconds(tmp_path: Path, text: str, whole: Path) -> None:
     folder = tmp_path / "run"
     command = Command(folder, text)
@@ -155,6 +157,7 @@ def test_a_killed_rank_costs_seconds(tmp_path: Path, text: str, whole: Path) -> 
     assert seconds < 20, f"training again {seconds:.1f} s after the kill"  # 10 where other tests do not take the cores
 
 
+@pytest.mark.slow
 def test_restarts_end(tmp_path: Path, text: str) -> None:
     """A rank that is lost again and again without any new checkpoint."""
     folder = tmp_path / "run"
@@ -206,6 +209,7 @@ def test_fifty_kills_at_random_moments(tmp_path: Path, text: str) -> None:
     kills(tmp_path / "run", text, tmp_path / "whole", 50, seed=2, steps=1200)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, whole: Path) -> None:
     """A mount of a few hundred KiB, filled while the run goes on and freed again."""
     disk = tmp_path / "disk"
@@ -249,6 +253,7 @@ def left(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(ours)}
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     """The same command shows its result and exits with 0, at once; more steps go on; another config is refused, with
     how to go on; "never" sets the run aside once the new one has begun.
@@ -285,6 +290,7 @@ def test_a_finished_run_says_so(tmp_path: Path, text: str, short: Path) -> None:
     assert load_config(folder / "config.toml").model.width == 32
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("more", [("train.resume=never", "model.width=32"), ("train.steps=9",)], ids=["anew", "longer"])
 def test_a_start_that_fails_leaves_the_earlier_run_whole(
@@ -353,6 +359,7 @@ def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> Non
     assert checkpoints(folder / "checkpoints")[-1].name == f"step_{len(metrics(folder)):08d}"
 
 
+@pytest.mark.slow
 def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: str, short: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(short, folder)

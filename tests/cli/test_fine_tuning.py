@@ -50,6 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     output(
@@ -81,6 +82,7 @@ def test_from_a_folder_and_answers_to_a_generated_answer(folder: Path, answers: 
     assert cut.returncode == 2 and "the model knows 64 positions" in cut.stderr and "a shorter prompt" in cut.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "adapters"])
 def test_the_trained_weights_are_evaluated(folder: Path, answers: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
@@ -105,6 +107,7 @@ def test_the_trained_weights_are_evaluated(folder: Path, answers: Path, tmp_path
     assert abs(again["validation_loss"] - found[-1]["validation_loss"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_wrong_weights_are_refused_before_ranks_start(folder: Path, answers: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     wrong = shardwise(
@@ -137,6 +140,7 @@ def test_folders_that_cannot_write(folder: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and words in done.stderr, (name, done.stderr)
 
 
+@pytest.mark.slow
 def test_a_model_of_our_own_writes_too(answers: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     output(

@@ -74,6 +74,7 @@ def test_help_names_all_templates() -> None:
     assert "|".join(TEMPLATES) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "factory" else pytest.mark.full) for n in NAMES])
 def test_it_trains_as_it_is(name: str, tmp_path: Path) -> None:
     """One of them by default, all with ``full``."""

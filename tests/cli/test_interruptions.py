@@ -46,6 +46,7 @@ def test_before_the_first_step(
     assert ("is as it was" in " ".join(done.output.split())) == (phase == "run_with_restarts")
 
 
+@pytest.mark.slow
 def test_while_ranks_evaluate(tmp_path: Path) -> None:
     """The first Ctrl-C stops after the next step, with a checkpoint; the second ends the run at once."""
     folder = tmp_path / "run"

@@ -66,6 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_evaluations(llama: Path) -> None:
     found = lines(llama / "evaluations.jsonl")
     assert [one["step"] for one in found] == [5, 10, 12]
@@ -85,6 +86,7 @@ def test_tensorboard_has_the_metrics(llama: Path) -> None:
     assert [one.step for one in events.Scalars("validation_loss")] == [5, 10, 12]
 
 
+@pytest.mark.slow
 def test_exported_weights_load_and_start_a_run(llama: Path, text: str, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
@@ -108,6 +110,7 @@ def test_exported_weights_load_and_start_a_run(llama: Path, text: str, tmp_path:
     assert wrong.returncode == 2 and "model.weights" in wrong.stderr, wrong.stderr
 
 
+@pytest.mark.slow
 def test_plot_of_a_run(llama: Path, tmp_path: Path) -> None:
     done = shardwise("plot", str(llama), "--out", str(tmp_path / "curves.png"), "--json")
     assert done.returncode == 0, done.stderr
@@ -116,6 +119,7 @@ def test_plot_of_a_run(llama: Path, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_sigterm_under_torchrun(tmp_path: Path, text: str) -> None:
     """torchrun passes the signal on; the ranks agree on a step, save, and end."""
     command = [
@@ -165,6 +169,7 @@ class Points:
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_model_with_frozen_parameters(tmp_path: Path) -> None:
     """Ranks are processes with hash seeds of their own, and must share the work alike."""
     (tmp_path / "frozen.py").write_text(FROZEN)
@@ -196,6 +201,7 @@ raise ValueError("from another folder")
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_users_script(tmp_path: Path) -> None:
     """Several after each other, one left open, and an error after a change of folder."""
     (tmp_path / "frozen.py").write_text(FROZEN)

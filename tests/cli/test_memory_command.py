@@ -60,6 +60,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in found if len(cells) > 1}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -114,6 +115,7 @@ def test_json(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_told_with_the_nearest_that_does() -> None:
     shown = call(*TINY, "parallel.dp=2", "train.memory_gib=0.0003")
     assert shown.exit_code == 0 and max(map(cell_len, shown.stdout.splitlines())) <= 80
@@ -197,6 +199,7 @@ def text(tmp_path: Path) -> str:
     return f"data.source={tmp_path / 'text.txt'}"
 
 
+@pytest.mark.slow
 def test_train_refuses_what_does_not_fit(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "run"
     given = [*RUN, text, "train.memory_gib=0.0005"]
@@ -216,6 +219,7 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path, text: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -73,6 +73,7 @@ def start(tmp_path: Path, text: str) -> Iterator[Start]:
         one.clean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "schedule", "victim", "name"),
     [
@@ -104,6 +105,7 @@ def test_a_stage_that_dies_is_started_again_with_the_others(start: Start) -> Non
     assert metrics == list(range(60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "victim"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.full), pytest.param(4, 1, marks=pytest.mark.full)]
 )
@@ -132,6 +134,7 @@ def test_a_stage_that_is_stopped_is_named_and_who_waits_for_it(start: Start, pp:
 TROUBLED = Path(__file__).parent / "troubled.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "op", "stage"), [(2, "BACKWARD", 1), pytest.param(4, "FORWARD", 2, marks=pytest.mark.full)]
 )

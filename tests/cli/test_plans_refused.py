@@ -73,6 +73,7 @@ def test_what_a_run_has_left_stays(tmp_path: Path, text: str) -> None:
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("key", ["tp", "pp"])
 def test_a_model_that_cannot_be_captured(key: str, tmp_path: Path) -> None:
     """Nothing inside it can be cut."""

@@ -49,6 +49,7 @@ def text(tmp_path: Path) -> str:
     return f"data.source={tmp_path / 'text.txt'}"
 
 
+@pytest.mark.slow
 def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "run"
     done = shardwise("train", *TINY, text, "train.steps=12", f"train.run_dir={folder}")
@@ -95,6 +96,7 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     assert model(words, torch.tensor([list(b"o be or not to b")])).item() < metrics[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("trouble", "message"),
@@ -145,6 +147,7 @@ with Trainer(
 """
 
 
+@pytest.mark.slow
 def test_a_hung_rank_of_a_users_script_is_named(tmp_path: Path) -> None:
     sample = max(sample_order(0, 0, 14, 16, 16))
     script = tmp_path / "script.py"
@@ -172,6 +175,7 @@ def test_a_factory_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "No module named 'no_such_package'" in failure["error"] and "broken.py:3" in failure["error"]
 
 
+@pytest.mark.slow
 def test_train_under_torchrun(tmp_path: Path, text: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     done = shardwise(

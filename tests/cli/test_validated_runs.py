@@ -100,6 +100,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_training_stops_early(base: list[str], tmp_path: Path) -> None:
     """The margin grows while the model learns: less of it is best early, and then never again."""
     mine = tmp_path / "mine.py"
@@ -159,6 +160,7 @@ def test_the_best_checkpoint_stays_and_training_stops_early(base: list[str], tmp
     assert json.loads((run / "best.json").read_text()) == best == result["best"]
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_leaves_nothing_to_the_next(base: list[str], tmp_path: Path) -> None:
     """Neither its evaluations, of which the best would end the new run at once, nor its best checkpoint."""
     mine, run = tmp_path / "mine.py", tmp_path / "run"
@@ -249,6 +251,7 @@ def test_wrong_metrics_are_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_name_that_no_metric_has(base: list[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     done = shardwise(

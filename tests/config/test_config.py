@@ -758,6 +758,7 @@ OPTIMIZER = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(model=MODELS, train=TRAIN, optimizer=OPTIMIZER, factory=st.booleans())
 def test_resolved_loads_back(
@@ -875,6 +876,7 @@ def mutate(text: str, dice: random.Random) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", [20, 21])
 def test_500_damaged_configs(tmp_path: Path, tokenizer: Path, seed: int) -> None:
     dice = random.Random(seed)

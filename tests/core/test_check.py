@@ -127,6 +127,7 @@ def test_one_device_and_data_parallelism_are_accepted() -> None:
     verify(b, mesh=Mesh.of(dp=1))
 
 
+@pytest.mark.slow
 def test_many_large_programs_take_seconds() -> None:
     programs = pipeline(64, 62, 8)
     count = sum(len(program.instructions) for program in programs)

@@ -64,6 +64,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_toml_round_trip(plan: Plan) -> None:

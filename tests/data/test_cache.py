@@ -120,6 +120,7 @@ def test_one_document_is_not_set_apart(tmp_path: Path) -> None:
         assert found.validation(4) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "json"])
 def test_any_number_of_workers_gives_the_same_tokens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_json: str, kind: str

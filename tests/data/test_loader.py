@@ -288,6 +288,7 @@ def stream(loader: Loader, batches: int) -> list[list[int]]:
     return [rows_of(batch) for batch in islice(loader, batches)]
 
 
+@pytest.mark.slow
 def test_a_run_cut_anywhere_goes_on_with_the_next_sample_on_any_number_of_ranks() -> None:
     """Twenty runs, each cut a few times, every time with other ranks, batch sizes and microbatches."""
     dice, size, length = random.Random(1), 101, 400

@@ -37,6 +37,7 @@ def standin(*cases: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_a_type_that_an_extension_registers() -> None:
     """All that is asked of a device goes through torch's registry; and plans are verified there, on tensors that have
     values.
@@ -129,6 +130,7 @@ def told_apart(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_only_one_place_tells_makers_apart() -> None:
     """A new kind of device is one more case in ``backend.py``; and in ``drivers.py``, which asks makers' own tools
     before there is a torch for the device."""

@@ -83,6 +83,7 @@ def verified(
     return verify(module, batches, plan, optimizer=OptimizerChoice("adamw", lr=1e-2), run=run, device=device, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "model", "plan"), cases(), indirect=["device"])
 def test_a_plan_is_the_same_as_one_device(device: torch.device, model: str, plan: str) -> None:
     module, batches, _ = subject(model)

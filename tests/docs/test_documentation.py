@@ -110,6 +110,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=() if p.name in QUICK else pytest.mark.full, id=p.stem) for p in RUN]
 )
@@ -188,6 +189,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_step_is_what_the_readme_says_makes_it(copy: Path) -> None:
     (command,) = [
         part

@@ -28,6 +28,7 @@ def captured(name: str, wide: bool, rows: int) -> Compiled:
     return Compiled(module, Plan.of(), batch(name, rows), loss)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def test_bytes_held(name: str, dp: int, rows: int, microbatches: int, recompute:
     assert differences(subject, batch(name, rows)) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def test_bytes_communicated(name: str, dp: int, zero: int, microbatches: int, tp
     assert compared(subject, in_fp64(name, 7)) > 10
 
 
+@pytest.mark.slow
 def test_what_all_microbatches_hold_shows_in_the_peak() -> None:
     """All wait at the exchange with what their backward needs; recomputation keeps only units' inputs."""
     peaks = {}

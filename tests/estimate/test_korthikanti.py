@@ -45,6 +45,7 @@ def statistics(b: int, s: int, device: str) -> int:
     return 2 * 2 * b * s * {"cpu": 2, "gpu": 4}[device]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: int, device: str) -> None:
@@ -64,6 +65,7 @@ def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_sequence_parallelism_shards_all_but_what_was_gathered(
@@ -97,6 +99,7 @@ def test_recomputed_attention_leaves_34sbh(b: int, s: int, h: int, a: int, selec
     assert y.nbytes == x.nbytes == 2 * s * b * h
 
 
+@pytest.mark.slow
 def test_figure_1_but_for_statistics_biases_and_norms() -> None:
     """Full-size layers, from 22 billion parameters to a trillion: both bars, to what the paper leaves out."""
     found = rows()

@@ -48,6 +48,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return copied
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("one", PLANS, ids=case)
 @pytest.mark.parametrize("name", ["own gpt", "own llama", "bert", "mixtral balanced"])
@@ -57,6 +58,7 @@ def test_every_instruction(name: str, one: dict[str, Any], everything: list[int]
     assert sum(everything) > 1000
 
 
+@pytest.mark.slow
 def test_the_device_holds_less_and_the_host_what_was_copied(everything: list[int]) -> None:
     """One microbatch: between its forward and its backward the host has all of it."""
     subject, batch = made("own gpt", {"recompute": "none", "offload": "activations"})
@@ -68,6 +70,7 @@ def test_the_device_holds_less_and_the_host_what_was_copied(everything: list[int
     assert sum(one.none.hosted for one in units) == sum(everything) // 2  # of two steps
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_host_has_them() -> None:
     subject, batch = made("own gpt", {"recompute": "none", "microbatches": 2, "offload": "all", "precision": "bf16"})
     rows = len(next(iter(batch.values()))) * 4096

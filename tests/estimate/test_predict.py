@@ -105,6 +105,7 @@ def planned(ranks: int = 1, zero: int = 0, replicas: int = 1, **fields: Any) -> 
     return data_parallel(Plan.of(**fields), ranks, zero, replicas)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_peak_is_that_of_the_run(name: str) -> None:
@@ -126,6 +127,7 @@ def test_the_peak_is_that_of_the_run(name: str) -> None:
     assert not named.unknown and named.host == {}
 
 
+@pytest.mark.slow
 def test_offloaded_states_are_on_the_host_of_a_gpu() -> None:
     module, batch, _ = gpt(4)
     near, far = (planned(2, 1, precision="bf16", offload=one) for one in ("none", "optimizer"))
@@ -230,6 +232,7 @@ def of_large(layers: int, **fields: Any) -> Prediction:
     return predict(large(layers), plan, ADAMW, rows=8 * 1024, device="gpu")
 
 
+@pytest.mark.slow
 def test_layers_cost_no_walk_of_their_own() -> None:
     """One row of 4096 tokens a rank and microbatch: what a layer adds is known by hand, and takes no time."""
     few, many = of_large(4, recompute="full"), of_large(8, recompute="full")

@@ -114,6 +114,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, one, id=f"{name} {case(one)}", marks=() if chosen else pytest.mark.full)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "one"), cases())
 def test_every_instruction(name: str, one: dict[str, Any]) -> None:
@@ -141,6 +142,7 @@ def sharded(one: Sharded) -> None:
     assert differences(subject, batch) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("one", list(covering(SHARDED)), ids=lambda one: "-".join(map(str, one)))
 def test_every_instruction_under_tensor_parallelism(one: Sharded) -> None:
@@ -148,12 +150,14 @@ def test_every_instruction_under_tensor_parallelism(one: Sharded) -> None:
     sharded(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.full)])
 def test_every_instruction_with_shared_heads(ranks: int, zero: int) -> None:
     """Two heads of keys and values over four ranks."""
     sharded(("own llama", "1d-sp", 4, ranks, zero, 1, "selective", 2))
 
 
+@pytest.mark.slow
 def test_every_instruction_with_parts_cut_each_by_itself() -> None:
     sharded(("own fused", "1d", 2, 2, 3, 1, "selective", 2))
 
@@ -172,6 +176,7 @@ def test_every_instruction_of_every_tensor_plan(one: Sharded) -> None:
     sharded(one)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "one"),
@@ -215,6 +220,7 @@ def test_a_product_of_inputs_is_not_held_until_backward(recompute: Any) -> None:
     assert first.none.kept == middle.none.kept == 0  # relu keeps its result, which the next one takes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)])
 def test_torch_s_own_allocator_agrees(precision: str, dropout: float, tmp_path: Path) -> None:
     """Temporaries inside kernels, which the tracker cannot see, are nothing at the peak of a GPT: torch's profiler sees
@@ -247,6 +253,7 @@ def held_before(subject: Compiled, batch: dict[str, Tensor]) -> int:
     return sum(n for b, n in predicted(subject, batch).persistent.items() if b.kind != "scalar")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "optimizer", [OptimizerChoice("adamw"), OptimizerChoice("nadam", weight_decay=0.1)], ids=lambda c: c.name
@@ -272,6 +279,7 @@ def test_an_op_that_meta_composes_otherwise_is_named() -> None:
     assert differences(subject, model.batch)
 
 
+@pytest.mark.slow
 def test_recomputation_microbatches_and_stages_show_in_the_peak() -> None:
     """Not only do both sides agree: less is held where less is to be held."""
     peaks = {}
@@ -334,6 +342,7 @@ def pipelines() -> Iterator[Any]:
         yield pytest.param(name, one, id=f"{name} {case(one)}", marks=pytest.mark.full)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "one"), pipelines())
 def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None:
     """On every rank of every stage: also what is received, and what is sent until it is known to have arrived."""
@@ -362,6 +371,7 @@ def test_every_instruction_of_batches_that_overlap(name: str, one: dict[str, Any
     assert differences(subject, batch, scalars=6) == []
 
 
+@pytest.mark.slow
 def test_going_back_takes_nothing_more() -> None:
     """All that forwards have left which are run again ends with them, also what an op of autograd keeps of its own
     result.

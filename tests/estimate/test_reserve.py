@@ -60,6 +60,7 @@ def test_the_communicators_of_a_rank_are_those_that_training_makes(name: str) ->
     assert bool(made) == (mesh.size > 1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_not_for_tensors_is_taken_from_the_budget(name: str) -> None:
     found = predicted(*PLANS[name])
@@ -81,6 +82,7 @@ def test_a_limit_of_ones_own_is_for_tensors_and_a_cpu_has_nothing_beside() -> No
     assert cpu.beside == {} and cpu.budget == 8 * GIB and cpu.device.taken == 0
 
 
+@pytest.mark.slow
 def test_what_others_have_taken_of_a_card_is_not_there_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     total, free, mine = 80 * GIB, 10 * GIB, 2 * GIB
     monkeypatch.setattr(Backend, "free_and_total", lambda self, device: (free, total))
@@ -130,6 +132,7 @@ def predict_shared() -> Forecast:
     return predicted("parallel.dp=1", "parallel.tp=2", device="T4")
 
 
+@pytest.mark.slow
 def test_a_plan_with_fewer_communicators_is_found_and_a_device_without_room_is_named() -> None:
     """ZeRO-3 gathers in a communicator of its own, which a small card has no room for."""
     two, three = (predicted("parallel.dp=2", f"parallel.zero={zero}", device="H200=16") for zero in (0, 3))
@@ -167,6 +170,7 @@ def test_a_device_of_all_ranks_is_that_of_the_rank_with_least() -> None:
     assert scarcest(cpu, [cpu.budget, 5.0], [cpu.memory, 6.0], []) == Device("cpu", "cpu", 6, 5)
 
 
+@pytest.mark.slow
 def test_memory_shows_them() -> None:
     command = ["memory", *TINY, "parallel.dp=4", "--device", "A100-40GB"]
     values = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)

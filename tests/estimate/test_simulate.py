@@ -83,6 +83,7 @@ def waiting(found: Simulation, p: int, m: int, v: int, seconds: float) -> float:
     return found.seconds - m * v * seconds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1.5), (0.1, 0.1, 0.1)])
 def test_bubbles_of_whole_backwards(times: tuple[float, float, float]) -> None:
     """GPipe and 1F1B: (p - 1) / (m + p - 1) of total and (p - 1) / m of ideal time, for all m and any F and B; naive is
@@ -338,6 +339,7 @@ def test_refused(costs: object, words: str) -> None:
         costs()  # type: ignore[operator]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_64_stages_and_512_microbatches_take_less_than_a_second(name: str) -> None:

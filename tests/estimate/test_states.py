@@ -143,6 +143,7 @@ MESHES = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2))
 """Ranks and replicas."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("zero", range(4))

@@ -86,6 +86,7 @@ def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
     return number
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize("case", list(covering(CASES)), ids=lambda case: "-".join(map(str, case)))
 def test_what_is_counted_is_what_was_predicted(case: Case) -> None:
@@ -128,6 +129,7 @@ def test_recipes_over_several_axes_are_predicted(case: Several) -> None:
     check(name, planned(axes, kind, dp, zero, pp, recompute=recompute, microbatches=m))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "plan"),
@@ -184,6 +186,7 @@ def elements(several: Sequence[Traffic], tp: int) -> float:
     return sum(one.ring(tp) for one in several) / 4  # fp32
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -189,6 +189,7 @@ def layers() -> Iterator[Any]:
         yield pytest.param(name, kind, q, d, marks=() if chosen else pytest.mark.full)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "kind", "q", "d"), layers())
 def test_a_layer_takes_what_was_derived(name: str, kind: str, q: int, d: int) -> None:
     """The products, and of two norms over a width in pieces a sum for each row and statistic, forward and backward."""

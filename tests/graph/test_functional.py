@@ -16,6 +16,7 @@ def fields() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(7, 4, generator=torch.Generator().manual_seed(1))}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", CASES)
 def test_writes(name: str) -> None:

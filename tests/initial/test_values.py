@@ -204,6 +204,7 @@ def test_the_state_is_that_of_the_whole_module(name: str) -> None:
     assert name == "seeding" or not same(other, theirs)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("name", ["computed", "frozen", "own convnet"])
 def test_in_other_precisions(name: str, precision: str) -> None:
@@ -214,6 +215,7 @@ def test_in_other_precisions(name: str, precision: str) -> None:
     assert same(mine, theirs) and losses == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["computed", "frozen", "branching", "hidden", "seeding", "own convnet", "own tagger"])
 def test_weights_of_a_file_are_those_of_a_module_filled_from_it(name: str, tmp_path: Path) -> None:
     model = make(name)
@@ -388,6 +390,7 @@ def test_a_module_without_values_is_refused() -> None:
     assert {"record", "Values"} <= set(shardwise.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [True, False])
 def test_one_value_lives_at_a_time(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of all values that live at the same time, while an engine is made; the control keeps them."""
@@ -418,6 +421,7 @@ def test_one_value_lives_at_a_time(lazy: bool, monkeypatch: pytest.MonkeyPatch) 
         assert sum(alive.values()) >= sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_start_takes_the_engine_and_one_parameter() -> None:
     """A model of 396 MB: resident memory at its peak ≤ the engine's parameters + the largest parameter + 32 MiB; the

@@ -20,6 +20,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.integrations.accelerate import Accelerator
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_loop_of_accelerate(accumulated: int) -> None:
     expected = loop(accelerate.Accelerator(gradient_accumulation_steps=accumulated, cpu=True), accumulated)
@@ -39,6 +40,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.tensor(found["state"][name]), torch.tensor(value), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("clip", ["all", "part", "largest", "value"])
 def test_a_criterion_of_the_loop(clip: str) -> None:
     """``loss = criterion(model(x), y)``, of batches that add up, the last step of fewer."""
@@ -46,6 +48,7 @@ def test_a_criterion_of_the_loop(clip: str) -> None:
     compare(criterion_loop(Accelerator(gradient_accumulation_steps=3), 4, clip), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["all", "part"])
 def test_a_criterion_of_the_loop_on_two_ranks(clip: str) -> None:
     here = Path(__file__).parent / "accelerated.py"
@@ -54,6 +57,7 @@ def test_a_criterion_of_the_loop_on_two_ranks(clip: str) -> None:
         compare(json.loads(output.splitlines()[-1]), expected)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     here = Path(__file__).parent / "accelerated.py"
     outputs = [json.loads(one.splitlines()[-1]) for one in run_processes(2, [str(here), str(tmp_path)], 200)]

@@ -59,6 +59,7 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_the_same_as_lightning(tmp_path: Path, accumulated: int) -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)

@@ -73,6 +73,7 @@ def both(model: Any, folder: Path, given: dict[str, Any], **more: Any) -> tuple[
     return ours, theirs
 
 
+@pytest.mark.slow
 def test_a_llama(tmp_path: Path) -> None:
     given = {"gradient_accumulation_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5, "warmup_steps": 2,
              "lr_scheduler_type": "cosine", "eval_strategy": "epoch"}  # fmt: skip
@@ -80,6 +81,7 @@ def test_a_llama(tmp_path: Path) -> None:
     same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_classifier_of_texts_of_many_lengths(tmp_path: Path) -> None:
     given = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 8, "weight_decay": 0.01, "optim": "sgd",
              "learning_rate": 0.5}  # fmt: skip
@@ -123,6 +125,7 @@ class Record(TrainerCallback):
         return call
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_as_there(tmp_path: Path) -> None:
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 4, "eval_strategy": "epoch",
              "per_device_train_batch_size": 3, "logging_steps": 2, "logging_first_step": True, "save_strategy": "steps",
@@ -136,6 +139,7 @@ def test_callbacks_are_called_as_there(tmp_path: Path) -> None:
     assert calls[0].calls[-1][1] == 7
 
 
+@pytest.mark.slow
 def test_the_best_model_is_kept_and_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     given = {"max_steps": 9, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
              "weight_decay": 0.1, "learning_rate": 0.3, "adam_epsilon": 1e-2}  # fmt: skip
@@ -185,6 +189,7 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
         Changed(bert(), arguments(tmp_path, max_steps=1), **data).train()
 
 
+@pytest.mark.slow
 def test_a_stream_of_samples(tmp_path: Path) -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
@@ -228,6 +233,7 @@ def test_what_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> N
         ShardwiseTrainer(llama(), arguments(tmp_path, **given), train_dataset=Tokens(8), plan=plan).train()
 
 
+@pytest.mark.slow
 def test_two_ranks_are_as_one(tmp_path: Path) -> None:
     outputs = run_processes(2, [str(Path(__file__).parent / "two_ranks.py"), str(tmp_path)], 240)
     plain = Ours(bert(), arguments(tmp_path / "one", **GIVEN, per_device_train_batch_size=4), train_dataset=Texts(22),

@@ -159,6 +159,7 @@ def test_a_run_says_it_once_and_goes_on(smi: Smi, monkeypatch: pytest.MonkeyPatc
     assert INDEX in done.stdout  # the command stands on one line
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_says_nothing(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(body="sleep 20 & sleep 21")
     monkeypatch.setattr(drivers, "PATIENCE", 0.2)
@@ -500,6 +501,7 @@ def precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("precision")
 def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One rank of a CPU, which takes these for the cards of all."""

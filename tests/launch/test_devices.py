@@ -57,6 +57,7 @@ def run(device, steps, ahead=2, stop=None, first=0):
 PER_STEP = 11  # events of a step: its begin, nine instructions, and the host's own
 
 
+@pytest.mark.slow
 def test_a_slow_device_does_not_hang(start: Start) -> None:  # noqa: F811
     """A step takes the device more than three times what a rank may be silent, and the host waits for it."""
     ranks = [f"{DEVICE}\nrun(Device(0.15), 100)"] * 2
@@ -97,6 +98,7 @@ def test_a_host_that_stands_still_is_the_culprit_not_the_devices_that_wait_for_i
     assert "rank 1 hangs at reading the batch of step 4" in found.message and "rank 0 device at" in found.message
 
 
+@pytest.mark.slow
 def test_the_first_step_on_the_device_may_take_longer(start: Start) -> None:  # noqa: F811
     ranks = [f"{DEVICE}\nrun(Device(0.005, 4), 100)"] * 2
     watcher = start(*ranks, timeout=0.3, start_timeout=3.0, asynchronous=True)
@@ -105,6 +107,7 @@ def test_the_first_step_on_the_device_may_take_longer(start: Start) -> None:  # 
     assert found is not None and "device at FORWARD u1 m0 of step 0" in found.message
 
 
+@pytest.mark.slow
 def test_a_busy_host_that_has_no_device_to_wait_for_is_at_work(start: Start) -> None:  # noqa: F811
     """Saving weights, on a rank whose device has nothing to do; where it has, a busy host may be waiting for it."""
     saving = f"{DEVICE}\nrun(Device(0.001), 2)\nprogress.phase('saving the weights', patient=False)"
@@ -119,6 +122,7 @@ def test_a_busy_host_whose_device_stands_still_hangs(start: Start, tmp_path: Pat
     assert record_path(tmp_path, 0).exists()
 
 
+@pytest.mark.slow
 def test_a_device_may_wait_long_for_a_rank_that_gets_on(start: Start) -> None:  # noqa: F811
     """Rank 0 waits in a barrier of hosts, the device of rank 1 for rank 2, which is slow."""
     barrier = (
@@ -175,6 +179,7 @@ run(device, 100)
 """
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_what_devices_and_recorders_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backend, "here", lambda: Backend("cuda"))
     monkeypatch.setattr(Backend, "built", lambda: Backend("cuda"))

@@ -243,6 +243,7 @@ with Trainer(Net(), OptimizerChoice("sgd", lr=0.1), data_parallel(Plan.of(), 2),
     assert time.monotonic() - failure.began < 15
 
 
+@pytest.mark.slow
 def test_ranks_may_finish_a_checkpoint_after_an_error(tmp_path: Path) -> None:
     """The launcher waits longer than for those that are merely stuck."""
     script = f"""

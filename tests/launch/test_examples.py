@@ -61,6 +61,7 @@ def test_the_readme_shows_them() -> None:
     assert [line for line in diff if len(line) > 1 and line not in readme] == []
 
 
+@pytest.mark.slow
 def test_both_learn_the_same(tmp_path: Path) -> None:
     plain = losses(tmp_path, str(PLAIN))
     ours = losses(tmp_path, "-m", "shardwise", "launch", "--ranks", "2", str(OURS))

@@ -37,6 +37,7 @@ def bare(given: Config, budget: int = 1 << 40, kind: str = "gpu") -> Forecast:
     return forecast(given, device(budget, kind))
 
 
+@pytest.mark.slow
 def test_a_forecast_is_the_prediction_of_the_plan() -> None:
     given = config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=2", "parallel.reduced=microbatch")
     found = bare(given)
@@ -46,6 +47,7 @@ def test_a_forecast_is_the_prediction_of_the_plan() -> None:
     assert found.fits and bare(given, mine.peak_bytes).fits and not bare(given, mine.peak_bytes - 1).fits
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
@@ -71,6 +73,7 @@ def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
     assert bare(config("parallel.dp=4", "parallel.zero=2")).note is None
 
 
+@pytest.mark.slow
 def test_gathered_and_reduced_are_what_communicates_least() -> None:
     """In the order of the bytes that a step of several microbatches communicates."""
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
@@ -116,6 +119,7 @@ def test_a_run_that_goes_on_keeps_its_way() -> None:
         assert (now.plan.data.gathered, now.plan.data.reduced) == ("use", shown.parallel.reduced or "microbatch")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_what_a_solver_had() -> None:
     """Whatever is free when it starts again: less would have led to another plan, and so would more."""
     given = config("parallel.tp=2", "parallel.tensor_plan=auto", "data.batch_size=2")
@@ -176,6 +180,7 @@ def test_all_commands_choose_alike() -> None:
     assert with_device_choices(closed, one) is one
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
 def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> None:
@@ -216,6 +221,7 @@ def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
     assert again.fits and again.worst.peak_bytes == fit.least
 
 
+@pytest.mark.slow
 def test_layers_are_shared_where_all_else_is_not_enough() -> None:
     """And what is proposed was predicted of a trace of its own."""
     given = config(
@@ -235,6 +241,7 @@ def test_gib_are_rounded_upwards() -> None:
         assert nbytes <= shown * GIB <= nbytes * 1.001
 
 
+@pytest.mark.slow
 def test_traces_serve_every_plan_of_a_precision() -> None:
     compiled = bare(config("parallel.dp=4")).compiled
     sharded = compiled.under(build_plan(config("parallel.dp=8", "parallel.zero=3", "parallel.recompute=full")))
@@ -256,6 +263,7 @@ def test_devices_by_name() -> None:
         named("A100-80B")
 
 
+@pytest.mark.slow
 def test_each_kind_of_rank_is_there_once() -> None:
     """20 parameters over 3 ranks: the padding at the end is in no optimizer state."""
     found = bare(config("parallel.dp=16", "parallel.zero=3", "model.width=34"))
@@ -265,6 +273,7 @@ def test_each_kind_of_rank_is_there_once() -> None:
     assert len({one.rank for one in shown}) == len(shown) == 2
 
 
+@pytest.mark.slow
 def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
     """With the tensor-parallel ranks of two stages, whose bytes the solver knows only together."""
     open_ = config(

@@ -188,6 +188,7 @@ def torchrun(hosts: tuple[Host, Host], folders: Sequence[Path], text: str, tmp_p
     return run_all(tmp_path, starts)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts(hosts: tuple[Host, Host], text: str, local: Curve, tmp_path: Path) -> None:
     done = torchrun(hosts, [tmp_path / "run"] * 2, text, tmp_path, PORT)
     done.sort(key=lambda one: '"loss_last"' not in one.output)  # torchrun may call either host the first
@@ -195,6 +196,7 @@ def test_torchrun_on_two_hosts(hosts: tuple[Host, Host], text: str, local: Curve
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step_00000004", "step_00000005"]
 
 
+@pytest.mark.slow
 def test_hosts_must_share_the_folder(hosts: tuple[Host, Host], text: str, tmp_path: Path) -> None:
     """No checkpoint could be completed: said before the first step, not after a week."""
     done = torchrun(hosts, [tmp_path / host.name / "run" for host in hosts], text, tmp_path, PORT + 1)
@@ -250,6 +252,7 @@ TWO_NODES = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[01-02]", "SLURM_
 NODES = [{"SLURM_NODEID": str(number), "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"} for number in range(2)]
 
 
+@pytest.mark.slow
 def test_slurm_tasks_on_two_nodes(text: str, local: Curve, tmp_path: Path) -> None:
     """Which share a file system."""
     done = run_all(tmp_path, slurm(train(text, tmp_path / "run"), TWO_NODES, NODES))
@@ -270,6 +273,7 @@ def test_a_deterministic_run_on_two_nodes_repeats(text: str, tmp_path: Path) -> 
     assert one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 def test_slurm_tasks_on_one_node(text: str, local: Curve, tmp_path: Path) -> None:
     done = run_all(
         tmp_path, slurm(train(text, tmp_path / "run"), STEP, [{"SLURM_LOCALID": str(number)} for number in range(2)])

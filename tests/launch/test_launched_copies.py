@@ -50,6 +50,7 @@ def launched(folder: Path, script: str, ranks: int = 2) -> subprocess.CompletedP
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["", "sys.exit(0)"])
 def test_copies_are_an_error(tmp_path: Path, end: str) -> None:
     found = launched(tmp_path, PLAIN + end)
@@ -58,12 +59,14 @@ def test_copies_are_an_error(tmp_path: Path, end: str) -> None:
     assert "shardwise.distribute(model, optimizer)" in found.stderr and "--ranks 1" in found.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("script", [DISTRIBUTED, SHARDED, BY_HAND])
 def test_ranks_that_know_of_each_other(tmp_path: Path, script: str) -> None:
     found = launched(tmp_path, script)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fresh  # forked processes are started without Python's own events
 def test_ranks_that_start_others_are_left_alone(tmp_path: Path) -> None:
     found = launched(tmp_path, CHILDREN)

@@ -98,6 +98,7 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
         launch(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_ends_those_that_do_not_listen(tmp_path: Path) -> None:
     script = (
         "if rank == 1:\n    print('last words'); time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -119,6 +120,7 @@ def test_an_exit_code_is_told(tmp_path: Path) -> None:
     assert failed.value.rank == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RunFailed, match=r"rank 1 has been stopped \(SIGSTOP\)") as failed:
@@ -133,6 +135,7 @@ def launch_command(ranks: int, folder: Path, script: Path) -> list[str]:
     return [sys.executable, *words, str(folder), str(script)]
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
     """SIGTERM to the launcher; one rank does not listen to signals."""
@@ -153,6 +156,7 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

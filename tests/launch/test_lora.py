@@ -146,6 +146,7 @@ def configured(folder: Path, answers: Path, *overrides: str) -> Config:
     return load_config(None, given, hardware=Hardware(cores=1))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan", [("parallel.dp=2", "parallel.zero=3"), ("parallel.tp=2", "parallel.dp=1", "parallel.microbatches=2")]
@@ -156,6 +157,7 @@ def test_verify(folder: Path, answers: Path, plan: tuple[str, ...]) -> None:
     assert any(".lora_A." in one.name for one in report.worst), "adapters are compared"
 
 
+@pytest.mark.slow
 def test_what_a_run_writes_is_for_peft_and_merges(folder: Path, answers: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = configured(

@@ -40,6 +40,7 @@ def palm(matmul_parameters: int, rows: int) -> int:
 GPT_N = LAYERS * 12 * WIDTH**2 + VOCABULARY * WIDTH
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_a_gpt_needs_what_palm_says(dropout: float, precision: str) -> None:
     assert model_flops(found, ROWS) == palm(GPT_N, ROWS)
 
 
+@pytest.mark.slow
 def test_grouped_heads_and_gated_mlps() -> None:
     """Keys and values have half the heads; the scores have as many as the queries."""
     module = Llama(vocabulary=VOCABULARY, width=WIDTH, layers=LAYERS, heads=4, kv_heads=2, context=16)

@@ -52,6 +52,7 @@ def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Fore
     return run_ranks(compiled.plan.mesh, rank, timeout=120)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "more",
     [(), ("parallel.pp=3", "parallel.recompute=full"), ("parallel.dp=2", "parallel.zero=3", "parallel.reduced=step")],
@@ -76,6 +77,7 @@ def test_all_ranks_go_by_what_was_found(tmp_path: Path, more: tuple[str, ...]) -
     assert sorted(one.name for one in tmp_path.iterdir()) == [SCHEDULE]
 
 
+@pytest.mark.slow
 def test_stages_in_pieces_are_measured_too(tmp_path: Path) -> None:
     """Each rank by itself, on what it has of parameters and activations."""
     given = config(f"train.run_dir={tmp_path}")
@@ -84,6 +86,7 @@ def test_stages_in_pieces_are_measured_too(tmp_path: Path) -> None:
     assert found[0].plan.mesh.axis_size("tp") == 2 and chosen_before(tmp_path) is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = config(f"train.run_dir={tmp_path}")
     compiled = made(given)
@@ -119,6 +122,7 @@ def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.
     assert found[0].plan.microbatches == 2 and found[0].plan.pipeline.timetable != plan.pipeline.timetable
 
 
+@pytest.mark.slow
 def test_within_the_memory(tmp_path: Path) -> None:
     """Less of it takes longer, by the same times of units."""
     given = config("parallel.microbatches=8", f"train.run_dir={tmp_path}")
@@ -138,6 +142,7 @@ def test_within_the_memory(tmp_path: Path) -> None:
         bare(1000)
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace(tmp_path: Path) -> None:
     """Neither in the values that training starts from nor in the order of samples."""
     given = config(f"train.run_dir={tmp_path}")

@@ -93,6 +93,7 @@ def images(tmp_path: Path) -> list[str]:
     return [f"model.factory={tmp_path}/images.py:Net", f"data.factory={tmp_path}/images.py:Data", "data.batch_size=4"]
 
 
+@pytest.mark.slow
 def test_callbacks_see_everything_and_one_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(1, 256)) * 16)
     (tmp_path / "watch.py").write_text(WATCH)

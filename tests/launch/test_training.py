@@ -81,6 +81,7 @@ def run(tmp_path: Path, *overrides: str) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_plain_model(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(1, 256)) * 8)
     config = run(

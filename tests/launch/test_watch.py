@@ -106,6 +106,7 @@ def test_also_a_busy_one(start: Start) -> None:
     assert found is not None and found.culprits == (1,)
 
 
+@pytest.mark.slow
 def test_progress_is_no_hang(start: Start) -> None:
     moving = (
         "at(3, 2)\nfor n in range(1000): progress.instruction(n, Instruction(Op.FORWARD, unit=0)); time.sleep(0.05)"
@@ -113,6 +114,7 @@ def test_progress_is_no_hang(start: Start) -> None:
     assert look(start("at(3, 7); progress.wait('all_reduce'); sleep()", moving, timeout=0.4), 2.5) is None
 
 
+@pytest.mark.slow
 def test_a_busy_rank_that_nobody_waits_for_does_not_hang(start: Start) -> None:
     assert look(start("at(3, 2); spin()", timeout=0.3), 2) is None
 
@@ -122,6 +124,7 @@ def test_an_idle_rank_that_nobody_waits_for_hangs(start: Start) -> None:
     assert found is not None and found.culprits == (0,) and "rank 0 hangs at FORWARD u2 m0 of step 3" in found.message
 
 
+@pytest.mark.slow
 def test_the_start_may_take_longer(start: Start) -> None:
     ranks = (
         "progress.phase('connecting'); progress.wait('barrier of the start'); sleep()",
@@ -133,6 +136,7 @@ def test_the_start_may_take_longer(start: Start) -> None:
     assert found is not None and found.culprits == (1,) and "at building" in found.message
 
 
+@pytest.mark.slow
 def test_gpu_ranks_do_not_say_that_they_wait(start: Start) -> None:
     ranks = ("at(4, 9); spin()", "at(4, 2); sleep()")
     assert look(start(*ranks, timeout=0.4), 2) is None
@@ -170,12 +174,14 @@ def test_a_waiting_rank_that_is_behind(start: Start) -> None:
     assert found is not None and found.culprits == (1,) and "behind" in found.message
 
 
+@pytest.mark.slow
 def test_finished_ranks_are_left_alone(start: Start) -> None:
     watcher = start("progress.finish(); sleep()", "progress.finish()", timeout=0.3)
     assert look(watcher, 1.5) is None
     assert watcher.finished and watcher.lost == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_lost(start: Start) -> None:
     watcher = start("at(1, 1); sleep()", "at(1, 1); time.sleep(1); import os; os._exit(3)", timeout=60)
     watcher.look()
@@ -191,6 +197,7 @@ def test_processes_of_others_are_left_alone(start: Start) -> None:
     assert watcher.watched == {}
 
 
+@pytest.mark.slow
 def test_time_in_which_nobody_looked_does_not_count(start: Start) -> None:
     """After Ctrl-Z and fg all ranks seem to have been silent for long."""
     watcher = start("at(3, 7); progress.wait('all_reduce'); sleep()", "at(3, 2); sleep()", timeout=2.5)

@@ -49,6 +49,7 @@ def kinds(program: Program) -> Counter[str]:
     return Counter(str(one.op) for one in program.instructions)
 
 
+@pytest.mark.slow
 def test_stages_differ_in_what_is_gathered_and_scattered(gpt: Trace) -> None:
     buckets = len(gpt.buckets)
     ddp, one, two, three = (lowered(gpt, zero) for zero in range(4))
@@ -145,6 +146,7 @@ def test_no_slot_holds_two_buckets_at_once(found: list[SlotSpan]) -> None:
     assert len(held) == busiest  # no more slots than are needed at once
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", range(4))
 def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero: int) -> None:
     """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other

@@ -199,6 +199,7 @@ def wrong_later(
     return differences(toy, plan, change(lower(one, plan, batches=plan.pipeline.window)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", list(covering(CASES, columns)), ids=str)
 def test_programs_compute_what_one_device_computes(traces: dict[str, Trace], case: tuple[Any, ...]) -> None:
     name, *rest = case
@@ -212,6 +213,7 @@ def test_all_programs_compute_what_one_device_computes(traces: dict[str, Trace],
         assert wrong(traces[name], planned(*rest)) == [], (name, rest)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.few(22)
 @pytest.mark.parametrize("case", list(covering(LATE, columns)), ids=str)
 def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_defined_by(
@@ -222,6 +224,7 @@ def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_def
     assert wrong(traces[name], plan, batches=plan.pipeline.window) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.few(18)
 @pytest.mark.parametrize("case", list(covering(VALIDATED, columns)), ids=str)
 def test_updates_that_are_validated_later_are_those_of_a_barrier(
@@ -363,6 +366,7 @@ def test_without_a_fault_they_are_right(traces: dict[str, Trace], plan: Plan) ->
     assert wrong(traces["gpt"], plan) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_program_is_found(traces: dict[str, Trace], fault: str) -> None:
     """In the first plan that has what the fault changes."""
@@ -386,6 +390,7 @@ def test_without_a_fault_a_validated_program_is_right(traces: dict[str, Trace]) 
     assert wrong_later(traces["llama"], FAULTY_LATER) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", LATER)
 def test_a_wrong_validation_is_found(traces: dict[str, Trace], fault: str) -> None:
     change = swapped if "copy of what" in fault else lambda programs: changed(programs, LATER[fault])

@@ -148,6 +148,7 @@ def test_products_that_are_not_tried_have_kernels() -> None:
     assert {op.__name__ for op in ops} == named(fp16_check.PRODUCTS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "conv"])
 def test_ordinary_models_have_all_kernels(name: str) -> None:
     torch.manual_seed(0)
@@ -174,6 +175,7 @@ def test_op_without_a_kernel_on_a_piece() -> None:
         Compiled(Model(torch.special.i1e, torch.relu), tensor_parallel(FP16, 2), batch())
 
 
+@pytest.mark.slow
 def test_equal_blocks_run_once_and_one_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 equal blocks one is run, and no two units' parameters are there together."""
     module = GPT(vocabulary=32, width=16, layers=8, heads=2, context=8)

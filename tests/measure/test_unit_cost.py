@@ -138,6 +138,7 @@ def comparable(costs: Sequence[UnitCost]) -> list[UnitCost]:
     return [dataclasses.replace(c, forward_bytes=0) for c in costs]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -150,6 +151,7 @@ def test_costs_are_those_of_a_real_run(name: str, precision: str) -> None:
     assert not any(c.unknown for c in cost(found, 5, device="gpu"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["convolutions", "gpt with dropout", "transformers llama with a mask"])
 def test_costs_of_a_rank_are_those_of_a_real_rank(name: str) -> None:
     """The last of three ranks, which has two rows, with its collectives and whatever they make it keep."""
@@ -175,6 +177,7 @@ def test_fast_dropout_keeps_what_the_native_kernels_keep() -> None:
 # ---- frozen and shared parameters ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_frozen_parameters_cost_no_weight_gradient() -> None:
     module, batch = own_gpt(), text()
     for name, parameter in module.named_parameters():
@@ -240,6 +243,7 @@ def test_flops_of_a_gpt() -> None:
     assert fused.input_flops == ours[1].input_flops + 2 * b * s * s * h
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", ["1d", "1d-sp"])
 def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None:
@@ -288,6 +292,7 @@ def test_traffic_of_an_mlp() -> None:
     assert head.forward_bytes == 8 * integers + 4 * width * (lookups + 2 * tokens + LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, pytest.param(80, marks=pytest.mark.full)])
 def test_a_llama_of_70b_allocates_nothing(layers: int) -> None:
     h, ffn, vocabulary, s, rows = 8192, 28672, 128256, 8192, 2

@@ -25,6 +25,7 @@ def gpt(layers: int) -> list[UnitMemory]:
     )
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[str] = []
 
@@ -129,6 +130,7 @@ def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
     assert layer.again.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
 
 
+@pytest.mark.slow
 def test_the_last_rank_of_an_axis_has_the_most() -> None:
     model = zoo.make("own gpt")  # four heads, and 31 words
     found = trace(model.module, model.batch, tensor=TensorParallelSpec({"tp": 3}))

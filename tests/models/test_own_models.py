@@ -281,6 +281,7 @@ def test_packed_documents_are_as_each_alone(kind: str, lengths: list[int]) -> No
         assert (model(ids, labels) - loss).abs() > 1e-4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_export_with_documents(kind: str) -> None:
     model = make(kind)

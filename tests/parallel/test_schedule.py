@@ -21,6 +21,7 @@ def test_every_schedule_has_an_order() -> None:
     assert [*ORDERS] == [*SCHEDULES]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_is_computed_once_and_in_order(name: str) -> None:
     schedule = SCHEDULES[name]
@@ -42,6 +43,7 @@ def test_everything_is_computed_once_and_in_order(name: str) -> None:
             assert kinds == set("FIW")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_timetable_runs(name: str) -> None:
     for p, m, v in numbers(name):

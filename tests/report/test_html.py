@@ -349,6 +349,7 @@ FRAME = """<script>onmessage = (event) => { document.title = event.data; };</scr
 <iframe src="probe.html" width="WIDTH" height="900" style="border: 0"></iframe>"""  # a window is at least 500 wide
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_shows_it_without_overflow_and_tells_values(tmp_path: Path, width: int) -> None:

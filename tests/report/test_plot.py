@@ -380,6 +380,7 @@ def test_only_the_loss_has_a_panel_without_data(tmp_path: Path) -> None:
     assert [text.get_text() for text in panel(make_figure([run]), "Loss").texts] == ["no data"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["a$b$c", "_hidden", "x" * 100, "50 %"])
 @pytest.mark.parametrize("number", [1, 4])
 def test_nothing_overlaps_whatever_the_names(tmp_path: Path, name: str, number: int) -> None:

@@ -78,6 +78,7 @@ def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [one if one == "dp=2,tp=2" else pytest.param(one, marks=pytest.mark.full) for one in MESHES]
 )
@@ -106,6 +107,7 @@ def test_threads_with_delays(case: str, sends_wait: bool) -> None:
     run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, sends_wait=sends_wait)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
 def test_a_missing_rank_is_named_in_time(backend: str) -> None:

@@ -47,10 +47,12 @@ def check(each: list[dict[str, float]]) -> None:
             assert math.isclose(one[name], value, rel_tol=1e-10), (name, one[name], value)
 
 
+@pytest.mark.slow
 def test_three_stages_of_two_ranks_with_tied_weights_over_gloo() -> None:
     check(found(6, "steps"))
 
 
+@pytest.mark.slow
 def test_a_process_group_of_the_users_is_used_and_stays() -> None:
     """Also where ranks have made different numbers of groups before."""
     each = found(6, "guest")

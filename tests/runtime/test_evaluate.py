@@ -50,6 +50,7 @@ def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     }  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", ["normed", "gpt"])

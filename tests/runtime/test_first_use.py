@@ -133,6 +133,7 @@ def test_what_the_product_leaves_out_is_refused() -> None:
         one.programs(one.general, 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("schedule", "model", "microbatches"), [("1f1b", "tied gpt", 4), ("1f1b", "llama", 1), ("gpipe", "tied gpt", 4)]
 )

@@ -30,6 +30,7 @@ def torchs_scales(choice: ScaleChoice, bad: list[bool]) -> list[float]:
     return scales
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.3, 0.7), (1.001, 0.99)])
 @pytest.mark.parametrize(("share", "interval"), [(0.02, 7), (0.3, 2), (0.001, 40), (0.9, 1), (0.0, 3)])
 def test_scales_are_torchs(growth: float, backoff: float, share: float, interval: int) -> None:

@@ -73,6 +73,7 @@ def compiled(plan: Plan, batch_norm: bool = False) -> Compiled:
 FP64 = Plan.of(precision="fp64")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("plan", "batch_norm", "expected"),

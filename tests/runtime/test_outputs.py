@@ -82,6 +82,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("gpt", plan) for plan in PLANS] + [("tagger", plan) for plan in PLANS if plan != "tp-sp x pp"],  # its BatchNorm
@@ -90,12 +91,14 @@ def test_outputs_are_those_of_one_device(kind: str, plan: str) -> None:
     check(kind, PLANS[plan], "both")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", ["dp3 x 2", "pp", "tp"])
 @pytest.mark.parametrize("kind", ["gpt", "tagger"])
 def test_outputs_without_labels(kind: str, plan: str) -> None:
     check(kind, PLANS[plan], "outputs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["both", "outputs"])
 def test_outputs_of_a_model_that_is_not_captured(wanted: str) -> None:
     """On eight ranks one has no row at all."""
@@ -162,6 +165,7 @@ class Given(Tagger):
         return SimpleNamespace(loss=super().forward(input_ids, labels).loss, weight=weight)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", ["one", "dp3 x 2", "pp", "zbv"])
 @pytest.mark.parametrize("kind", [Around, Given])
 @pytest.mark.parametrize("wanted", ["both", "outputs"])

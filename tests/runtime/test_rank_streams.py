@@ -147,6 +147,7 @@ def watched() -> list[Any]:
     return [pytest.param(*one, marks=() if one in ordinary else pytest.mark.full) for one in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "deaf"), watched())
 def test_steps_are_ordered(name: str, deaf: bool) -> None:
     """Whole steps, with every op of the ranks watched; without events, all plans are found wrong."""

@@ -53,6 +53,7 @@ def waits(*cases: str) -> dict[str, dict[str, int]]:
     return {one["case"]: one["waits"] for one in lines}
 
 
+@pytest.mark.slow
 def test_what_makes_the_host_wait_is_found() -> None:
     """Each planted fault is, and nothing else; without one there is none."""
     found = waits("own mlp:fp32", *(f"own mlp:fp32:{fault}" for fault in FAULTS))

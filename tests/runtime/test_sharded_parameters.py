@@ -71,6 +71,7 @@ def test_local_shapes() -> None:
     assert Parameter("w", (12, 5), torch.float32, (0,)).local_shape(mesh, 1) == (12, 5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_every_rank_starts_with_its_piece_and_all_together_have_the_whole(
     plan: tuple[dict[str, int], dict[str, Any]],
@@ -154,6 +155,7 @@ def _rows(mesh: Mesh, rank: int, found: Compiled) -> dict[str, Tensor]:
     return {name: value[start:stop] for name, value in sharded.batch().items()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "fields", [{"dp": 2}, {"dp": 3, "zero": 1}, {"dp": 2, "zero": 3}, {"dp": 2, "pp": 2, "zero": 2}], ids=str
 )

@@ -60,6 +60,7 @@ def check(backend: str, m: int, steps: int, *schedules: str) -> None:
     assert all(abs(part) <= WITHIN for part in off.values()), off
 
 
+@pytest.mark.slow
 def test_steps_take_what_is_simulated() -> None:
     check("gloo", 2, 1, "1f1b", "zbv")
 

@@ -112,6 +112,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bits_are_those_of_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

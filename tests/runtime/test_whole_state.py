@@ -57,6 +57,7 @@ def compiled(plan: Plan, layers: int = 2, model: type[GPT] | type[Llama] = GPT) 
     return Compiled(module, plan, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(9)
 @pytest.mark.parametrize("chunk", [collect.CHUNK, 4000])
 @pytest.mark.parametrize("name", PLANS)
@@ -89,6 +90,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
     assert all(torch.equal(value, truth[key]) for key, value in written.items())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(
@@ -176,6 +178,7 @@ def test_no_rank_waits_for_one_that_cannot_write_a_dtype(tmp_path: Path) -> None
     assert "cannot hold torch.complex128" in first and others == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
@@ -199,6 +202,7 @@ def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
         assert between < tracker.peak <= step
 
 
+@pytest.mark.slow
 def test_a_trainer_keeps_nothing_of_the_module_that_it_was_given() -> None:
     """Its memory is for gradients and optimizer state; names of tied tensors are known all the same."""
     module = GPT(vocabulary=31, width=24, layers=1, heads=6, context=8)

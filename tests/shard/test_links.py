@@ -47,6 +47,7 @@ def took(one: Compiled) -> MicrobatchCost:
     return one.general.predicted()
 
 
+@pytest.mark.slow
 def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     within, across = on(4), on(2)
     assert took(within).total < took(across).total
@@ -73,6 +74,7 @@ def test_gradients_are_summed_at_the_end_in_the_dtype_that_the_step_has(reduce: 
     assert sum(t.nbytes for t in took(one).once) == sum(t.nbytes for t in sent) > 0
 
 
+@pytest.mark.slow
 def test_each_axis_has_the_link_that_it_needs() -> None:
     found = [on(n, "2d")._machine() for n in (1, 2, 4, 8)]
     assert [set(one.rates.links) for one in found] == [{"tp_i", "tp_j"}, {"tp_i"}, set(), set()]

@@ -41,6 +41,7 @@ def test_an_op_without_a_meta_kernel_costs_its_bytes() -> None:
     assert Works(context, 6, "cpu").work(found).total == (0, 6 * 3 * 1 + 6 * 2 * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["own gpt", "own llama", "own convnet", "bert"])
 def test_ops_cost_what_their_units_do(name: str) -> None:

@@ -53,12 +53,14 @@ def kinds(trace: Trace) -> list[str]:
     return [kind for kind, _, _ in communicated(trace) if kind != "slice"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str) -> None:
     assert kinds(check(LOCAL[name], name)) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(10)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing(name: str) -> None:
@@ -66,12 +68,14 @@ def test_mixing(name: str) -> None:
     assert kinds(trace) != [] or trace.sums is not None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name: str) -> None:
     check(PARAMETERS[name], name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
@@ -96,6 +100,7 @@ def test_all_targets_ignored_is_not_a_number() -> None:
     parity(Subject(Probe(lambda m, h, b: torch.nn.functional.cross_entropy(h[:, 0], b["label"])), fields), dp=(1, 2))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random(name: str) -> None:

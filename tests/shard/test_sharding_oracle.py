@@ -36,6 +36,7 @@ def softmax_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "FEW", 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_an_op_on_pieces_is_the_op_whole(kind: str, name: str, seen: set[str]) -> None:
     with warnings.catch_warnings():

@@ -327,6 +327,7 @@ def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: 
     return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "rows", "kind"), [("gpt", 8, "gpu"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "gpu")]
 )
@@ -342,6 +343,7 @@ def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, k
         assert all(found.assignments["tp"].strategies[n].sharded for n in products) and products
 
 
+@pytest.mark.slow
 def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
     normal, machine = whole_model("llama", 1), SolverObjective(rates("gpu", "bf16"), 1)
     one = by(normal, {"tp": 4}, "1d", "auto", machine)[1]
@@ -350,6 +352,7 @@ def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
     assert two.total <= one.total * (1 + 1e-9) and two.total <= recipe.total
 
 
+@pytest.mark.slow
 def test_two_axes_keep_a_limit_of_memory() -> None:
     """No more bytes than allowed, for more seconds; how many more the best would take is not known."""
     normal, own = whole_model("gpt", 1), rates("gpu", "bf16")
@@ -361,6 +364,7 @@ def test_two_axes_keep_a_limit_of_memory() -> None:
         assert found.nbytes <= limit < fast.nbytes and found.total >= fast.total and not choice.context.notes
 
 
+@pytest.mark.slow
 def test_where_links_are_slow_everything_is_whole() -> None:
     model = zoo.make("own gpt")
     slow = SolverObjective(Rates(1e12, 1e12, Link(1.0, 1e3)), 7)
@@ -385,6 +389,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Solved, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "rows"),
     [
@@ -414,6 +419,7 @@ def test_whole_models_within_limits_of_memory(
     assert found[2][0].seconds.total > fast.total
 
 
+@pytest.mark.slow
 def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the solver could not keep all sums: by how much at most."""
     normal, slow = whole_model("gpt", 3), Rates(100e12, 2e12, Link(1e-6, 10e9))
@@ -430,6 +436,7 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
     assert said is not None and best.total * (1 - 1e-9) <= rough.total <= best.total * (1 + float(said[1]) / 100 + 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("axes", "recipe"), [({"tp": 4}, "1d"), ({"tp_i": 2, "tp_j": 2}, "2d")])
 @pytest.mark.parametrize("part", [None, 0.9])

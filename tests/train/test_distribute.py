@@ -121,6 +121,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_of_torch(name: str, after: bool) -> None:
@@ -314,6 +315,7 @@ model.trainer.comm.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "schedule", "dp", "zero"),
     [
@@ -329,6 +331,7 @@ def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str
     the_same_loop(tmp_path, [backend, "1d", schedule], 1, 2, dp, zero)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "tensor", "tp", "pp", "dp", "zero"),
     [
@@ -548,6 +551,7 @@ def test_a_schedule_over_what_distribute_returned() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_state_of_the_optimizer_goes_on_in_torch_and_back(name: str) -> None:
     def run(model: Any, optimizer: Any, steps: range) -> list[float]:

@@ -91,6 +91,7 @@ def check_skipped(ranks: list[list[dict[str, Any]]]) -> None:
     assert all(torch.equal(v, ranks[-1][-1]["state"][n]) for n, v in ranks[0][-1]["state"].items())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("zero", "dp", "microbatches"), [(0, 1, 1), (0, 3, 2), (1, 2, 1), (2, 3, 2), (3, 3, 1), (3, 2, 2)]
@@ -102,6 +103,7 @@ def test_an_overflow_in_one_rank_skips_the_step_on_all(zero: int, dp: int, micro
     check_skipped(ranks)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_stages_skip_at_the_same_steps_with_the_same_bits(zero: int) -> None:
     plan = Plan.of(precision="fp16")
@@ -138,6 +140,7 @@ def test_overflows_without_end_stop_the_run_with_advice(zero: int) -> None:
     assert error.value.steps == 4
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("zero", "dp"), [(0, 2), (3, 2), (2, 3)])
 def test_first_gradients_are_as_near_to_the_truth_as_one_device(zero: int, dp: int) -> None:
@@ -203,6 +206,7 @@ def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, uni
     assert error.value.unit == unit
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "schedule", "dp", "zero"),

@@ -162,6 +162,11 @@ HABITS: dict[str, Callable[[Loop], object]] = {
     "an evaluation by their module's mode": evaluated_by_their_module,
     "an evaluation in inference mode": evaluated_in_inference_mode,
     "their state again": lambda loop: loop.theirs.load_state_dict(loop.theirs.state_dict()),
+    "the state": lambda loop: loop.seen.extend(v.clone() for _, v in sorted(loop.model.state_dict().items())),
+    "the buffers": lambda loop: loop.seen.extend(one.clone() for one in loop.model.buffers()),
+    "their buffers": lambda loop: loop.seen.extend(one.clone() for one in loop.net.buffers()),
+    "the parameters": lambda loop: loop.seen.extend(one.detach().clone() for one in loop.model.parameters()),
+    "other buffers": lambda loop: [one.mul_(2) for one in loop.model.buffers()],
     "a forward for nothing": lambda loop: loop.model(**batch(8)),
     "a hook on a part": lambda loop: loop.net.first.register_forward_hook(lambda *_: None),
     "another part": lambda loop: setattr(loop.net, "drop", nn.Dropout(0.5)),
@@ -172,7 +177,7 @@ HABITS: dict[str, Callable[[Loop], object]] = {
 ACTS = (
     "nothing", "another learning rate", "another learning rate in what is stepped", "sizes", "print the module",
     "names", "an evaluation", "an evaluation by their module's mode", "their state again", "a forward for nothing",
-    "an evaluation in inference mode",
+    "an evaluation in inference mode", "the state", "the buffers", "the parameters", "other buffers",
 )  # fmt: skip
 
 
@@ -218,6 +223,7 @@ def same_or_raised(habits: list[tuple[int, str, str]], kind: type[Net] = Net, **
     return ""
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HABITS)
 def test_each_habit(name: str, kind: str) -> None:
@@ -235,6 +241,19 @@ def test_before_the_first_batch_everything_acts() -> None:
         if name == "frozen by the attribute":
             continue  # the optimizer would have a parameter without a gradient, which distribute refuses
         assert same_or_raised([(0, "before", name)]) == "", name
+
+
+@pytest.mark.quick(10)
+@pytest.mark.few(40)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("name", HABITS)
+def test_each_habit_within_a_step(name: str, step: int, where: str, kind: str) -> None:
+    """Also before anything is captured, in the first step; what needs gradients that are there on one device raises."""
+    found = same_or_raised([(step, where, name)], KINDS[kind])
+    gradients = name in ("clipped gradients", "gradients to zero by hand", "theirs to zero", "their step")
+    assert not (gradients and where == "backward") or "gradients" in found
 
 
 def test_around_the_step() -> None:
@@ -263,6 +282,7 @@ def test_a_loss_that_is_used_twice() -> None:
         loss.backward()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.few(12)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random_habits(seed: int) -> None:

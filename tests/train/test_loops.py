@@ -41,6 +41,7 @@ def test_no_more_than_three_lines_differ(name: str) -> None:
     assert 0 < len(changes) <= CHANGED, changes
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", NAMES)

@@ -249,6 +249,7 @@ def ran(loop: Callable[[Wrap, Log], None], microbatches: int | None) -> tuple[Lo
     return log, [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_numbers_of_the_plain_loop(loop: Callable[[Wrap, Log], None], microbatches: int) -> None:
@@ -350,6 +351,7 @@ def scaled(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     scaler.step(optimizer)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("made", "message"),
     [

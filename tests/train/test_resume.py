@@ -240,6 +240,7 @@ def test_checkpoints_move_between_stages_and_numbers_of_ranks(
     assert worst(state, truth) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
 def test_bit_equal_in_low_precision_under_every_stage(tmp_path: Path, zero: int, precision: str) -> None:

@@ -57,6 +57,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 4), "y": y, "lengths": torch.tensor([1, 2] * 4)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_trial_finds(name: str) -> None:
     body, kind = LOSSES[name]
@@ -89,6 +90,7 @@ UNKNOWN: dict[str, Body] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_no_trial_can_tell_is_refused(name: str) -> None:
     model = Branching(UNKNOWN[name])
@@ -154,6 +156,7 @@ def test_a_loss_that_is_another_in_training() -> None:
     right_on_one_or_refused(PenaltyInTraining(LOSSES["a mean over rows"][0]), batch())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [True, False])
 def test_random_numbers_of_each_row_or_of_all(rows: bool) -> None:
     """A part of the trial's batch draws what its rows draw in the whole."""
@@ -212,6 +215,7 @@ MASKED: dict[str, tuple[Body, dict[str, Tensor]]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_that_the_example_does_not_use(name: str) -> None:
     body, given = MASKED[name]
@@ -240,6 +244,7 @@ def like(value: int, rows: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("value", [0, 1])
 def test_examples_of_equal_or_few_rows(value: int, rows: int) -> None:

@@ -92,6 +92,7 @@ def test_a_note_of_a_pipeline() -> None:
     assert compiled.notes[-1].endswith(f"all are seen with {BOTH} with pp = 1")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("body", "legal"), [
     (inside_an_op, '"microbatch", or microbatches = 1'), (numbered_too, "microbatches = 1"),
     (branching, '"microbatch", or microbatches = 1'), (branching_with_a_buffer, "dp = 1 and microbatches = 1"),

@@ -193,6 +193,7 @@ def first_step(compiled: Compiled, subject: Subject) -> Run:
     return Run([step.loss], step.gradients, {})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(9)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("how", HOW)

@@ -58,6 +58,7 @@ def check(name: str, cases: list[tuple[int, int, str]]) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_covering(name: str) -> None:
@@ -91,6 +92,7 @@ WITHOUT_RULE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_stay_where_they_are(name: str) -> None:
@@ -122,6 +124,7 @@ def seen(node: fx.Node) -> tuple[bool, bool]:
     return mask is not None, bool(causal)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "causal"),
     [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)],
@@ -131,6 +134,7 @@ def test_masks_that_say_nothing_are_dropped(name: str, causal: bool) -> None:
     assert found == [(False, causal)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", PADDED)
 def test_masks_of_padded_batches_stay(name: str) -> None:
@@ -171,6 +175,7 @@ def test_an_uneven_last_batch() -> None:
     parity(subject("own gpt"), dp=(3, 4), rows=(1, 3), microbatches=2, keyed=True)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_a_capture_does_without_networkx() -> None:
     """Which torch names in annotations; who uses it later has it."""

@@ -159,6 +159,7 @@ def test_only_gradients_that_are_asked_for() -> None:
     assert torch.equal(grad, torch.ones(3, 4).t() @ x)
 
 
+@pytest.mark.slow
 def test_what_keeps_more_than_its_result_is_computed_again() -> None:
     op, given = OPS["attention with a learnt bias"]
     tape = Tape()
@@ -220,6 +221,7 @@ def env(tape: Tape | None) -> Env:
     return Env(rows=ROWS, tape=tape)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_nothing_else_is_alive_after_forward(dtype: str) -> None:
@@ -243,6 +245,7 @@ def test_nothing_else_is_alive_after_forward(dtype: str) -> None:
         assert alive.bytes == sum(t.nbytes for t in (output, seed, *grads) if t is not None)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_of_each_block_what_its_tape_does() -> None:
     """Alive before the first BACKWARD, beside what full recomputation keeps."""
     torch.manual_seed(0)
@@ -268,6 +271,7 @@ def test_a_step_keeps_of_each_block_what_its_tape_does() -> None:
     assert alive("selective") - alive("full") == 3 * ROWS * LENGTH * (9 * WIDTH * 4 + HEADS * 4)
 
 
+@pytest.mark.slow
 def test_probabilities_are_not_kept() -> None:
     """Attention with dropout is spelled out: what it keeps is larger than everything else of the block."""
     unit, arguments = block(dropout=0.2)
@@ -279,6 +283,7 @@ def test_probabilities_are_not_kept() -> None:
     assert output.shape == (ROWS, LENGTH, WIDTH)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_parameters_may_move(dtype: str, dropout: float) -> None:
@@ -379,6 +384,7 @@ class DataDependent(nn.Module):
         return F.mse_loss(self.b(h if h.abs().max().item() > 1e6 else torch.tanh(h)).squeeze(-1), y)
 
 
+@pytest.mark.slow
 def test_products_of_all_kinds() -> None:
     torch.manual_seed(1)
     subject = Subject(Products(), {"x": torch.randn(7, 5, 6), "y": torch.randn(7, 5)})
@@ -386,6 +392,7 @@ def test_products_of_all_kinds() -> None:
     parity(subject, dp=2, microbatches=3, recompute="selective", steps=2)
 
 
+@pytest.mark.slow
 def test_running_statistics_are_updated_once() -> None:
     model = make("own convnet")
     subject = Subject(model.module, model.batch, model.loss)
@@ -395,6 +402,7 @@ def test_running_statistics_are_updated_once() -> None:
     assert {int(v) for n, v in ours.state.items() if n.endswith("num_batches_tracked")} == {2}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "products"),

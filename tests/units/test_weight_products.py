@@ -82,6 +82,7 @@ def subject(op: Op, inner: tuple[int, ...], weight: tuple[int, ...]) -> Subject:
     return Subject(Layer(op, inner, weight), {"x": torch.randn(5, 4), "y": torch.randn(5)})
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str) -> None:
     one = subject(*PRODUCTS[name])

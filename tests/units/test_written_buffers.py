@@ -59,6 +59,7 @@ def batch(rows: int = 7) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 4), "y": torch.randn(rows)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [name for name, (_, kind) in WRITES.items() if kind])
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 3), (2, 1), (2, 2), (3, 3)])
 def test_buffers_are_those_of_the_whole_batch(name: str, dp: int, microbatches: int) -> None:
@@ -120,6 +121,7 @@ LATER: dict[str, Callable[[Later, Tensor], bool]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("data", [False, True])
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", LATER)
@@ -143,6 +145,7 @@ def test_a_buffer_that_a_later_forward_writes(name: str, dp: int, microbatches: 
                 sharded_run(subject, dp, microbatches, steps=3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", ["a counter", "a moving average", "a largest value"])
 def test_what_evaluations_write(name: str, dp: int, microbatches: int) -> None:

@@ -74,6 +74,7 @@ def ours(precision: str, module: nn.Module, lr: float = LR) -> list[float]:
         return [float(trainer.step(Batch(batch, ROWS, (0,), (ROWS,))).loss) for batch in data]
 
 
+@pytest.mark.slow
 def test_fp32_is_torchs() -> None:
     assert max(apart(ours("fp32", model()), torchs(None, model()))) < 1e-5
 

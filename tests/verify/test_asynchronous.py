@@ -63,6 +63,7 @@ CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "schedule", "pp", "microbatches", "dp", "changes"), CASES)
 def test_a_replay_with_the_same_versions_is_matched(
@@ -96,6 +97,7 @@ class Lossy(nn.Module):
         return self.loss(self.out(x), y, w)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_loss_of_the_batch(loss: str) -> None:
     """Microbatches are parts of a batch here too; the first one has no target that counts, unless it is a batch of its
@@ -118,6 +120,7 @@ def test_vertical_sync() -> None:
     assert verify(one.module, batches(6), plan, clip_norm=None, captured=one).passed
 
 
+@pytest.mark.slow
 def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison notices: with the newest weights on one device, and where nothing keeps the old ones."""
     torch.manual_seed(0)
@@ -155,6 +158,7 @@ def test_the_programs_have_the_papers_versions(pp: int) -> None:
                 assert len(program.stashes) == kept * len(learning)
 
 
+@pytest.mark.slow
 def test_what_stages_of_their_own_cannot_have() -> None:
     torch.manual_seed(0)
     module, _ = deep("gpt", 2)
@@ -223,6 +227,7 @@ def test_a_wish_to_stop_comes_after_the_window() -> None:
         assert len(found) == 8 and stopping
 
 
+@pytest.mark.slow
 def test_an_overflow_under_2bw_skips_one_update_on_all_stages() -> None:
     """The scale goes down, and batches keep the scale that their weights' time had."""
     torch.manual_seed(0)
@@ -243,6 +248,7 @@ def test_a_steady_window_is_no_longer_than_the_plan_s() -> None:
     assert windows(plan_of("pipedream", 4, window=5), 12) == [(0, 5), (5, 10), (10, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_one_stage_has_nothing_to_overlap(schedule: str) -> None:

@@ -64,6 +64,7 @@ def every_way(name: str, count: int, tp: int, kind: str) -> None:
     check(compiled, batches, truth, PLAIN)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "count", "tp"), CASES)
 def test_a_loss(name: str, count: int, tp: int) -> None:
     every_way(name, count, tp, "1d")

@@ -85,6 +85,7 @@ FAST, SLOW = Rates(1e9, 1e9, Link(0.0, 1e12)), Rates(1e9, 1e9, Link(0.0, 1e9))
 FULL = pytest.mark.full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "rows", "kind", "tp", "rates"), [
     ("gpt", "bf16", 64, "1d", 2, None),
     pytest.param("gpt", "fp32", 4, "1d", 2, None, marks=FULL),
@@ -106,6 +107,7 @@ def test_what_runs_in_fp64_is_what_trains(
     assert not any("other ops" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "rows"), [("fp32", 4), ("bf16", 64)])
 def test_rates_of_other_precisions_and_devices_decide_nothing(precision: str, rows: int) -> None:
     """What training decides from an example of two rows."""
@@ -129,6 +131,7 @@ def test_what_another_capture_has_alone_is_chosen_anew_and_said() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_that_memory_decides_is_proven() -> None:
     """Its bytes are those of fp32; in fp64 it takes twice as many."""
     config = load_config(None, [

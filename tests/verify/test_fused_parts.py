@@ -55,6 +55,7 @@ def parity(case: Case, kind: str) -> None:
         assert str(placed["blocks.0.qkv.weight"]) == f"[{heads}+{shared}+{shared}:tp*4, 24]"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("case", "kind"), [(case, ("1d", "1d-sp")[i % 2]) for i, case in enumerate(CASES)], ids=str)
 def test_parity(case: Case, kind: str) -> None:

@@ -155,6 +155,7 @@ def test_an_odd_model(name: str, kind: str, tp: int) -> None:
     check(one.under(tensor_parallel(ALONE, tp, kind)), batches, truth, PLAIN)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("2d", 4)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
@@ -162,6 +163,7 @@ def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
     check(one.under(tensor_parallel(ALONE, tp, kind, "auto")), batches, truth, PLAIN)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "tp", "plan"), [("1d", 2, "recipe"), ("1d-sp", 3, "recipe"), ("3d", 8, "recipe"), ("2d", 4, "auto")]
 )
@@ -171,6 +173,7 @@ def test_sizes_of_data(name: str, kind: str, tp: int, plan: str) -> None:
     check(one.under(tensor_parallel(ALONE, tp, kind, plan)), batches, truth, PLAIN)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:
     """In tables of what each reader makes of it these would be gigabytes: parts of the model are solved in turn."""
     one, batches, truth = subject("many ways")

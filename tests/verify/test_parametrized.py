@@ -29,6 +29,7 @@ class Model(nn.Module):
         return result
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MADE)
 def test_it_trains(name: str) -> None:
     """A step, and then two, each of which writes the vectors of the power iteration once, whatever the microbatches."""

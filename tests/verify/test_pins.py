@@ -104,6 +104,7 @@ def test_megatrons_plan_follows_from_three_pins(tp: int) -> None:
     assert not any("pins" in note for note in pinned.general.notes)
 
 
+@pytest.mark.slow
 def test_megatrons_plan_follows_for_llama_too() -> None:
     torch.manual_seed(0)
     module = Llama(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, context=8).double()
@@ -152,6 +153,7 @@ def test_rows_follow_the_heads_where_these_do_not_divide() -> None:
     assert found["blocks.0.attention.qkv.weight"] == "[3*7:tp*3, 21]"
 
 
+@pytest.mark.slow
 def test_what_flows_between_blocks_is_sharded_along_the_sequence() -> None:
     found = compiled_for({**MEGATRON, "blocks.*.norm?": "1", "norm": "1", "lm_head": "2"}, layers=2)
     recipe = compiled_for(MEGATRON, layers=2)
@@ -223,6 +225,7 @@ def test_pins_equal_one_device(name: str, tp: int, kind: str, pins: dict[str, st
     check(compiled, batches, truth)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dp", "zero", "pp", "recompute", "pins"),
     [
@@ -275,6 +278,7 @@ def on_a_mesh(kind: str, pp: int, dp: int, zero: int, recompute: Any) -> None:
     check(compiled, batches, truth, OPTIMIZER)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ON)
 def test_on_the_meshes_of_other_recipes(kind: str) -> None:
     on_a_mesh(kind, 1, 1, 0, "none")
@@ -435,6 +439,7 @@ def right_or_refused(case: tuple[dict[str, str], int, str]) -> None:
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
+@pytest.mark.slow
 @settings(max_examples=6, derandomize=True, **SLOW)  # type: ignore[arg-type]
 @example(({"wpe.weight": "0/3"}, 2, "1d"))  # rows of a table that are not in one piece
 @example(({"wpe.weight": "0/3@tp_j"}, 4, "2d"))

@@ -104,6 +104,7 @@ def check(case: Case) -> None:
         assert all(torch.equal(value, rank[-1].parameters[n]) for n, value in ours[0][-1].parameters.items())
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("case", list(covering(EVERY, columns)), ids=lambda case: "-".join(map(str, case)))
 def test_a_pipeline_equals_one_device(case: Case) -> None:
@@ -123,6 +124,7 @@ def test_a_plan_takes_every_schedule() -> None:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
@@ -188,6 +190,7 @@ class Skips(nn.Module):
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("schedule", "pp", "zero"),
     [("1f1b", 3, 0), ("zbv", 3, 3), ("interleaved", 2, 2), ("dualpipe-v", 2, 1), ("zb-h2", 5, 0)],
@@ -205,6 +208,7 @@ def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp:
     assert report.ranks_agree
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["conv", "mixtral", "mlp", "bert", "vit", "llama-padded", "static"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -237,6 +241,7 @@ def norms(case: Case, clip_norm: float) -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", TIED, ids=lambda case: "-".join(map(str, case)))
 def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +264,7 @@ def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monke
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused() -> None:
     module, batches, _ = subject("gpt")
     with pytest.raises(ConfigError, match=r"pp: 9 stages of 8 units are not legal; legal: at most 8 stages"):
@@ -329,6 +335,7 @@ HOMES = ((0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 2
 """Ranks of stages: round, in a V, and as no schedule has them."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(len(HOMES)))
 def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
@@ -348,6 +355,7 @@ def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
     assert few.passed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "v", "m", "seed"), [(2, 1, 4, 3), (2, 2, 4, 1), (3, 1, 5, 7), (3, 2, 6, 5)])
 def test_what_auto_finds_equals_one_device(pp: int, v: int, m: int, seed: int) -> None:
     """With times that no named schedule is best for."""

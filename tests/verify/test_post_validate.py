@@ -105,6 +105,7 @@ def test_it_equals_one_device(case: Case) -> None:
     assert again == 0 if clip == NEVER else 0 < again < STEPS
 
 
+@pytest.mark.slow
 def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states before an update, and the loss of a batch whose forwards are run again; without clipping nothing goes
     back.
@@ -120,6 +121,7 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verified("llama", plan, NEVER)[0].passed
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("home", "ranks"),
@@ -144,6 +146,7 @@ def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) 
     assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv", "mixtral", "bert", "llama-padded", "static"])
 def test_other_models(name: str) -> None:
     """Also buffers that a forward writes, which is run twice."""
@@ -155,6 +158,7 @@ def test_other_models(name: str) -> None:
     assert any(note.startswith("of 4 updates 3") for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("pp", "schedule", "window"), [(2, "1f1b", 2), (3, "zb-h1", 32), (2, "gpipe", 3)])
 def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
@@ -314,6 +318,7 @@ def test_where_it_is_not_legal() -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shared", marks=pytest.mark.full)])
 def test_processes_go_back_too(backend: str) -> None:
     command = [str(Path(__file__).with_name("post_validating.py")), backend]

@@ -58,6 +58,7 @@ def check(name: str, plan: Plan) -> None:
     assert found[worst] <= TOLERANCE, f"{worst} is off by {found[worst]:.1e}"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(9)
 @pytest.mark.parametrize("case", list(covering(EVERY)), ids=lambda c: "-".join(map(str, c)))
 def test_every_number_of_microbatches_is_the_whole_batch(case: Any) -> None:
@@ -80,6 +81,7 @@ def test_with_tensor_parallelism(name: str, tp: int, dp: int, zero: int) -> None
     check(name, planned(dp, zero, 2, "selective", tp))
 
 
+@pytest.mark.slow
 def test_several_steps_with_adam_and_batches_of_other_sizes() -> None:
     for name in ("norms", "towers"):
         one = subject(name)
@@ -90,6 +92,7 @@ def test_several_steps_with_adam_and_batches_of_other_sizes() -> None:
         assert report.passed, (name, report.worst[:3])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_low_precision(precision: Any) -> None:
     one = subject("covariance")
@@ -97,6 +100,7 @@ def test_in_low_precision(precision: Any) -> None:
     assert verify(copy.deepcopy(one.module).float(), [batch("covariance")], plan).passed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["norms", "towers"])
 def test_an_evaluation(name: str) -> None:
     """In-batch negatives are those of the whole batch there too; BatchNorm uses its running statistics."""

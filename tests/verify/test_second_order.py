@@ -73,6 +73,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(7, 4), "y": torch.randn(7)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_gradients_of_gradients(name: str) -> None:
     subject = Subject(Model(name), batch())
@@ -82,6 +83,7 @@ def test_gradients_of_gradients(name: str) -> None:
         assert max(found.values()) <= TOLERANCE, (dp, microbatches, found)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_under_verify(name: str) -> None:
     report = verify(Model(name), [batch()] * 2, Plan.of(Mesh.of(dp=2), microbatches=2))

@@ -78,6 +78,7 @@ def parity(case: Case, kind: Any) -> None:
     check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "kind"), DEFAULT, ids=str)
 def test_parity(case: Case, kind: str) -> None:
@@ -116,6 +117,7 @@ def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     assert summed["k_proj.weight"] == summed["v_proj.weight"] == ("tp%2",) and not summed["q_proj.weight"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "dp", "zero", "pp", "recompute", "m"),
     [("1d", 2, 3, 1, "full", 2), ("1d-sp", 1, 0, 2, "selective", 2), ("1d-sp", 2, 1, 2, "none", 1)],
@@ -126,6 +128,7 @@ def test_together_with_all_else(kind: str, dp: int, zero: int, pp: int, recomput
     check(one.under(tensor_parallel(plan, 4, kind)), batches, oracle(module, None, batches, OPTIMIZER, m), OPTIMIZER)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_sub_axes_of_training() -> None:
     one = compiled("own", 8, 2, 4, "1d")
     assert one.evaluation().general.tensor == one.general.tensor == {"tp//2": 2, "tp%2": 2}

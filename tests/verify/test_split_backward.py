@@ -78,6 +78,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, *plan, marks=() if chosen else pytest.mark.full)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "microbatches", "recompute", "ranks", "zero"), list(cases()))
 def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, ranks: int, zero: int) -> None:
@@ -91,6 +92,7 @@ def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, r
             assert found == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "conv", "mixtral", "gpt2"])

@@ -95,6 +95,7 @@ def collectives(one: Compiled, path: str) -> Counter[str]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["1d", "1d-sp"])
 @pytest.mark.parametrize("name", MODELS)
@@ -120,6 +121,7 @@ def test_a_layer_sums_once_forward_and_once_backward(name: str) -> None:
     )  # of each product that has no layer of its own
 
 
+@pytest.mark.slow
 def test_vit_communicates_as_megatron_does() -> None:
     """What the patches become is gathered once; then a layer communicates as any other transformer's."""
     one = model("vit")[0].under(tensor_parallel(ALONE, 2, "1d"))

@@ -95,6 +95,7 @@ def model(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep
     return Compiled(module, ALONE, batches[0], one.loss), batches, oracle(module, one.loss, batches, PLAIN, 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     (name, *KINDS[(i + shift) % len(KINDS)]) for i, name in enumerate(zoo.NAMES) for shift in (0, 5)
@@ -133,6 +134,7 @@ POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight
 """Tables that are looked up by what does not follow from the batch."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "tp"), KINDS)
 @pytest.mark.parametrize(("vocabulary", "width", "heads", "context"), [(16, 16, 8, 16), (64, 18, 9, 4), (23, 7, 7, 5)])
@@ -199,6 +201,7 @@ def together(case: Case) -> None:
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", list(covering(EVERY)), ids=lambda case: "-".join(map(str, case)))
 def test_together(case: Case) -> None:
@@ -286,6 +289,7 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
     assert not one.replicated
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["opt", "bloom", "gpt2"])
 def test_heads_stay_in_pieces(name: str) -> None:
     """Also where they are one dim with the rows of the batch (Bloom): a layer communicates as Megatron's does."""
@@ -329,6 +333,7 @@ def test_sizes_that_make_no_mesh_are_refused(kind: Any, size: int, legal: str) -
         tensor_parallel(Plan.of(), size, kind)
 
 
+@pytest.mark.slow
 def test_an_axis_of_another_recipe_is_refused() -> None:
     module, batches = subject("gpt")
     with pytest.raises(ConfigError, match='"tp_i" is not one of tensor "1d"; legal: tp'):

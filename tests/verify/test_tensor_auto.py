@@ -41,6 +41,7 @@ def solved(name: str, kind: Any, tp: int, rates: Rates, dp: int = 1, zero: int =
     return compiled
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     ("own gpt", "1d", 2), ("own llama", "2d", 4), ("own mlp", "1d", 4), ("own convnet", "1d", 2),
@@ -95,6 +96,7 @@ def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     return Compiled(module, Plan.of(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "tp", "pp", "dp", "zero", "recompute"), [
     ("1d", 2, 2, 1, 0, "none"), ("1d", 2, 1, 2, 3, "full"), ("1d-sp", 2, 1, 1, 0, "selective"),
 ])  # fmt: skip
@@ -132,6 +134,7 @@ def wild(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, kind: str, tp: i
     solved(name, kind, tp, FAST)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("seed", "name", "kind", "tp"), [
     (0, "own gpt", "1d", 3), (1, "own llama", "1d", 3), (2, "own convnet", "1d", 3), (3, "own pairs", "1d", 3),
     (1, "own gpt", "2d", 4),  # behind a table whose gradient one rank keeps, a collective that all meet in backward

@@ -86,6 +86,7 @@ def check(case: Case) -> None:
     assert len(ranks) == plan.mesh.size and all(equal(ranks[0][0], other[0]) for other in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case)))
 def test_first_gradients_are_as_near_to_the_truth_as_one_device(case: Case) -> None:
@@ -121,6 +122,7 @@ def clipped(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int],
 CLIPPED = [(("1d", 2), "fp16", (2, 3, 1), 0.3), (("2d", 4), "bf16", (1, 0, 2), 0.3)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mesh", "precision", "beside", "share"), CLIPPED)
 def test_clipping(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int], share: float) -> None:
     clipped(mesh, precision, beside, share)

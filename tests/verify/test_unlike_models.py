@@ -119,6 +119,7 @@ def test_sparse_gradients(plan: str) -> None:
     check(seeded(Words, True), batch("ids"), PLANS[plan])
 
 
+@pytest.mark.slow
 def test_scripted_modules() -> None:
     notes = check(seeded(Words, False, True), batch("ids"), PLANS["microbatches"])
     assert any("not captured" in note for note in notes)
@@ -136,6 +137,7 @@ def test_random_numbers_for_edges_of_a_graph(plan: str) -> None:
     check(seeded(Attention), {**given, "adjacent": torch.rand(7, 7) > 0.6}, PLANS[plan])
 
 
+@pytest.mark.slow
 def test_numbers_that_are_read_from_tensors_in_a_pipeline() -> None:
     """JetMoe reads on the host how many tokens each of its experts gets."""
     import transformers as t

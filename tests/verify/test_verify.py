@@ -49,6 +49,7 @@ def check(name: str, dp: int, microbatches: int, recompute: str, precision: str 
     assert report.ranks_agree
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dp", "microbatches", "recompute"), list(covering()))
 def test_plan_equals_one_device(name: str, dp: int, microbatches: int, recompute: str) -> None:
@@ -62,6 +63,7 @@ def test_every_plan_equals_one_device(name: str, dp: int, microbatches: int, rec
     check(name, dp, microbatches, recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "conv", "mixtral"])
@@ -134,6 +136,7 @@ def _gpt_report(dp: int = 2, microbatches: int = 2, recompute: str = "none", dro
     return verify(module, batches, plan).passed
 
 
+@pytest.mark.slow
 def test_control_passes() -> None:
     assert _gpt_report()
 
@@ -213,6 +216,7 @@ def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) 
 # ---- recomputation changes nothing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt", "own-llama", "llama", "gpt2", "bert", "conv"])
@@ -287,6 +291,7 @@ def test_a_loss_that_is_not_finite_on_one_device_either_is_said() -> None:
     assert any("one device's own loss is nan at step 0" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.3)
@@ -302,6 +307,7 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
     assert len({round(v, 6) for v in curves[0]}) == 6
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -> None:
     """As ``from_pretrained`` gives it."""

@@ -35,6 +35,7 @@ def check(name: str, plan: Plan) -> None:
     assert report.ranks_agree
 
 
+@pytest.mark.quick(2)
 @pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
@@ -47,6 +48,7 @@ def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatch
     check(name, data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -83,6 +85,7 @@ def test_complex_parameters(zero: int) -> None:
         verify(Spectral(real=False), batches, plan)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -90,6 +93,7 @@ def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
     check("gpt", data_parallel(Plan.of(microbatches=2), size, zero, replicas))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(6)
 @pytest.mark.parametrize("gathered", CHOICES["gathered"])
 @pytest.mark.parametrize("reduced", CHOICES["reduced"])
@@ -105,6 +109,7 @@ def test_every_choice_of_slots(gathered: Any, reduced: Any, prefetch: int) -> No
     check("gpt", data_parallel(plan, 2, 3))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_offload_and_bf16(offload: Any, precision: Any) -> None:
@@ -138,6 +143,7 @@ def assert_same_bits(ours: list[list[VerifiedStep]], theirs: list[list[VerifiedS
                 assert all(torch.equal(first[name], second[name]) for name in first), kind
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(("microbatches", "reduced"), [(1, "microbatch"), (3, "step")])
@@ -152,6 +158,7 @@ def test_stages_agree_bitwise(precision: Any, microbatches: int, reduced: Any) -
         assert_same_bits(steps(data_parallel(plan, 3, zero), module), first)
 
 
+@pytest.mark.slow
 def test_how_long_parameters_stay_changes_no_bit() -> None:
     torch.manual_seed(0)
     module = CASES["gpt"]()[0].train()
@@ -196,6 +203,7 @@ class Branches(nn.Module):
         return ((out.squeeze(-1) - y) ** 2).mean()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dp", [1, 3])
 def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> None:
@@ -225,6 +233,7 @@ def _passes(**changes: Any) -> bool:
     return verify(module, batches, data_parallel(Plan.of(microbatches=2, **changes), 2, 3)).passed
 
 
+@pytest.mark.slow
 def test_control_passes() -> None:
     assert _passes()
     assert _passes(prefetch=2)

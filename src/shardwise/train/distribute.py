@@ -117,6 +117,7 @@ class DistributedModel:
         """Return the full single-device state; all ranks call it together."""
         steps = self._steps
         steps.watch.check_kept()
+        steps.check_written("model.state_dict()")
         steps.check_open({call for loss in steps.due for call in loss.calls})
         steps.push()
         return steps.trainer.state_dict() if steps.made is not None else steps.module.state_dict()

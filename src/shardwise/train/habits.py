@@ -4,7 +4,7 @@ what a user does to the module's own tensors would do nothing. It raises where i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from shardwise.backend import Backend
 from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import module_hooks, step_hooks, without_torch_functions
+from shardwise.graph.torch_private import step_hooks, without_torch_functions
+from shardwise.train.awaited import parts_of, tensors_of
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -90,22 +91,11 @@ class Watch:
         for b in self.module.buffers():
             if type(b) is Tensor:
                 b.__class__ = KeptBuffer
-        self._parts, self._state = self._now(), PythonState(self.module, self.loss)
-
-    def _now(self) -> dict[str, Any]:
-        """Return what the module is made of: its modules with their hooks, parameters and buffers, by name."""
-        found: dict[str, Any] = {
-            name or "the module": (id(one), *module_hooks(one)) for name, one in self.module.named_modules()
-        }
-        return found | {name: id(tensor) for name, tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.module.named_parameters()
-        yield from self.module.named_buffers()
+        self._parts, self._state = parts_of(self.module), PythonState(self.module, self.loss)
 
     def end(self, state: Mapping[str, Tensor]) -> None:
         """Give the module back, with the values of ``state``."""
-        for name, tensor in self._tensors():
+        for name, tensor in tensors_of(self.module):
             if isinstance(tensor, _Kept):
                 kind: type = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
                 tensor.__class__ = kind
@@ -134,7 +124,7 @@ class Watch:
         self.check_optimizer()
         if self._state is None:
             return
-        now = self._now()
+        now = parts_of(self.module)
         for name in {**self._parts, **now}:
             if now.get(name) != self._parts.get(name):
                 what = f"{name} is another than at the first batch, or has other hooks"

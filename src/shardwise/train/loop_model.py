@@ -29,6 +29,7 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.shard.op_spec import Shard
+from shardwise.train.awaited import Awaited, tensors_of
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
 from shardwise.train.own_rows import check_same
@@ -56,6 +57,7 @@ class Model(Owner):
         self.module, self.plan, self.watch, self.dim = module, plan, watch, rows
         self.choice, self.options = choice, dict(options)
         self.loss = self.options.pop("loss", None)
+        self.awaited = Awaited(module, self.loss)
         self.version = 0
         self.due: list[Value] = []  # the losses whose backward was called since the gradients were set to zero
         self.added: str | None = None  # the line of a backward while the last step's gradients were there
@@ -98,6 +100,8 @@ class Model(Owner):
     def trained(self, found: Plot) -> Trainer:
         """Return the trainer, made for a plot with losses if there is none."""
         if self.made is None:
+            self.awaited.check()
+            self.awaited.forget()
             _ = self.shapes.template  # what the module is now
             self.with_states(found)
             with torch.inference_mode(False):
@@ -159,6 +163,9 @@ class Model(Owner):
         if training and not torch.is_grad_enabled():
             raise ShardwiseError(f"model(...) without gradients in training mode{at_line()}; legal: after model.eval()")
         frozen = self.begin_call()
+        if training and self.made is None and not self.due and self.awaited.change():
+            self.changed()  # the calls before are of another module, and no step needs them
+            self.shapes.forget()
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         if not training:  # nothing of it has a gradient
             with torch.no_grad():
@@ -168,7 +175,10 @@ class Model(Owner):
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self, True, frozen)
         self.open.append(source)
-        results, out = self.shapes.results(values, spec, True)
+        with self.awaited.plain():
+            results, out = self.shapes.results(values, spec, True)
+        if self.made is None:
+            self.awaited.note(self.version, self.shapes.written)
         if frozen and not any(one.grad for one in source.inputs):
             results = [(one[0], False) if isinstance(one, tuple) else one for one in results]
         return outputs(source, results, out)
@@ -269,7 +279,9 @@ class Model(Owner):
         fields = {name: part.value for name, part in self.with_states(found).items()}
         module = self.module if self.made is None else self._replica()
         with torch.no_grad(), self.as_called():
-            _, *values = script.run(module, fields)
+            self.awaited.check()
+            with self.awaited.plain():
+                _, *values = script.run(module, fields)
         for value, one in zip(kept, values, strict=False):
             value.known = Plain(one)
 
@@ -281,11 +293,13 @@ class Model(Owner):
 
     def _evaluate(self, leaves: Sequence[Any], spec: TreeSpec, names: list[str]) -> Any:
         """Return what the model gives in evaluation mode: known values, which ranks have in parts."""
+        self.check_written("model(...) in evaluation mode")
         opaque = self.made is not None and self.made.compiled.general.opaque is not None
         if self.made is None or opaque:
             module = self.module if self.made is None else self._replica().train(False)
             args, kwargs = spec.unflatten(leaves)
-            flat, out = tree_flatten(self.entry(module, args, kwargs))
+            with self.awaited.plain():
+                flat, out = tree_flatten(self.entry(module, args, kwargs))
             results = [(one, False) if isinstance(one, Tensor) else one for one in flat]
             source = Source(Arguments(names), (), self)
             values = outputs(
@@ -313,8 +327,8 @@ class Model(Owner):
         """Return parameters and buffers as they are now, by name; all ranks call it together."""
         if self.known_state is None or self.known_state[0] != self.version:
             if self.made is None:
-                named = [*self.module.named_parameters(), *self.module.named_buffers()]
-                found = {name: value.detach().clone() for name, value in named}
+                with self.awaited.plain():
+                    found = {name: value.detach().clone() for name, value in tensors_of(self.module)}
             else:
                 found = {**self.made.engine.memory.buffers, **self.made.state_dict()}
             self.known_state = self.version, found
@@ -324,7 +338,8 @@ class Model(Owner):
         """Set a buffer."""
         with torch.no_grad():
             if self.made is None:
-                self.module.get_buffer(name).copy_(value)
+                with self.awaited.plain():
+                    self.module.get_buffer(name).copy_(value)
             else:
                 self.made.engine.memory.buffers[name].copy_(value)
         self.known_state = None
@@ -352,6 +367,10 @@ class Model(Owner):
             for name, value in whole.items()
         }
         return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+    @abstractmethod
+    def check_written(self, what: str) -> None:
+        """Raise :class:`ShardwiseError` where ``what`` reads a buffer that a call which did not run writes to."""
 
     @abstractmethod
     def push(self) -> None:

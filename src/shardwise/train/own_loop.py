@@ -66,6 +66,7 @@ class Steps(Model, Look):
             if any(value is loss for value in one.due):
                 raise ShardwiseError(f"loss.backward(){at_line()}: called twice before optimizer.step(); legal: once")
         for one in owners:
+            one.awaited.backward = True
             if one.zeroed:
                 one.due.append(loss)
             else:
@@ -260,6 +261,7 @@ class Steps(Model, Look):
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
         self.due, self.zeroed, self.added, self.last, self.turn, self.clipped = [], True, None, None, 0, None
+        self.awaited.backward = False
         if self.made is not None:
             self.made.engine.interpreter.gradients = None
         if self._seen is not None:
@@ -276,8 +278,10 @@ class Steps(Model, Look):
             self._seen = shown(self.module, self)
         return self._seen
 
-    def show(self) -> None:
-        """Bring them up to date."""
+    def show(self, buffers: bool) -> None:
+        """Bring them up to date, for a look at ``buffers`` or at parameters alone."""
+        if buffers:
+            self.check_written("a buffer is looked at")
         if self.made is None:
             if self.before is None and self.open:
                 self.before = {name: one.detach().clone() for name, one in self.state().items()}
@@ -369,15 +373,27 @@ class Steps(Model, Look):
         """Raise :class:`ShardwiseError` where a forward without a backward, which does not run here, would have written
         to a buffer."""
         left = [one for one in self.open if one not in calls and not one.committed]
-        if left and self.made is not None:
-            written = dict.fromkeys(name for unit in self.made.compiled.general.units for name in unit.updates)
-            if names := [name for name in written if not is_kept(name)]:
-                what = f"a forward in training without backward and step writes to {names[0]}"
-                raise ShardwiseError(
-                    f"model(...) ({left[0].line}): {what} on one device, and is not run here; legal: model.eval() "
-                    "for it"
-                )
+        if left and self.made is not None and (names := self._written()):
+            what = f"a forward in training without backward and step writes to {names[0]}"
+            raise ShardwiseError(
+                f"model(...) ({left[0].line}): {what} on one device, and is not run here; legal: model.eval() for it"
+            )
         self.open = [one for one in self.open if one in calls]
+
+    def check_written(self, what: str) -> None:
+        left = [one for one in self.open if not one.committed]
+        if left and (names := self._written()):
+            raise ShardwiseError(
+                f"{what}{at_line()}: a forward in training ({left[0].line}) has written to {names[0]} on one device, "
+                "and runs here in the step; legal: before that forward, or after optimizer.step()"
+            )
+
+    def _written(self) -> list[str]:
+        """Return the names of the buffers that forward writes to in training."""
+        if self.made is None:
+            return sorted(self.shapes.written)
+        written = dict.fromkeys(name for unit in self.made.compiled.general.units for name in unit.updates)
+        return [name for name in written if not is_kept(name)]
 
 
 def _learns(loss: Value, owner: Owner) -> bool:

@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
+from shardwise.graph.torch_private import without_torch_functions
 from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 
 
@@ -29,13 +30,20 @@ def check_fields(batch: Mapping[str, Any]) -> None:
         )
 
 
+def checksum(tensor: Tensor, word: int = 0) -> int:
+    """Return the checksum of a tensor's bytes, on from ``word``."""
+    with without_torch_functions():
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(raw.numpy().data, word)
+
+
 def check_same(plan: Plan, comm: Communicator, batch: Mapping[str, Tensor]) -> None:
     """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
     if plan.mesh.size == 1:
         return
     word = 0
     for name in sorted(batch):
-        word = zlib.crc32(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), word)
+        word = checksum(batch[name], word)
     word %= 1 << 20  # so that the sums below stay within 64 bits
     total, squares = host_sum(comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
     if total * total != plan.mesh.size * squares:  # equal only if all words are

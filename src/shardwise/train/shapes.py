@@ -1,17 +1,22 @@
-"""What a model returns for arguments: the shapes, without its computing anything."""
+"""What a model returns for arguments: the shapes, without its computing anything; and the buffers that it writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from shardwise.capture.capture import shadow
+from shardwise.capture.state import assigned_buffers
 from shardwise.core.errors import ConfigError
-from shardwise.graph.torch_private import fake_mode
+from shardwise.graph.torch_private import fake_mode, version
 from shardwise.train.values import Value
 
 
@@ -29,12 +34,13 @@ class Kind(NamedTuple):
 
 class Shapes:
     """The shapes of what ``entry(module, args, kwargs)`` returns, found on a copy of the module, once for arguments
-    that are alike."""
+    that are alike; and the names of the buffers that it has ``written`` to in training."""
 
     def __init__(self, module: nn.Module, precision: str, entry: Callable[[nn.Module, Any, Any], Any]) -> None:
         self.module, self.precision, self.entry = module, precision, entry
         self._template: nn.Module | None = None
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+        self.written: set[str] = set()
 
     @property
     def template(self) -> nn.Module:
@@ -47,6 +53,7 @@ class Shapes:
         """Forget all, since the module has changed."""
         self._template = None
         self._known.clear()
+        self.written.clear()
 
     def results(self, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
         """Return what the model returns for arguments like these: for each tensor one like it and whether it has a
@@ -76,7 +83,7 @@ class Shapes:
             return made.requires_grad_(value.grad)
 
         args, kwargs = spec.unflatten([like(one) if isinstance(one, Value) else one for one in values])
-        with torch.set_grad_enabled(training), torch.random.fork_rng():
+        with torch.set_grad_enabled(training), torch.random.fork_rng(), self._noting_writes():
             flat, out = tree_flatten(self.entry(self.template, args, kwargs))
         if strange := [one for one in flat if not isinstance(one, Tensor | int | float | bool | str | None)]:
             what = f"forward returns an object of type {type(strange[0]).__name__}"
@@ -86,3 +93,34 @@ class Shapes:
             for one in flat
         ]
         return found, out
+
+    @contextmanager
+    def _noting_writes(self) -> Iterator[None]:
+        """Note the buffers of the template that are written to inside the context."""
+        before = dict(self.template.named_buffers())
+        versions = {name: version(one) for name, one in before.items()}
+        with _Statistics() as statistics:
+            yield
+        assigned_buffers(self.template, before, lambda name, *_: self.written.add(name))
+        for name, one in before.items():
+            if version(one) != versions[name] or id(one) in statistics.seen:
+                self.written.add(name)
+
+
+class _Statistics(TorchFunctionMode):
+    """Sees the running statistics that norms write to, of which torch's own count of writes knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Any] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (functional.batch_norm, functional.instance_norm):
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            given = bound.arguments
+            if given.get("training") or given.get("use_input_stats"):
+                self.seen.update((id(given[name]), given[name]) for name in ("running_mean", "running_var"))
+        return func(*args, **(kwargs or {}))

@@ -22,8 +22,9 @@ class Look(ABC):
     """It knows where the values of a model are."""
 
     @abstractmethod
-    def show(self) -> None:
-        """Bring what the loop sees up to date; all ranks call it together."""
+    def show(self, buffers: bool) -> None:
+        """Bring what the loop sees up to date, for a look at ``buffers`` or at parameters alone; all ranks call it
+        together."""
 
     @abstractmethod
     def show_gradients(self) -> None:
@@ -50,7 +51,7 @@ class _Shown:
             elif func == _SET_GRAD and args[1] is None:
                 look.drop_gradients()
             elif func not in FACTS:
-                look.show()
+                look.show(any(isinstance(one, ShownBuffer) for one in own if one._look is look))
         with without_torch_functions():
             return func(*args, **(kwargs or {}))
 
