@@ -356,3 +356,5 @@ def test_a_metric_that_does_not_fit_the_outputs() -> None:
             trainer.evaluate(data, ["accuracy"])
         found = trainer.evaluate(data, {"mine": lambda outputs, batch: (outputs.scores.sum(), 4)})
         assert set(found.metrics) == {"mine"}
+        with pytest.raises(ConfigError, match="metric writes: it writes in place to the outputs or the batch"):
+            trainer.evaluate(data, {"writes": lambda outputs, batch: (outputs.scores.neg_().sum(), 4)})

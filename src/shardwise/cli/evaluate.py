@@ -76,7 +76,8 @@ def weights_of(folder: Path, chosen: str) -> tuple[int, Path]:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: there is no {CONFIG} in this folder; legal: the folder of a run (train.run_dir)")
     there = {step_of(path): path for path in checkpoints(folder / CHECKPOINTS)}
-    legal = ", ".join(["best", "last", *(str(step) for step in there)])
+    best = ["best"] if (folder / BEST).is_file() else []
+    legal = ", ".join([*best, "last", *(str(step) for step in there)])
     if chosen == "best":
         if not (folder / BEST).is_file():
             raise ConfigError(f"--checkpoint best: {folder} has no {BEST}; legal: for runs with checkpoint.best")

@@ -19,6 +19,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.data.loader import AXES, Batch
+from shardwise.graph.torch_private import version
 from shardwise.runtime.communicator import host_gather_bytes
 from shardwise.runtime.engine import Engine
 
@@ -68,8 +69,8 @@ def evaluate(
             structure, outputs = compiled.general.outputs, found.outputs or []
             fields = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
             with torch.no_grad():
-                states = [  # each gets dicts of its own, which it may change
-                    one.add(state, rebuilt(structure, outputs), dict(fields)) if one.of_outputs else state
+                states = [
+                    _added(one, state, structure, outputs, fields) if one.of_outputs else state
                     for one, state in zip(metrics, states, strict=True)
                 ]
     loss = float(total / weight) if rows else math.nan
@@ -82,6 +83,18 @@ def evaluate(
                 raise ConfigError.on(f"metric {one.name}", f"it gives {twice[0]}, as another one does", "other names")
             values |= new
     return Evaluation(loss, rows, values, time.perf_counter() - start)
+
+
+def _added(metric: Metric, state: Any, structure: Any, outputs: Sequence[Tensor], fields: Mapping[str, Tensor]) -> Any:
+    """Return a metric's state with these rows, of which it gets dicts of its own; raise :class:`ConfigError` where it
+    changes tensors that other metrics see, too."""
+    tensors = [*outputs, *fields.values()]
+    before = [version(one) for one in tensors]
+    state = metric.add(state, rebuilt(structure, outputs), dict(fields))
+    if [version(one) for one in tensors] != before:
+        wrong = "it writes in place to the outputs or the batch, which other metrics see, too"
+        raise ConfigError.on(f"metric {metric.name}", wrong, "a write to a clone()")
+    return state
 
 
 def evaluate_loader(engine: Engine, given: Iterator[Any], metrics: Sequence[Metric]) -> Evaluation:
