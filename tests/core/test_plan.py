@@ -16,7 +16,7 @@ from shardwise.core.pins import PLANS, PinnedCut, cuts
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import CHOICES, OPTIONS, UNGROUPED, Plan
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import NON_TENSOR_AXES, TensorOptions
+from shardwise.core.tensor_options import TensorOptions, parameter_axes
 from shardwise.core.timetable import to_texts
 from shardwise.parallel.schedule import timetable as timetable_of
 
@@ -45,10 +45,10 @@ def plans(draw: st.DrawFn) -> Plan:
         words["reduce"], words["norm"] = "auto", "barrier"
     pins = {}
     if words["tensor_plan"] in PLANS:
-        if not any(axis.name not in NON_TENSOR_AXES and axis.size > 1 for axis in found):
+        if not parameter_axes(mesh):
             found = [axis for axis in found if axis.name != "tp"] + [Axis("tp", 2)]
             mesh = Mesh(tuple(found))
-        own = [f"@{axis.name}" for axis in found if axis.name not in NON_TENSOR_AXES and axis.size > 1]
+        own = [f"@{axis}" for axis in parameter_axes(mesh)]
         cut = st.builds(
             operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own)
         )

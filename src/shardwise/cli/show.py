@@ -21,7 +21,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.core.tensor_options import tensor_axes
+from shardwise.core.tensor_options import CONTEXT, tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
 from shardwise.lower.stages import EVERYWHERE, StageSplit
@@ -134,7 +134,8 @@ def _show(
     values = {
         "mesh": mesh, "links": _links(plan.mesh, per_host),
         "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
-        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.memory.recompute,
+        "tensor": _tensor(config, plan), "context": plan.tensor.context if plan.mesh.axis_size(CONTEXT) > 1 else None,
+        "microbatches": plan.microbatches, "recompute": plan.memory.recompute,
         "precision": plan.numeric.precision, "schedule": plan.pipeline.schedule,
         "dropout": plan.numeric.dropout, **_predicted(plan.mesh, trace),
     }  # fmt: skip
@@ -215,6 +216,8 @@ def _tensor(config: Config, plan: Plan) -> str | None:
     """Return what chose the tensor plan, such as ``1d``; without tensor parallelism, return notices about it."""
     if not tensor_axes(plan.mesh):
         return "; ".join(notice for notice in config.notices if "parallel.tensor" in notice) or None
+    if tensor_axes(plan.mesh) == (CONTEXT,):
+        return None
     return plan.tensor.chosen_by
 
 

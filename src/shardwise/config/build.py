@@ -25,6 +25,7 @@ from shardwise.data.tokenise import OnProgress
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
+from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -308,6 +309,7 @@ def build_plan(config: Config) -> Plan:
         window=parallel.window,
     )
     plan = tensor_parallel(plan, parallel.tp, parallel.tensor, parallel.tensor_plan, parallel.pins or {})
+    plan = context_parallel(plan, parallel.cp, parallel.context)
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:

@@ -17,7 +17,7 @@ from shardwise.core.numeric_options import NumericOptions
 from shardwise.core.options import check_options, count, key_of
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import TensorOptions, tensor_axes
+from shardwise.core.tensor_options import TensorOptions, parameter_axes
 
 ONE_RANK = Mesh.of(dp=1)
 
@@ -45,7 +45,7 @@ class Plan:
         check_options(self)
         ranks = self.mesh.axis_size("pp")
         self.pipeline.check_ranks(ranks, self.microbatches)
-        self.tensor.check_axes(tensor_axes(self.mesh))
+        self.tensor.check_axes(parameter_axes(self.mesh))
         sharded = next((rule for rule in self.data.parameters if rule.sharded), None)
         if sharded is not None and "dp" not in self.mesh.names:
             wrong = f"S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have"

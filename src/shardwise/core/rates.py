@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardwise.core.devices import ASSUMED, DeviceModel
 from shardwise.core.errors import ConfigError
 
-PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
+PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1})
 """For each collective, this is the number of times that each rank of a ring of n sends (n-1)/n of the whole tensor."""
 
 

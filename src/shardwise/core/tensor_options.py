@@ -13,21 +13,32 @@ from shardwise.core.pins import PLANS, cuts
 
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
+Context = Literal["gathered", "heads"]
 Pins = tuple[tuple[str, str], ...]
 
+CONTEXT = "cp"
+"""The mesh axis of context parallelism: it shards the sequence, and no parameter."""
+
 NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
-"""These mesh axes do not shard parameters by their dims."""
+"""These mesh axes shard nothing inside a layer."""
 
 
 def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of two ranks or more that shard parameters by their dims, in the order of the mesh."""
+    """Return the axes of two ranks or more that shard what is inside a layer, in the order of the mesh: those that
+    shard parameters by their dims, and ``CONTEXT``."""
     return tuple(axis.name for axis in mesh.axes if axis.name not in NON_TENSOR_AXES and axis.size > 1)
+
+
+def parameter_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of two ranks or more that shard parameters by their dims, in the order of the mesh."""
+    return tuple(axis for axis in tensor_axes(mesh) if axis != CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOptions:
     """These options say how the axes of tensor parallelism shard parameters.  Users write them as ``tensor``,
-    ``tensor_plan``, ``pins`` and ``tensor_bytes``.
+    ``tensor_plan``, ``pins`` and ``tensor_bytes``, and ``context`` says how attention joins the parts of a sequence
+    that the axis ``cp`` shards (``parallel/context.py``).
 
     ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
     ``bytes`` bytes (``core/rates.py``, ``SolverObjective.memory``); 0 means no limit.  Under "propagate" and "table"
@@ -38,6 +49,7 @@ class TensorOptions:
     plan: TensorPlan = word("recipe", get_args(TensorPlan), key="tensor_plan")
     pins: Pins = ()
     bytes: int = count(0, least=0, key="tensor_bytes")
+    context: Context = word("gathered", get_args(Context), key="context")
 
     def __post_init__(self) -> None:
         check_options(self)

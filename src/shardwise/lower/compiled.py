@@ -279,7 +279,9 @@ class Compiled:
         summed = {p.name: p.summed for p in known}
         machine = self._machine() if axes else None
         decided, options = None if self.like is None else self.like.trace(ones, rows).decisions, self.plan.tensor
-        return TensorParallelSpec(axes, options.recipe, layouts, options.plan, options.pins, machine, summed, decided)
+        return TensorParallelSpec(
+            axes, options.recipe, layouts, options.plan, options.pins, machine, summed, decided, options.context
+        )
 
     @property
     def microbatch_rows(self) -> int:

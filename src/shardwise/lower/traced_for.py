@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_options import tensor_axes
+from shardwise.core.tensor_options import parameter_axes, tensor_axes
 from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.tensor import axes_across
 
 
 def solves(plan: Plan) -> bool:
     """Whether a solver decides how ops and parameters are sharded."""
-    return plan.tensor.plan == "auto" and bool(tensor_axes(plan.mesh))
+    return plan.tensor.plan == "auto" and bool(parameter_axes(plan.mesh))
 
 
 def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:

@@ -87,15 +87,18 @@ def feature_alpha_dropout(
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
     batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False, part: tuple[int, Groups] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention with keyed dropout on its probabilities; q, k and v are (..., heads, length, head size)."""
+    """Compute attention with keyed dropout on its probabilities; q, k and v are (..., heads, length, head size).
+
+    Queries may be a ``part`` of the sequence: of this length, over these axes."""
     if enable_gqa and q.shape[-3] != k.shape[-3]:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        first = 0 if part is None else env.span(*part)[0]
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(first)
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask

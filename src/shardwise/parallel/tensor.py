@@ -40,7 +40,8 @@ class Role:
 
     ``rows`` says that the rows of the batch are sharded over it; ``at_use`` says that weights are sharded where they
     rest, and gathered where they are used.  ``stream`` is what activations between products are: "whole", or sharded
-    along the "sequence", the "rows" or the "width"; under "width" every product is by columns, of a gathered input.
+    along the "sequence", the "rows" or the "width", or all along the "context"; under "width" every product is by
+    columns, of a gathered input.
     ``turned`` says that tables begin with the width sharded, so that products by rows come first.
     """
 

@@ -11,7 +11,7 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
-from shardwise.core.tensor_options import Tensor, TensorPlan
+from shardwise.core.tensor_options import Context, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
 
 from ..rules import (
@@ -27,8 +27,8 @@ from ..rules import (
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """``[parallel]``: the number of ranks is ``pp`` × ``dp`` × ``tp``. docs/pipelines.md and docs/tensor.md explain the
-    words.
+    """``[parallel]``: the number of ranks is ``pp`` × ``dp`` × ``cp`` × ``tp``. docs/pipelines.md, docs/context.md and
+    docs/tensor.md explain the words.
     """
 
     pp: int = key(
@@ -96,10 +96,20 @@ class ParallelConfig:
         otherwise="none",
         legal='a table of patterns, such as `"*.q_proj.weight" = "column"`',
     )
+    cp: int = key(
+        integer(1),
+        1,
+        does="the number of ranks that share each sequence",
+    )
+    context: Context = key(
+        choice(*plan.CHOICES["context"]),
+        "gathered",
+        does="how attention joins the parts of a sequence: it gathers keys and values, or it has parts of the heads",
+    )
     dp: int = key(
         integer(1),
         does="the number of data-parallel ranks",
-        otherwise="all devices / (`pp` × `tp`)",
+        otherwise="all devices / (`pp` × `cp` × `tp`)",
     )
     dp_replicate: int = key(
         integer(1),

@@ -82,11 +82,8 @@ RULES: Mapping[str, Rule] = {
         Answer("always", "one rank") if value == 1 else key("parallel.dp counts all of them", parallel_zero=3)
     ),
     "parallelism_config.parallelism_config_tp_size": number("parallel.tp", least=1, whole=True),
-    "parallelism_config.parallelism_config_cp_size": lambda name, value, context: (
-        Answer("always", "one rank") if value == 1
-        else Answer("none", 'parallel.tensor = "1d-sp" shards sequences within parallel.tp')
-    ),
-    "parallelism_config.*": none('parallel.tensor = "1d-sp" shards sequences within parallel.tp'),
+    "parallelism_config.parallelism_config_cp_size": number("parallel.cp", least=1, whole=True),
+    "parallelism_config.*": none("parallel.context says how attention joins the parts of a sequence"),
     "megatron_lm_config.megatron_lm_tp_degree": number("parallel.tp", least=1, whole=True),
     "megatron_lm_config.megatron_lm_pp_degree": number("parallel.pp", least=1, whole=True),
     "megatron_lm_config.megatron_lm_num_micro_batches": number("parallel.microbatches", least=1, whole=True),

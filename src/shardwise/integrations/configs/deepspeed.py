@@ -203,7 +203,7 @@ RULES: Mapping[str, Rule] = {
     "gradient_predivide_factor": always(SUMS),
     "sparse_gradients": none("gradients of embeddings are dense"),
     "seq_parallel_communication_data_type": none(QUANTISED),
-    "sequence_parallel_size": none('parallel.tensor = "1d-sp" shards sequences within parallel.tp'),
+    "sequence_parallel_size": number("parallel.cp", least=1, whole=True),
     "tensor_parallel.autotp_size": number("parallel.tp", "any layer's sharding follows from the graph", whole=True),
     "tensor_parallel.*": always("how layers are sharded follows from the graph, or parallel.pins"),
     "pipeline.*": elsewhere("parallel.pp, parallel.schedule, parallel.stages: any model that can be captured is cut"),

@@ -22,6 +22,7 @@ from torch import fx
 
 from shardwise.core.fields import has_rows
 from shardwise.core.mesh import axis_of, sub_axes
+from shardwise.core.tensor_options import CONTEXT
 from shardwise.ops.env import ROWS
 from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
@@ -356,6 +357,23 @@ class TensorWalk(OpenParameters):
         return None
 
 
+class ContextWalk(TensorWalk):
+    """This is the walk for the axis of context parallelism: fields come sharded along the sequence, which stays so
+    as long as ops take it, and parameters are whole."""
+
+    def __init__(self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment]) -> None:
+        super().__init__(context, axis, rows, before, Role(stream="context"))
+
+    def initial_state(self, node: fx.Node) -> Placement:
+        field = self.context.captured.fields.get(node.name)
+        shape = self.context.shape(node)
+        along = field is not None and len(shape) > 1 and shape[1] >= self.parts and self.fits(node, Shard(1))
+        return Shard(1) if along else "I"
+
+    def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:
+        """No parameter is cut."""
+
+
 def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
     """Return the assignment of each axis by the recipe, and None; if an axis has too few heads for its ranks, return
     all axes with that one as two sub-axes instead of None."""
@@ -364,6 +382,8 @@ def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assign
     # Axes whose weights rest within the pieces of others come last.
     for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
         walk = TensorWalk(context, axis, rows, found, known)
+        if axis == CONTEXT:
+            walk = ContextWalk(context, axis, rows, found)
         found[axis] = walk.run()
         if walk.few > 1:
             inner = walk.parts // walk.few
@@ -376,4 +396,4 @@ def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assign
     return found, None
 
 
-__all__ = ["TensorWalk", "recipe"]
+__all__ = ["ContextWalk", "TensorWalk", "recipe"]

@@ -10,7 +10,8 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
-from shardwise.ops import local_ops, random_ops
+from shardwise.core.tensor_options import CONTEXT
+from shardwise.ops import context_parallel, local_ops, random_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy
@@ -30,19 +31,59 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
         return None
     # A dim whose sizes differ has heads that share keys, or is broadcast; it stays whole.
     names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
-    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
+    length = "q" if CONTEXT in context.tensor.axes else None
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(q, [*names, length, None])]
+    operands += [(x, [*names, None, None]) for x in (k, v)]
     if isinstance(mask, fx.Node):
         ((_, labels),) = aligned(context, [mask], [*context.expressions(node)[:lead], None, None])
-        operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
+        labels = [names[d] if d is not None and d < lead else None for d in labels]
+        if len(labels) > 1 and context.shape(mask)[-2] == context.shape(q)[-2]:
+            labels[-2] = length
+        operands.append((mask, labels))
     out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
     form = context.labelled(node, operands, out)
     if lead and context.shape(q)[lead - 1] != context.shape(k)[lead - 1]:
         _share_heads(context, form, lead - 1)
-    if "ordinal" not in node.meta:
-        form.emit = lambda emitter, solved: emitter.plain(node, _matched(emitter, node, solved))
-        return form
-    form.emit = _attention_dropout(node, given(node, "is_causal", False))
-    return form if context.dropout == "fast" else ordered(context, form)
+    if "ordinal" in node.meta:
+        form.emit = _attention_dropout(node, given(node, "is_causal", False))
+        return form if context.dropout == "fast" else ordered(context, form)
+    form.emit = lambda emitter, solved: _of_queries(emitter, node, _matched(emitter, node, solved))
+    if length and context.tensor.context == "heads" and lead and context.shape(q)[-2] == context.shape(k)[-2]:
+        _by_heads(form, lead)
+    return form
+
+
+def _by_heads(form: OpSharding, dim: int) -> None:
+    """Let attention take queries, keys and values in the same parts of the sequence, along ``dim``."""
+    inner, masks = form.moves or form.by_label, len(form.operands) - 3
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim != dim:
+            return inner(position, place)
+        return Strategy((place, place, place, *["R"] * masks), (place,)) if position < 3 else None
+
+    form.moves = moves
+
+
+def _axes_of_queries(emitter: Emitter, node: fx.Node, solved: Emission) -> tuple[str, ...]:
+    """Return the axes that shard the queries along the sequence."""
+    dim = rank_of(emitter.context, node.args[0]) - 2
+    return tuple(g for g, s in solved.strategies.items() if isinstance(p := s.operands[0], Shard) and p.dim == dim)
+
+
+def _of_queries(emitter: Emitter, node: fx.Node, solved: Emission) -> fx.Node:
+    """Emit attention of the queries of a rank to all keys: under a causal mask, to those up to their own places."""
+    axes, causal = _axes_of_queries(emitter, node, solved), given(node, "is_causal", False)
+    kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+    part = emitter.context.shape(node.args[0])[-2], axes
+    if any(solved.strategies[group].operands[1] == solved.strategies[group].operands[0] for group in axes):
+        mask = solved.values[3] if len(solved.values) > 3 else None
+        args = (emitter.env, *solved.values[:3], mask, part, causal)
+        return emitter.emit(node, args, kwargs, solved.layout, context_parallel.attention_by_heads)
+    if not axes or not causal:
+        return emitter.plain(node, solved)
+    args = (emitter.env, *solved.values[:3], part)
+    return emitter.emit(node, args, kwargs, solved.layout, context_parallel.causal_attention)
 
 
 def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
@@ -131,6 +172,8 @@ def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
         mask = solved.values[3] if len(solved.values) > 3 else None
         args = (emitter.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
         kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+        if axes := _axes_of_queries(emitter, node, solved):
+            kwargs["part"] = emitter.context.shape(q)[-2], axes
         return emitter.emit(node, args, kwargs, solved.layout, random_ops.attention)
 
     return emit

@@ -55,7 +55,7 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
             return strategy
-        if not context.shared_out(x, place) or not _at_every_so_many(context, x, place) or learned:
+        if place.parts or not context.shared_out(x, place) or not _at_every_so_many(context, x, place) or learned:
             return None
         return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 
@@ -77,7 +77,7 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         given = (_before_cast(values[0]), values[1], weights)
         return OwnCall(cross_entropy.cross_entropy, given, options, count, spread)
 
-    form.moves, form.call = moves, call
+    form.moves, form.call, form.factors = moves, call, True
     return form
 
 
@@ -157,4 +157,4 @@ def _reduced(
         total = emitter.emit(node, args, kwargs, solved.layout)
         return emitter.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
 
-    return context.labelled(node, pairs, labels if reduction == cross_entropy.NONE else [], emit=emit)
+    return context.labelled(node, pairs, labels if reduction == cross_entropy.NONE else [], emit=emit, factors=True)

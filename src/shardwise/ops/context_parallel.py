@@ -1,0 +1,104 @@
+"""Attention where ranks have parts of the sequence (``parallel/context.py`` says how they join them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.core.layout import shard_range
+from shardwise.ops.collectives import in_memory
+from shardwise.ops.env import Env, Groups
+from shardwise.ops.own_op import own_op
+
+Part = tuple[int, Groups]
+"""The length of the whole sequence, and the axes that shard it."""
+
+
+@own_op(kept=True)
+def causal_attention(
+    env: Env, q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """Return causal attention of this rank's queries (..., part, head size) to the keys and values (..., length, head
+    size) of the whole sequence."""
+    start, stop = env.span(*part)
+    k, v = k[..., :stop, :], v[..., :stop, :]
+    mask = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril(start)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+@own_op(communicates=True, kept=True)
+def attention_by_heads(
+    env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, part: Part, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return attention of this rank's part of the sequence (..., heads, part, head size): ranks exchange it for the
+    whole sequence of a part of the heads, and back.
+
+    ``mask`` is (..., length, length), maybe of one head. Where heads of keys cannot be shared out like those of queries
+    they are repeated first.
+    """
+    ranks, own = env.group(part[1])
+    heads = q.shape[-3]
+    if k.shape[-3] != heads and k.shape[-3] % ranks:
+        k, v = (x.repeat_interleave(heads // k.shape[-3], -3) for x in (k, v))
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] != 1:
+        start, stop = shard_range(heads, ranks, own)
+        mask = mask[..., start:stop, :, :]
+    q, k, v = (_to_heads(env, x, part) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    back: Tensor = _Exchange.apply(env, out, part, heads, False)  # type: ignore[no-untyped-call]
+    return back
+
+
+def _to_heads(env: Env, x: Tensor, part: Part) -> Tensor:
+    found: Tensor = _Exchange.apply(env, x, part, x.shape[-3], True)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges parts of the sequence for parts of the heads, or back; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tensor:
+        ctx.given = env, part, heads, there
+        return exchanged(env, x, part, heads, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
+        env, part, heads, there = ctx.given
+        return None, exchanged(env, grads[0], part, heads, not there), None, None, None
+
+
+def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tensor:
+    """Return (..., this rank's heads, length, size) for (..., heads, part, size), or the other way round; uneven parts
+    are padded for the collective."""
+    length, axes = part
+    ranks, own = env.group(axes)
+    of_heads = [shard_range(heads, ranks, i) for i in range(ranks)]
+    of_length = [env.span(length, axes, i) for i in range(ranks)]
+    mine, theirs = (of_length, of_heads) if there else (of_heads, of_length)
+    gone, come = (-3, -2) if there else (-2, -3)  # the dims that are cut, and put together
+    shape = list(x.shape)
+    shape[-3], shape[-2] = (max(stop - start for start, stop in spans) for spans in (of_heads, of_length))
+    sent = x.new_zeros((ranks, *shape))
+    for i, (start, stop) in enumerate(theirs):
+        piece = x.narrow(gone, start, stop - start)
+        _corner(sent[i], piece.shape).copy_(piece)
+    got = torch.empty_like(sent)
+    env.wait(env.comm.all_to_all(got.view(-1), in_memory(sent).view(-1), env.real(axes), lane="compute", what="heads"))
+    each = list(x.shape)
+    each[gone] = theirs[own][1] - theirs[own][0]
+    pieces = []
+    for i, (start, stop) in enumerate(mine):
+        each[come] = stop - start
+        pieces.append(_corner(got[i], each))
+    return torch.cat(pieces, come)
+
+
+def _corner(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the first elements of each dim."""
+    return x[tuple(slice(size) for size in shape)]

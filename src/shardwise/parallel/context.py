@@ -1,0 +1,40 @@
+"""Shard the sequence over mesh axes: context parallelism.
+
+Every rank of the axis ``cp`` loads the same rows of a batch and has a part of each row's sequence, from the embedding
+to the loss: its activations take 1/cp of the memory, and all parameters are whole.  Only attention looks at other
+parts.  For b·s·h elements of queries, and as many of keys and of values, a rank sends, forward and backward:
+
+    ==============  =====================================================  ==========================
+    ``context``     how attention reaches the whole sequence               elements
+    ==============  =====================================================  ==========================
+    ``gathered``    keys and values are gathered, gradients scattered      4·b·s·h·(cp-1)/cp
+    ``heads``       queries, keys, values and results change from parts    8·b·s·h·(cp-1)/cp²
+                    of the sequence to parts of the heads, and back
+    ==============  =====================================================  ==========================
+
+With g heads of keys for each head of queries the first is g times smaller; what the second sends of keys and values is
+too.  ``gathered`` is what Llama 3 was trained with (Grattafiori et al., arXiv 2407.21783, section 3.3.2); ``heads``
+follows Jacobs et al. (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
+"""
+
+from __future__ import annotations
+
+from shardwise.core.errors import check_choice, check_count
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.core.tensor_options import CONTEXT, Context, tensor_axes
+
+
+def context_parallel(plan: Plan, size: int, kind: Context = "gathered") -> Plan:
+    """Return ``plan`` with the sequence sharded over ``size`` ranks, which attention of ``kind`` joins.
+
+    The axis lies outside those of tensor parallelism, whose ranks communicate more often, and inside all others.
+    """
+    check_count("cp", size)
+    check_choice("context", kind, CHOICES["context"])
+    axes = [axis for axis in plan.mesh.axes if axis.name != CONTEXT]
+    inner = tensor_axes(plan.mesh)
+    at = next((i for i, axis in enumerate(axes) if axis.name in inner), len(axes))
+    if size > 1:
+        axes.insert(at, Axis(CONTEXT, size))
+    return plan.replace(mesh=Mesh(tuple(axes)), context=kind)
