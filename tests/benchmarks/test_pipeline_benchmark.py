@@ -35,6 +35,7 @@ def apart(kind: Kind, ranks: int, **options: bool) -> list[float]:
     return one.losses
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

@@ -37,6 +37,7 @@ def apart(ranks: int, **options: bool) -> list[float]:
     return one.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sequence", "split_loss"),
     [

@@ -76,6 +76,7 @@ def test_evaluations(llama: Path) -> None:
     assert result["validation_loss"] == found[-1]["validation_loss"]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_metrics(llama: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

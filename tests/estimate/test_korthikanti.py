@@ -54,6 +54,7 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
     assert layer.outputs + layer.none.kept == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
@@ -112,5 +113,6 @@ def test_figure_1_but_for_statistics_biases_and_norms() -> None:
         assert row.statistics < 2e-4 * row.activations[0] and row.vectors < 2e-4 * row.states[0]
 
 
+@pytest.mark.slow
 def test_the_table_in_the_docs_is_what_comes_out() -> None:
     assert table() in (Path(__file__).parents[2] / "docs" / "memory.md").read_text()

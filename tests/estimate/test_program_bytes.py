@@ -350,6 +350,7 @@ def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None
     assert differences(subject, batch) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "one"),

@@ -46,6 +46,7 @@ def predicted(*plan: str, device: str = "H100-80GB") -> Forecast:
     return forecast(load_anywhere(None, [*TINY, *plan]), named(device))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_communicators_of_a_rank_are_those_that_training_makes(name: str) -> None:
     found = predicted(*PLANS[name])

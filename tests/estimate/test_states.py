@@ -157,6 +157,7 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
         check_states(data_parallel(plan, ranks, zero, replicas), next(optimizers))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay}")
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:

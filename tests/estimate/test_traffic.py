@@ -120,6 +120,7 @@ FEW: list[Several] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", [
     pytest.param(case, id="-".join(map(str, case)), marks=() if case in FEW else pytest.mark.full) for case in SEVERAL
 ])  # fmt: skip

@@ -36,6 +36,7 @@ def test_buffers_change() -> None:
     assert errors(ours, plain_run(subject))["state state"] > 1e-3
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_are_named(name: str) -> None:
     function, reason = REFUSED[name]

@@ -180,6 +180,7 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name", [*SMALL, *(pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in zoo.NAMES)]

@@ -93,6 +93,7 @@ def _fill(module: nn.Module) -> None:
             one.copy_(0.1 * torch.sin(place + number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "dp", "microbatches"), [(llama, 2, 2), (gpt2, 1, 1)])
 def test_steps_are_those_of_plain_peft(make: Any, dp: int, microbatches: int) -> None:
     base = make()

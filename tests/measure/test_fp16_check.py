@@ -157,6 +157,7 @@ def test_ordinary_models_have_all_kernels(name: str) -> None:
     assert Compiled(module, FP16, make(4), loss).general.opaque is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "tensor", "tp"), [
     ("gpt", "1d", 2), ("llama", "1d", 2), ("gpt", "1d-sp", 3), ("llama", "1d-sp", 3),
     ("own-llama", "2.5d", 8), pytest.param("gpt", "3d", 8, marks=pytest.mark.full),

@@ -263,6 +263,7 @@ def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None
         assert sum(u.parameters for u in units) == own.parameters + (tp - 1) * alike
 
 
+@pytest.mark.slow
 def test_activations_of_a_gpt() -> None:
     """bf16 with dropout: sbh (34 + 5as/h) bytes a layer (Korthikanti et al., table 2), norms' statistics and small
     masks.

@@ -112,6 +112,7 @@ def test_chart_shows_the_budget_where_it_is_near() -> None:
     assert [row for row in below[1:-2] if "--" in row] == [below[1 + HEIGHT - 1 - 12 * HEIGHT // 16]]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("highest", [0, 1, 20, 37, 38])
 @pytest.mark.parametrize("limit", [None, 10 * GIB, 20 * GIB, 100 * GIB])
 def test_all_that_is_written_lies_inside_the_picture(highest: int, limit: int | None) -> None:

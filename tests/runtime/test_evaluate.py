@@ -58,6 +58,7 @@ def test_evaluation(name: str, dp: int, microbatches: int) -> None:
     check(name, Plan.of(Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "pp", "schedule", "microbatches", "dp", "zero"),

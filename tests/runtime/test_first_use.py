@@ -100,6 +100,7 @@ def used(comm: Communicator, one: Compiled) -> float:
     return loss
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
     "case", [one if one in CHOSEN else pytest.param(one, marks=pytest.mark.full) for one in cases()], ids=str

@@ -49,6 +49,7 @@ def assert_same(ours: tuple[list[float], dict[str, Tensor]], theirs: tuple[list[
     assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dp", "zero", "precision"),

@@ -82,7 +82,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("gpt", plan) for plan in PLANS] + [("tagger", plan) for plan in PLANS if plan != "tp-sp x pp"],  # its BatchNorm

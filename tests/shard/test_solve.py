@@ -173,6 +173,7 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     assert found.seconds.total == pytest.approx(truth, rel=1e-12)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("seed", range(70))
 def test_within_a_limit_of_memory_no_plan_is_faster(seed: int) -> None:
     """Also where bytes of a move cost, and its seconds do not; and however few sums the solver keeps, its bound is
@@ -228,6 +229,7 @@ def normal_of(module: nn.Module, batch: Mapping[str, Tensor], precision: str = "
 SPREAD = (Link(0.0, 1e12), Link(0.0, 1e9), Link(1e-6, 1e10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own gpt", "own convnet", pytest.param("own llama", marks=pytest.mark.full)])
 def test_collectives_are_predicted_to_the_byte(name: str) -> None:
     model = zoo.make(name)

@@ -260,6 +260,7 @@ def widely(step: int, block: int = -1, column: int = 0) -> dict[str, Tensor]:
 WIDE = [widely(0), widely(1), widely(2, 0, 15), widely(3), widely(4, 3, 0), widely(5, 1, 15), widely(6)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "tp", "dp", "zero", "pp"),
     [

@@ -243,7 +243,7 @@ def test_before_the_first_batch_everything_acts() -> None:
         assert same_or_raised([(0, "before", name)]) == "", name
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @pytest.mark.few(40)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["forward", "backward"])

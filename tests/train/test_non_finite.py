@@ -69,6 +69,7 @@ def train(
     return run_ranks(plan.mesh, rank, timeout=60)[0]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "rmsprop"])
 @pytest.mark.parametrize(
     ("zero", "precision"),

@@ -166,6 +166,7 @@ LAYERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "before", "after"),
@@ -263,6 +264,7 @@ def test_bit_equal_in_bf16(tmp_path: Path) -> None:
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_run_in_fp16_goes_on_from_one_in_fp32_and_back(tmp_path: Path) -> None:
     run(tmp_path, 2, 1, precision="fp32")
     run(tmp_path, 2, 2, precision="fp16", zero=3)

@@ -71,6 +71,7 @@ def plan(dp: int = 2, microbatches: int = 2, rows: Any = "microbatch") -> Plan:
     return Plan.of(Mesh.of(dp=dp), microbatches=microbatches, rows=rows)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("body", "meets", "legal"), [
     (written, ("the buffer centre (lerp)",), BOTH),
     (assigned, ("the buffer centre (std)",), BOTH),

@@ -151,6 +151,7 @@ def blocks(trace: Trace) -> list[Unit]:
     return [u for u in trace.units if u.name.rpartition(".")[2].isdigit()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own gpt", "own llama", "llama", "gpt2", "bert", "mixtral", "qwen3 padded", "vit"])
 def test_equal_blocks_share_one_function(name: str) -> None:
     first, second = blocks(subject(name).trace)

@@ -149,6 +149,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Loss | None, str]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", RIGHT)
 def test_every_plan_has_the_numbers_of_one_device(name: str, padded: bool) -> None:

@@ -114,6 +114,7 @@ def test_any_loss_of_the_batch(loss: str) -> None:
         assert report.passed, (schedule, report.worst[:3])
 
 
+@pytest.mark.slow
 def test_vertical_sync() -> None:
     one = alone("llama")
     plan = plan_of("pipedream", 3).replace(vertical_sync=True)
@@ -191,6 +192,7 @@ def test_results_come_in_order_and_all_ranks_agree() -> None:
     assert abs(losses[0][0] - first[0]) < 0.2 and abs(losses[0][1] - first[1]) < 0.2  # but for dropout
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_ends_the_window() -> None:
     """2BW undoes it: what comes after is skipped, on all stages."""
     torch.manual_seed(0)

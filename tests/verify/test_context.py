@@ -59,7 +59,7 @@ CASES = list(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.few(10)
 @pytest.mark.parametrize("case", list(covering(CASES)), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:

@@ -119,6 +119,7 @@ def test_rates_of_other_precisions_and_devices_decide_nothing(precision: str, ro
     assert (precision, rows) != ("bf16", 64) or not same(alone, training), "so these tests are of something"
 
 
+@pytest.mark.slow
 def test_what_another_capture_has_alone_is_chosen_anew_and_said() -> None:
     one, plan = model("gpt"), plan_of("fp32")
     training = replace(one, batch_rows=64).under(plan)

@@ -145,6 +145,7 @@ def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # typ
     return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     pytest.param(name, *one, marks=() if (i + j) % 4 == 0 else pytest.mark.full) for i, name in enumerate(MODELS) for j,

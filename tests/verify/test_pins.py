@@ -213,6 +213,7 @@ LARGE = ("gpt2 padded", "bert", "mixtral", "qwen3", "vit")
 """Those that take long to capture."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "tp", "kind", "pins"),
@@ -225,7 +226,7 @@ def test_pins_equal_one_device(name: str, tp: int, kind: str, pins: dict[str, st
     check(compiled, batches, truth)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dp", "zero", "pp", "recompute", "pins"),
     [

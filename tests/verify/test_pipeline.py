@@ -314,6 +314,7 @@ def test_a_size_that_depends_on_data_does_not_cross() -> None:
 # ---- controls --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tied", "shared"):
         monkeypatch.setattr(lowering, name, lambda *args: iter(()))

@@ -91,6 +91,7 @@ SHAPES: list[Case] = [
 FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
@@ -254,6 +255,7 @@ def programs(schedule: str = "zb-h2", pp: int = 3, m: int = 6, number: int = 3) 
     return compiled.programs(compiled.general, m, number), plan
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_forwards_are_computed_before_an_update_is_validated(schedule: str) -> None:
     """All that a rank computes before its first backward, but where a stage hears of another's: there the norm is known

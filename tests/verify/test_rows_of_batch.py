@@ -74,6 +74,7 @@ def test_every_plan(case: Any) -> None:
     check(name, planned(dp, zero, microbatches, recompute))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("tp", "dp", "zero"), [(2, 1, 0), (2, 2, 3), (3, 2, 0)])

@@ -92,6 +92,7 @@ def test_every_parity(case: Case, kind: str) -> None:
     parity(case, kind)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama", "own"])
 def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     one = compiled(name, 8, 2, 4, "1d").general

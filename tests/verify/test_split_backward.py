@@ -78,7 +78,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, *plan, marks=() if chosen else pytest.mark.full)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "microbatches", "recompute", "ranks", "zero"), list(cases()))
 def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, ranks: int, zero: int) -> None:
@@ -159,6 +159,7 @@ def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(steps("gpt", plan, "at once"), truth) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_not_a_product_stays_with_autograd() -> None:
     steps("mixtral", Plan.of(precision="fp64"), None)
     units = next(iter(TRACES["mixtral"][3]["fp64"].values())).units

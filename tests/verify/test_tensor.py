@@ -248,6 +248,7 @@ def divisible(name: str) -> Compiled:
     return Compiled(module.double(), ALONE, batch)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     pytest.param(name, *one, marks=() if (name, *one) in {("llama", "1d", 8), ("gpt", "2d", 9)} else pytest.mark.full)
     for name in ("gpt", "llama") for one in KINDS

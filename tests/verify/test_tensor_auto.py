@@ -64,6 +64,7 @@ def test_beside_data_parallelism() -> None:
     solved("own gpt", "1d", 2, FAST, dp=2, zero=2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     ("own gpt", "1d-sp", 2), ("own mlp", "2.5d", 8), ("own mlp", "3d", 8),
     pytest.param("own gpt", "2.5d", 8, marks=pytest.mark.full),

@@ -119,6 +119,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("zero", "choices"), PLANS)
 @pytest.mark.parametrize("name", list(MODELS))

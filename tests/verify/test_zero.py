@@ -35,7 +35,7 @@ def check(name: str, plan: Plan) -> None:
     assert report.ranks_agree
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
@@ -239,6 +239,7 @@ def test_control_passes() -> None:
     assert _passes(prefetch=2)
 
 
+@pytest.mark.slow
 def test_weights_kept_by_backward_instead_of_a_reference_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gather into a slot of its own: else forward and backward may happen to use the same one."""
     monkeypatch.setattr(
