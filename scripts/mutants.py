@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Plant the bugs of ``mutants.toml`` one at a time, and run the default tests up to the first failure: do they find it?
+"""Plant the bugs of ``mutants.toml`` one at a time, and run the tests of ``make test-ci`` up to the first
+failure: do they find it?
 
     scripts/mutants.py                     # all bugs but those that the results file has already
     scripts/mutants.py --only core lower   # the bugs whose file begins with one of these, or by number
