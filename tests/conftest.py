@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_all_but_few(items: list[pytest.Item]) -> None:
-    """``few(n)``: of a test's cases those that are not chosen are ``full``; then ``quick(n)``: ... are ``slow``."""
+    """``few(n)``: of a test's cases those that are not chosen are ``full``; of those that are not,
+    ``quick(n)`` makes all but n ``slow``."""
     for name, others in (("few", "full"), ("quick", "slow")):
         tests: dict[tuple[Path, str], list[pytest.Function]] = {}
         for item in items:

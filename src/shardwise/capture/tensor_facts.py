@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 _FACTS = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "is_cuda", "is_sparse",
@@ -10,3 +12,7 @@ _METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex
             "__hash__", "__len__", "new_zeros", "new_ones", "new_empty", "new_full")  # fmt: skip
 FACTS = frozenset([*(getattr(Tensor, name).__get__ for name in _FACTS), *(getattr(Tensor, name) for name in _METHODS)])
 """The functions that ask for facts."""
+
+_OF_GRAD: Any = Tensor.grad
+GRAD, SET_GRAD = _OF_GRAD.__get__, _OF_GRAD.__set__
+"""The functions that read and set a tensor's gradient."""

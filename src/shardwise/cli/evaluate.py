@@ -76,10 +76,10 @@ def weights_of(folder: Path, chosen: str) -> tuple[int, Path]:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: there is no {CONFIG} in this folder; legal: the folder of a run (train.run_dir)")
     there = {step_of(path): path for path in checkpoints(folder / CHECKPOINTS)}
-    best = ["best"] if (folder / BEST).is_file() else []
-    legal = ", ".join([*best, "last", *(str(step) for step in there)])
+    has_best = (folder / BEST).is_file()
+    legal = ", ".join([*(["best"] if has_best else []), "last", *(str(step) for step in there)])
     if chosen == "best":
-        if not (folder / BEST).is_file():
+        if not has_best:
             raise ConfigError(f"--checkpoint best: {folder} has no {BEST}; legal: for runs with checkpoint.best")
         step = int(jsonlib.loads((folder / BEST).read_text(encoding="utf-8"))["step"])
         if step not in there:

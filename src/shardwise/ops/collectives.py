@@ -219,6 +219,12 @@ class _Move(torch.autograd.Function):
         return None, ctx.back(ctx.env, grads[0], ctx.where), None, None, None
 
 
+def moved(env: Env, x: Tensor, where: Any, there: Way, back: Way) -> Tensor:
+    """Return ``there(env, x, where)``, whose gradient goes ``back``."""
+    result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _same(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return x
 
@@ -268,8 +274,7 @@ def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: s
     axes = where.axes if isinstance(where, ShardedFactor) else where
     if not (env.shares(axes) if cuts else env.group(axes)[0] > 1):
         return x
-    result: Tensor = _Move.apply(env, x, where, *facts_of(move).ways[dual])  # type: ignore[no-untyped-call]
-    return result
+    return moved(env, x, where, *facts_of(move).ways[dual])
 
 
 @_move_of(I=(_reduce, _same), R=(_reduce, _reduce))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import in_memory
+from shardwise.ops.collectives import in_memory, moved
 from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
 
@@ -48,29 +47,17 @@ def attention_by_heads(
     if mask is not None and mask.dim() > 2 and mask.shape[-3] != 1:
         start, stop = shard_range(heads, ranks, own)
         mask = mask[..., start:stop, :, :]
-    q, k, v = (_to_heads(env, x, part) for x in (q, k, v))
+    q, k, v = (moved(env, x, (part, x.shape[-3]), _to_heads, _to_parts) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    back: Tensor = _Exchange.apply(env, out, part, heads, False)  # type: ignore[no-untyped-call]
-    return back
+    return moved(env, out, (part, heads), _to_parts, _to_heads)
 
 
-def _to_heads(env: Env, x: Tensor, part: Part) -> Tensor:
-    found: Tensor = _Exchange.apply(env, x, part, x.shape[-3], True)  # type: ignore[no-untyped-call]
-    return found
+def _to_heads(env: Env, x: Tensor, where: tuple[Part, int]) -> Tensor:
+    return exchanged(env, x, *where, there=True)
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchanges parts of the sequence for parts of the heads, or back; the gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tensor:
-        ctx.given = env, part, heads, there
-        return exchanged(env, x, part, heads, there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
-        env, part, heads, there = ctx.given
-        return None, exchanged(env, grads[0], part, heads, not there), None, None, None
+def _to_parts(env: Env, x: Tensor, where: tuple[Part, int]) -> Tensor:
+    return exchanged(env, x, *where, there=False)
 
 
 def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tensor:

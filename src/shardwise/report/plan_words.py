@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.core.data_options import DATA_PARALLEL_ROWS
 from shardwise.core.plan import CHOICES, COUNTS, OPTIONS, Plan
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import CONTEXT, tensor_axes
+from shardwise.core.tensor_options import CONTEXT, parameter_axes
 from shardwise.parallel.data import batch_axes
 
 from .tables import plural
@@ -74,7 +74,7 @@ def _tensors(plan: Plan) -> Iterator[str]:
     if parts > 1:
         how = {"gathered": "which gather keys and values", "heads": "which exchange it for parts of the heads"}
         yield f"Each sequence is shared by {parts} ranks, {how[plan.tensor.context]} for attention."
-    size = plan.mesh.axis_size(tensor_axes(plan.mesh)) // parts
+    size = plan.mesh.axis_size(parameter_axes(plan.mesh))
     if size > 1:
         by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")
         yield f"Each layer is shared by {size} ranks, {by}."

@@ -8,18 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.state import PythonState
-from shardwise.capture.tensor_facts import FACTS
+from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import module_hooks, without_torch_functions
 from shardwise.train.own_rows import checksum
-
-_OF_GRAD: Any = Tensor.grad
-GRADIENT = frozenset([_OF_GRAD.__get__, _OF_GRAD.__set__])
-"""The functions that read and set a tensor's gradient."""
 
 
 class _Awaiting:
@@ -31,16 +27,15 @@ class _Awaiting:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in GRADIENT and args[0]._awaited.backward:
+        if func in (GRAD, SET_GRAD) and args[0]._awaited.backward:
             legal = "model.parameters() of what distribute returned, whose gradients a look computes; clip_norm=..."
             raise ShardwiseError(
                 f"grad of a tensor of the module under distribute(): the step computes it; legal: {legal}"
             )
         if func not in FACTS:
-            seen: list[_Awaiting] = []
-            torch.utils._pytree.tree_map_only(_Awaiting, seen.append, (args, kwargs))
-            for one in seen:
-                one._awaited.looked_at(one)
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, _Awaiting):
+                    one._awaited.looked_at(one)
         with without_torch_functions():
             return func(*args, **(kwargs or {}))
 
@@ -119,10 +114,8 @@ class Awaited:
         return None if self._noted is None else next(self._changes(self._noted), None)
 
     def _changes(self, noted: _Noted) -> Iterator[str]:
-        now = parts_of(self.module)
-        for name in {**noted.parts, **now}:
-            if now.get(name) != noted.parts.get(name):
-                yield f"{name} became another, or got other hooks or another requires_grad"
+        for name in changed_parts(self.module, noted.parts):
+            yield f"{name} became another, or got other hooks or another requires_grad"
         modes = [one.training for one in self.module.modules()]
         if modes != noted.modes and (any(modes) or not all(noted.modes)):
             yield "the mode of a part (training or evaluation) changed"
@@ -140,11 +133,14 @@ class Awaited:
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Let the module's tensors be ordinary ones inside the context, for whoever computes what the loop wants."""
+        if self._noted is None:  # as in all steps after the first
+            yield
+            return
         self._set(False)
         try:
             yield
         finally:
-            self._set(self._noted is not None)
+            self._set(True)
 
     def _set(self, awaiting: bool) -> None:
         for _, one in tensors_of(self.module):
@@ -162,6 +158,12 @@ def parts_of(module: nn.Module) -> dict[str, Any]:
         name or "the module": (id(one), *module_hooks(one)) for name, one in module.named_modules()
     }
     return found | {name: (id(one), one.requires_grad) for name, one in tensors_of(module)}
+
+
+def changed_parts(module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the parts that are others than ``before``, which :func:`parts_of` returned."""
+    now = parts_of(module)
+    yield from (name for name in {**before, **now} if now.get(name) != before.get(name))
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
-from shardwise.train.awaited import parts_of, tensors_of
+from shardwise.train.awaited import changed_parts, parts_of, tensors_of
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -124,11 +124,9 @@ class Watch:
         self.check_optimizer()
         if self._state is None:
             return
-        now = parts_of(self.module)
-        for name in {**self._parts, **now}:
-            if now.get(name) != self._parts.get(name):
-                what = f"{name} is another than at the first batch, or has other hooks"
-                raise ShardwiseError(f"model: {what}; {INSTEAD['other']}")
+        for name in changed_parts(self.module, self._parts):
+            what = f"{name} is another than at the first batch, or has other hooks"
+            raise ShardwiseError(f"model: {what}; {INSTEAD['other']}")
         if changes := self._state.changes():
             what = f"{changes[0]} changed after the first batch, when the model was captured"
             legal = "a field of the batch, a buffer that forward writes, or outside of the model what it does not read"

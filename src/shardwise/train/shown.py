@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.tensor_facts import FACTS
+from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
 from shardwise.graph.torch_private import without_torch_functions
-
-_OF_GRAD: Any = Tensor.grad
-_GRAD, _SET_GRAD = _OF_GRAD.__get__, _OF_GRAD.__set__
 
 
 class Look(ABC):
@@ -46,9 +43,9 @@ class _Shown:
     ) -> Any:
         own = [one for one in _flat((args, kwargs)) if isinstance(one, _Shown)]
         for look in {id(one._look): one._look for one in own}.values():
-            if func == _GRAD:
+            if func == GRAD:
                 look.show_gradients()
-            elif func == _SET_GRAD and args[1] is None:
+            elif func == SET_GRAD and args[1] is None:
                 look.drop_gradients()
             elif func not in FACTS:
                 look.show(any(isinstance(one, ShownBuffer) for one in own if one._look is look))

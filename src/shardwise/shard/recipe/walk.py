@@ -381,9 +381,10 @@ def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assign
     roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
     # Axes whose weights rest within the pieces of others come last.
     for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
-        walk = TensorWalk(context, axis, rows, found, known)
         if axis == CONTEXT:
-            walk = ContextWalk(context, axis, rows, found)
+            walk: TensorWalk = ContextWalk(context, axis, rows, found)
+        else:
+            walk = TensorWalk(context, axis, rows, found, known)
         found[axis] = walk.run()
         if walk.few > 1:
             inner = walk.parts // walk.few

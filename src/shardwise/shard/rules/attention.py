@@ -14,7 +14,7 @@ from shardwise.core.tensor_options import CONTEXT
 from shardwise.ops import context_parallel, local_ops, random_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy
+from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy, sharding
 from shardwise.shard.rules.draws import keys, ordered
 from shardwise.shard.rules.table import Table, aligned, given, rank_of
 
@@ -65,16 +65,14 @@ def _by_heads(form: OpSharding, dim: int) -> None:
     form.moves = moves
 
 
-def _axes_of_queries(emitter: Emitter, node: fx.Node, solved: Emission) -> tuple[str, ...]:
-    """Return the axes that shard the queries along the sequence."""
-    dim = rank_of(emitter.context, node.args[0]) - 2
-    return tuple(g for g, s in solved.strategies.items() if isinstance(p := s.operands[0], Shard) and p.dim == dim)
+def _options(node: fx.Node) -> dict[str, Any]:
+    return {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
 
 
 def _of_queries(emitter: Emitter, node: fx.Node, solved: Emission) -> fx.Node:
     """Emit attention of the queries of a rank to all keys: under a causal mask, to those up to their own places."""
-    axes, causal = _axes_of_queries(emitter, node, solved), given(node, "is_causal", False)
-    kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+    axes = sharding(solved.strategies, rank_of(emitter.context, node.args[0]) - 2)
+    causal, kwargs = given(node, "is_causal", False), _options(node)
     part = emitter.context.shape(node.args[0])[-2], axes
     if any(solved.strategies[group].operands[1] == solved.strategies[group].operands[0] for group in axes):
         mask = solved.values[3] if len(solved.values) > 3 else None
@@ -171,8 +169,8 @@ def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
         key = keys(emitter.context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
         mask = solved.values[3] if len(solved.values) > 3 else None
         args = (emitter.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
-        kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
-        if axes := _axes_of_queries(emitter, node, solved):
+        kwargs = _options(node)
+        if axes := sharding(solved.strategies, rank_of(emitter.context, q) - 2):
             kwargs["part"] = emitter.context.shape(q)[-2], axes
         return emitter.emit(node, args, kwargs, solved.layout, random_ops.attention)
 
