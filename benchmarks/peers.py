@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import init_process_group
 
 from alternate import Step
-from task import Task, fused_adamw, loop
+from task import Task, fast_matmul, fused_adamw, loop
 
 DEEPSPEED = "0.19.8"
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
@@ -29,7 +29,7 @@ def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     if task.device == "cuda":
         init_process_group("nccl", device_id=task.place)
     else:
@@ -48,7 +48,7 @@ def zero_redundancy(rank: int, ranks: int, *, task: Task) -> Step:
     """Make a step with DDP in which each rank's optimizer updates a share of the parameters and broadcasts it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
@@ -61,7 +61,7 @@ def deepspeed(rank: int, ranks: int, *, task: Task, stage: int) -> Step:
     """Make a step of DeepSpeed's engine with torch's fused AdamW, as fast as its own CPU Adam without a compiler."""
     import deepspeed as ds
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     ds.init_distributed("gloo", verbose=False)
     model = task.model()
     config = {

@@ -68,6 +68,17 @@ class Task:
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
+def fast_matmul(task: Task) -> None:
+    """Take the kernels for float32 products that shardwise takes: the fast ones where they are accurate.  On a CPU with
+    units for bf16 they are not, and would make a loop in fp32 one in bf16."""
+    from shardwise.launch.matmul import SQUARE, choose_matmul
+
+    fast = "high"
+    if task.device == "cpu":
+        fast = choose_matmul([SQUARE, (task.tokens, task.width, task.vocabulary)]).precision
+    torch.set_float32_matmul_precision(fast)
+
+
 def fused_adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
@@ -98,7 +109,7 @@ def plain(
 
     With ``rows_of`` it has the rows of that many ranks."""
     if tuned:
-        torch.set_float32_matmul_precision("medium")
+        fast_matmul(task)
     model = (task.model() if model is None else model).to(task.place)
     if ddp:
         torch.distributed.init_process_group("gloo")
@@ -124,7 +135,7 @@ def divided(
     from shardwise.parallel.data import data_parallel
     from shardwise.runtime.connect import connect
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     batch = task.batch([rank])
     plan = data_parallel(Plan.of(precision=task.precision, **(changes or {})), ranks, zero=zero)
     trainer = Trainer(
@@ -144,7 +155,7 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
     from shardwise.core.layout import rank_rows
     from shardwise.data.loader import Batch
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     batch, rows = task.batch(range(ranks)), task.rows * ranks
     choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
     example = {name: values.cpu() for name, values in batch.items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.models.gpt import token_loss
 from stages import Pipeline
-from task import fused_adamw
+from task import fast_matmul, fused_adamw
 
 
 class Stage(nn.Module):
@@ -51,7 +51,7 @@ class TorchPipeline:
     def __init__(self, rank: int, ranks: int, *, pipeline: Pipeline) -> None:
         from torch.distributed import pipelining
 
-        torch.set_float32_matmul_precision("medium")
+        fast_matmul(pipeline.task)
         dist.init_process_group("gloo")
         task, kind, last = pipeline.task, pipeline.kind, pipeline.last
         self.pipeline, self.ranks, mine = pipeline, ranks, kind.stages(rank, ranks)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from alternate import Step
 from shardwise.models.gpt import Attention, attend
-from task import Task, fused_adamw, loop
+from task import Task, fast_matmul, fused_adamw, loop
 
 COLUMNS = ("qkv", "up", "lm_head")
 """The linear layers of which a rank has some outputs."""
@@ -94,7 +93,7 @@ def dtensor(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     dist.init_process_group("gloo")
     model = parallelized(task.model() if model is None else model, ranks, sequence=sequence, split_loss=split_loss)
     kinds: dict[bool, list[nn.Parameter]] = {}
@@ -117,7 +116,7 @@ def shares(rank: int, ranks: int, *, task: Task, sequence: bool = False, model: 
 
     Partial sums are not summed, and tokens of other ranks' vocabulary become some of its own.  With ``sequence`` its
     part of the sequence is repeated where those of others would be gathered."""
-    torch.set_float32_matmul_precision("medium")
+    fast_matmul(task)
     model = heads_major(task.model() if model is None else model)
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from layouts import meshes_and_layouts
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.layout import Box, Factor, Layout, shard_range
+from shardwise.core.layout import Box, Factor, Layout, axis_ranges, shard_range
 from shardwise.core.mesh import Mesh
+from shardwise.core.tensor_options import CONTEXT
 
 
 @settings(max_examples=100, deadline=None)
@@ -23,6 +25,30 @@ def test_balanced_split_tiles_and_nests(size: int, a: int, b: int) -> None:
     for major in range(a):
         inner = ranges[major * b : (major + 1) * b]
         assert (inner[0][0], inner[-1][1]) == shard_range(size, a, major)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6))
+def test_the_sequence_is_shared_out_in_zigzag_order(size: int, a: int, b: int) -> None:
+    """Every element has one owner, parts are equal where the size divides, and those of a minor axis nest."""
+    ranks = [axis_ranges(size, (CONTEXT, "tp"), a * b, index) for index in range(a * b)]
+    owned = [[i for start, stop in one for i in range(start, stop)] for one in ranks]
+    assert sorted(itertools.chain(*owned)) == list(range(size))
+    assert all(one == sorted(one) for one in owned)
+    lengths = {len(one) for one in owned}
+    assert max(lengths) - min(lengths) <= 1 and (size % (a * b) or len(lengths) == 1)
+    for major in range(a):
+        outer = [i for start, stop in axis_ranges(size, (CONTEXT,), a, major) for i in range(start, stop)]
+        assert sorted(itertools.chain(*owned[major * b : (major + 1) * b])) == outer
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_under_a_causal_mask_all_ranks_have_the_same_work(ranks: int) -> None:
+    work = [
+        sum(i + 1 for start, stop in axis_ranges(48, (CONTEXT,), ranks, index) for i in range(start, stop))
+        for index in range(ranks)
+    ]
+    assert len(set(work)) == 1, work
 
 
 @pytest.mark.parametrize(("parts", "index"), [(0, 0), (3, 3), (3, -1)])

@@ -45,6 +45,14 @@ class Counting:
         self.note("reduce_scatter", x, self.one.group(axes).axes)
         return self.one.reduce_scatter(out, x, axes, **more)
 
+    def all_to_all(self, out: Tensor, x: Tensor, axes: Any, **more: Any) -> Any:
+        self.note("all_to_all", x, self.one.group(axes).axes)
+        return self.one.all_to_all(out, x, axes, **more)
+
+    def shift(self, out: Tensor, x: Tensor, axes: Any, **more: Any) -> Any:
+        self.note("shift", x, self.one.group(axes).axes)
+        return self.one.shift(out, x, axes, **more)
+
     def send(self, x: Tensor, to_rank: int, **more: Any) -> Any:
         self.note("send", x, (PIPELINE,))
         return self.one.send(x, to_rank, **more)

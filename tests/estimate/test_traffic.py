@@ -29,8 +29,10 @@ from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
 from shardwise.ops.env import Env
 from shardwise.ops.own_op import facts_of
+from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
@@ -99,6 +101,21 @@ def test_what_is_counted_is_what_was_predicted(case: Case) -> None:
 def test_every_combination_is_predicted(case: Case) -> None:
     name, kind, tp, dp, zero, pp, recompute, m = case
     check(name, planned(tp, kind, dp, zero, pp, recompute=recompute, microbatches=m))
+
+
+@pytest.mark.slow
+@pytest.mark.few(6)
+@pytest.mark.parametrize("kind", CHOICES["context"])
+@pytest.mark.parametrize("name", ["own llama", "own gpt"])
+@pytest.mark.parametrize(("cp", "tp", "recompute"), [(2, 1, "none"), (3, 1, "selective"), (2, 2, "full")])
+@pytest.mark.parametrize(("dp", "zero", "pp"), [(1, 0, 1), (2, 3, 1), (1, 0, 2)])
+def test_context_parallelism_is_predicted(
+    name: str, kind: Any, cp: int, tp: int, recompute: Any, dp: int, zero: int, pp: int
+) -> None:
+    model, plan = zoo.make(name), Plan.of(recompute=recompute, microbatches=2)
+    plan = pipeline(data_parallel(tensor_parallel(plan, tp, "1d-sp"), dp, zero), pp)
+    subject = Compiled(model.module, context_parallel(plan, cp, kind), model.batch, model.loss)
+    assert compared(subject, model.batch) > 20
 
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {

@@ -197,6 +197,19 @@ def all_to_all(c: Communicator) -> None:
             same(out, torch.cat(sent), (axes, dtype, numel))
 
 
+def shift(c: Communicator) -> None:
+    for axes in axes_of(c):
+        ranks = members(c, axes)
+        before = ranks[ranks.index(c.rank) - 1]
+        for dtype, numel in (*KINDS, (torch.float32, large(c))):
+            outs = [torch.zeros(numel, dtype=dtype) for _ in range(3)]
+            sent = [value(c.rank, numel, dtype, salt) for salt in range(3)]
+            posted = [c.shift(out, x, axes) for out, x in zip(outs, sent, strict=True)]
+            for salt, handle in enumerate(posted):
+                handle.wait()
+                same(outs[salt], value(before, numel, dtype, salt), (axes, dtype, numel, salt))
+
+
 def large_parts(c: Communicator) -> None:
     """Operations whose parts are cut into pieces."""
     n, numel = c.mesh.size, large(c) // c.mesh.size
@@ -383,7 +396,7 @@ def trivial_groups(c: Communicator) -> None:
         x, out = value(3, 8, torch.float32), torch.zeros(8)
         c.all_reduce(x, "absent").wait()
         c.broadcast(x, ()).wait()
-        for collective in (c.all_gather, c.reduce_scatter, c.all_to_all):
+        for collective in (c.all_gather, c.reduce_scatter, c.all_to_all, c.shift):
             collective(out.zero_(), x, ("absent",)).wait()
             same(out, x, collective)
         c.all_reduce(torch.zeros(0), c.mesh.names).wait()
@@ -428,6 +441,7 @@ def bad_arguments(c: Communicator) -> None:
         ("do not fit", lambda: c.all_gather(torch.ones(6 * c.mesh.size + 1), x, c.mesh.names)),
         ("do not fit", lambda: c.reduce_scatter(torch.ones(7), x, c.mesh.names)),
         ("do not fit", lambda: c.all_to_all(torch.ones(6, dtype=torch.float64), x, c.mesh.names)),
+        ("do not fit", lambda: c.shift(torch.ones(x.numel() + 1, dtype=x.dtype), x, c.mesh.names)),
         ("root", lambda: c.broadcast(x, c.mesh.names, root=c.mesh.size)),
         ("no peer", lambda: c.send(x, c.rank)),
         ("no peer", lambda: c.receive(x, c.mesh.size)),
@@ -449,7 +463,7 @@ CASES: dict[str, Case] = {
     for case in (
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
         all_gather, reduce_scatter, complex_numbers,
-        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding,
+        all_to_all, shift, large_parts, broadcast, messages, messages_both_ways, many_outstanding,
         a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
         subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,
@@ -462,6 +476,7 @@ STAGED = (
     all_gather,
     reduce_scatter,
     all_to_all,
+    shift,
     broadcast,
     messages_both_ways,
     barrier,

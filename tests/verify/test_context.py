@@ -25,6 +25,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 
 KINDS = CHOICES["context"]
+LEARNED = ("learned bias", "learned bias of keys", "some see nothing")
 
 
 @pytest.mark.quick(4)
@@ -94,6 +95,7 @@ class Attention(nn.Module):
         torch.manual_seed(0)
         self.how, self.heads, self.keys = how, heads, keys
         self.first, self.last = nn.Linear(8, (heads + 2 * keys) * 4), nn.Linear(heads * 4, 8)
+        self.far = nn.Embedding(4, heads)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -109,6 +111,12 @@ class Attention(nn.Module):
         elif self.how == "bias of heads":
             mask = -torch.arange(1, self.heads + 1, device=x.device)[:, None, None] * (place[:, None] - place).abs() / 8
             mask = mask.to(x.dtype)
+        elif self.how == "learned bias":
+            mask = self.far((place[:, None] - place).abs() % 4).movedim(-1, 0)
+        elif self.how == "learned bias of keys":
+            mask = self.far(place % 4).mean(-1)[None, None, None]
+        elif self.how == "some see nothing":
+            mask = (place[:, None] >= place) & (place[:, None] % 3 > 0)
         found = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=self.how == "causal", enable_gqa=self.heads != self.keys, scale=0.3
         )
@@ -117,7 +125,7 @@ class Attention(nn.Module):
 
 @pytest.mark.quick(4)
 @pytest.mark.few(16)
-@pytest.mark.parametrize("how", ["causal", "full", "window", "documents", "bias of heads"])
+@pytest.mark.parametrize("how", ["causal", "full", "window", "documents", "bias of heads", *LEARNED])
 @pytest.mark.parametrize("length", [4, 7, 13])
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize(("heads", "keys"), [(4, 4), (4, 2), (6, 3)])
@@ -151,7 +159,7 @@ def test_activations_take_a_part_of_the_memory() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match='context: \'rings\' is not legal; legal: "gathered", "heads"'):
+    with pytest.raises(ConfigError, match='context: \'rings\' is not legal; legal: "gathered", "ring", "heads"'):
         context_parallel(Plan.of(), 2, "rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cp: 0 is not legal"):
         context_parallel(Plan.of(), 0)

@@ -13,6 +13,7 @@ from itertools import product
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh, joined
+from shardwise.core.tensor_options import CONTEXT
 
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -39,6 +40,22 @@ def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tup
         start, stop = shard_range(last - first, parts, index)
         ranges.append((first + start, first + stop))
     return tuple(ranges)
+
+
+def axis_ranges(size: int, axes: Sequence[str], parts: int, index: int) -> tuple[tuple[int, int], ...]:
+    """Return what ``size`` elements that ``axes`` shard over ``parts`` ranks give the rank of this index: ranges
+    (start, stop) in order, which may be empty.
+
+    The sequence, over ``cp``, is shared out in zigzag order: each rank has a piece of the first half and, counted from
+    the end, one of the second, so that under a causal mask all ranks have the same work (Llama 3, arXiv 2407.21783,
+    section 3.3.2).  All else is shared out in pieces as they come.  In both orders the pieces of a minor axis are parts
+    of those of the major one.
+    """
+    start, stop = shard_range(size, parts, index)
+    if not axes or axes[0] != CONTEXT:
+        return ((start, stop),)
+    # Half of what comes before a piece is at the start of the sequence, and the rest at its end.
+    return (start // 2, stop // 2), (size - (stop - stop // 2), size - (start - start // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +131,9 @@ class Factor:
         found: list[tuple[int, int]] = []
         first, ranks, index = 0, mesh.axis_size(self.axes), mesh.index(rank, self.axes)
         for size in self.parts or (self.size,):
-            start, stop = (first + cut for cut in shard_range(size, ranks, index))
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, stop))
+            for start, stop in axis_ranges(size, self.axes, ranks, index):
+                adjacent = found and found[-1][1] == first + start
+                found.append((found.pop()[0] if adjacent else first + start, first + stop))
             first += size
         return found
 

@@ -12,6 +12,9 @@ from shardwise.core.errors import ConfigError
 PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1})
 """For each collective, this is the number of times that each rank of a ring of n sends (n-1)/n of the whole tensor."""
 
+SHIFT = "shift"
+"""In this collective each rank sends a tensor to the next."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -53,12 +56,12 @@ class Rates:
 
     def collective(self, kind: str, nbytes: float, axes: Sequence[str], parts: int) -> float:
         """Return the seconds α + bytes/β of a collective in a ring over the ``parts`` ranks along ``axes``; ``nbytes``
-        is the size of the whole tensor.
+        is the size of the whole tensor, or of what a rank sends in a ``SHIFT``.
         """
         if parts == 1:
             return 0.0
         links = [self.links.get(axis, self.link) for axis in axes]
-        sent = PASSES[kind] * nbytes * (parts - 1) / parts
+        sent = nbytes if kind == SHIFT else PASSES[kind] * nbytes * (parts - 1) / parts
         return max(link.latency for link in links) + sent / min(link.bandwidth for link in links)
 
 

@@ -13,7 +13,7 @@ from shardwise.core.pins import PLANS, cuts
 
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
-Context = Literal["gathered", "heads"]
+Context = Literal["gathered", "ring", "heads"]
 Pins = tuple[tuple[str, str], ...]
 
 CONTEXT = "cp"

@@ -87,6 +87,8 @@ class _Alike:
         out.copy_(x)
         return self
 
+    shift = all_to_all
+
     def wait(self) -> None:
         """Return at once."""
 

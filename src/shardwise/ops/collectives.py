@@ -8,15 +8,15 @@ first: ranks, microbatches and steps share the graph, but not the Env.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import axis_ranges
 from shardwise.ops.env import ROWS, Env, Groups
 from shardwise.ops.own_op import Function, OwnOp, facts_of, own_op
 
@@ -25,6 +25,15 @@ Way = Callable[[Env, Tensor, Any], Tensor]
 
 DimFactors = Sequence[tuple[int, Groups]]
 """The factors of a dim, major first: the size of each in elements, and the axes that shard it."""
+
+
+class Section(NamedTuple):
+    """A rank has ``size`` elements of a factor in a row: from ``start`` in its own piece, from ``at`` in the whole."""
+
+    rank: int
+    start: int
+    at: int
+    size: int
 
 
 class ShardedFactor(NamedTuple):
@@ -48,43 +57,46 @@ class ShardedFactor(NamedTuple):
             return tuple(stop - start for start, stop in windows)
         return self.parts or (self.size,)
 
-    def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
-        """Yield for each rank its (start, stop) in each part, counted from the start of the first rank in that part."""
-        (above, at), (ranks, _), sizes = env.group(self.outer), env.group(self.axes), self.sizes(env)
-        firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
-        for i in range(at * ranks, (at + 1) * ranks):
-            spans = (shard_range(size, above * ranks, i) for size in sizes)
-            yield [(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
+    def sections(self, env: Env) -> tuple[Section, ...]:
+        """Return the sections in which ranks have the factor, in order, counted from the first that ``outer`` gives."""
+        (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
+        return _sections((*self.outer, *self.axes), self.sizes(env), above * ranks, at * ranks, ranks)
 
-    def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
-        """Return each rank's (start, stop) in the concatenation of the pieces of all ranks, and this rank's index."""
-        ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
-        return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
+    def held(self, env: Env) -> list[int]:
+        """Return how many elements of the factor each rank has."""
+        found = [0] * env.group(self.axes)[0]
+        for one in self.sections(env):
+            found[one.rank] += one.size
+        return found
 
-    def place(self, env: Env) -> tuple[int, int, int]:
-        """Return (start, stop) of this rank's piece in the whole factor, and how many elements that has."""
-        spans, index = self.pieces(env)
-        before = env.window[0] if env.window is not None and ROWS in self.axes else 0
-        start, stop = spans[index]
-        return before + start, before + stop, env.rows if ROWS in self.axes else spans[-1][1]
+    def own(self, env: Env) -> tuple[list[tuple[int, int]], int]:
+        """Return the ranges (start, stop) of this rank in the whole factor, and how many elements that has."""
+        sections, index = self.sections(env), env.group(self.axes)[1]
+        rows = ROWS in self.axes
+        before = env.window[0] if env.window is not None and rows else 0
+        mine = [(before + one.at, before + one.at + one.size) for one in sections if one.rank == index]
+        return mine, env.rows if rows else sum(one.size for one in sections)
 
     def folded(self, env: Env, shape: Sequence[int]) -> tuple[list[int], int, int, int]:
         """Return the size of each rank's piece, this rank's index, and how many elements of a tensor of ``shape`` are
         before the factor and after it."""
-        spans, index = self.pieces(env)
         outer, inner = math.prod(shape[: self.dim]) * self.pre, math.prod(shape[self.dim + 1 :]) * self.post
-        return [stop - start for start, stop in spans], index, outer, inner
+        return self.held(env), env.group(self.axes)[1], outer, inner
 
-    def order(self, env: Env, device: torch.device) -> Tensor:
-        """Return the position of each element of the ranks' concatenated pieces in the order of parts: 1-d, int64."""
-        each = list(self._ranges(env))
-        firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
-        spans = [
-            torch.arange(first + a, first + b, device=device)
-            for own in each
-            for first, (a, b) in zip(firsts, own, strict=False)
-        ]
-        return torch.cat(spans)
+
+@functools.lru_cache(maxsize=4096)  # every layer and microbatch asks again
+def _sections(axes: Sequence[str], sizes: Sequence[int], parts: int, first: int, ranks: int) -> tuple[Section, ...]:
+    """Return what the ``ranks`` from the ``first`` of ``parts`` have of each of ``sizes``, side by side."""
+    found: list[Section] = []
+    done, held = 0, [0] * ranks
+    for size in sizes:
+        each = (axis_ranges(size, axes, parts, first + i) for i in range(ranks))
+        for one in zip(*each, strict=True):
+            for i in sorted(range(ranks), key=one.__getitem__):
+                start, stop = one[i]
+                found.append(Section(i, held[i], done, stop - start))
+                held[i], done = held[i] + stop - start, done + stop - start
+    return tuple(found)
 
 
 def rows(env: Env) -> int:
@@ -100,13 +112,13 @@ def local_rows(env: Env) -> int:
 
 def row_start(env: Env, axes: Groups) -> int:
     """Return the first row of this rank in the microbatch, if ``axes`` shard its rows."""
-    return env.span(env.rows, axes)[0]
+    return env.ranges(env.rows, axes)[0][0]
 
 
 def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
     """Return the size of this rank's part of ``size`` elements, or of several sizes, that ``axes`` shard."""
-    spans = (env.span(n, axes) for n in ([size] if isinstance(size, int) else size))
-    return sum(stop - start for start, stop in spans)
+    sizes = [size] if isinstance(size, int) else size
+    return sum(stop - start for n in sizes for start, stop in env.ranges(n, axes))
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------
@@ -146,9 +158,11 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
         own = x.new_zeros((outer, most, inner))
         own[:, : sizes[index]] = x.reshape(outer, sizes[index], inner)
     out = gathered(env, own, cut.axes, "all_gather")
-    together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
-    if len(cut.sizes(env)) > 1:
-        together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
+    sections = cut.sections(env)
+    if even and len(sections) == len(sizes):
+        together = out.transpose(0, 1)
+    else:
+        together = torch.cat([out[one.rank, :, one.start : one.start + one.size] for one in sections], 1)
     shape = (*x.shape[: cut.dim], cut.pre * whole * cut.post, *x.shape[cut.dim + 1 :])
     return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
@@ -168,16 +182,15 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """Return this rank's piece."""
     if not env.shares(cut.axes):
         return x
-    start, stop, whole = cut.place(env)
-    several = len(cut.sizes(env)) > 1
-    if isinstance(cut.pre, int) and cut.pre == 1 and not several:
+    mine, whole = cut.own(env)
+    if isinstance(cut.pre, int) and cut.pre == 1 and len(mine) == 1:
+        start, stop = mine[0]
         return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
     split = x.reshape(*shape[: cut.dim], cut.pre, whole, cut.post, *shape[cut.dim + 1 :])
-    shape[cut.dim] = cut.pre * (stop - start) * cut.post
-    if several:
-        return split.index_select(cut.dim + 1, cut.order(env, x.device)[start:stop]).reshape(shape)
-    return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
+    shape[cut.dim] = cut.pre * sum(stop - start for start, stop in mine) * cut.post
+    pieces = [split.narrow(cut.dim + 1, start, stop - start) for start, stop in mine]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim + 1)).reshape(shape)
 
 
 def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
@@ -185,15 +198,14 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     sizes, index, outer, inner = cut.folded(env, x.shape)
     if len(sizes) == 1:
         return x
-    most, whole, shape = max(sizes), sum(sizes), list(x.shape)
-    if len(cut.sizes(env)) > 1:
-        x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
-    if min(sizes) == most:
+    most, sections, shape = max(sizes), cut.sections(env), list(x.shape)
+    if min(sizes) == most and len(sections) == len(sizes):
         pieces = in_memory(x.reshape(outer, len(sizes), most, inner).transpose(0, 1))
     else:
+        whole = x.reshape(outer, sum(sizes), inner)
         pieces = x.new_zeros((len(sizes), outer, most, inner))
-        for i, piece in enumerate(x.reshape(outer, whole, inner).split_with_sizes(sizes, 1)):
-            pieces[i, :, : sizes[i]] = piece
+        for one in sections:
+            pieces[one.rank, :, one.start : one.start + one.size] = whole[:, one.at : one.at + one.size]
     out = x.new_empty((outer, most, inner))
     env.wait(
         env.comm.reduce_scatter(
@@ -349,10 +361,12 @@ def number(env: Env, x: Tensor) -> int:
 def placed(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """V → P: return zeros of the whole factor ``cut`` with this rank's piece in its place."""
     where = ShardedFactor(*cut)
-    start, stop, whole = where.place(env)
+    mine, whole = where.own(env)
     outer, inner = math.prod(x.shape[: where.dim]) * where.pre, math.prod(x.shape[where.dim + 1 :]) * where.post
+    sizes = [stop - start for start, stop in mine]
     out = x.new_zeros((outer, whole, inner))
-    out[:, start:stop] = x.reshape(outer, stop - start, inner)
+    for (start, stop), piece in zip(mine, x.reshape(outer, sum(sizes), inner).split_with_sizes(sizes, 1), strict=True):
+        out[:, start:stop] = piece
     return out.reshape(*x.shape[: where.dim], where.pre * whole * where.post, *x.shape[where.dim + 1 :])
 
 

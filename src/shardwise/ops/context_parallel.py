@@ -23,10 +23,16 @@ def causal_attention(
 ) -> Tensor:
     """Return causal attention of this rank's queries (..., part, head size) to the keys and values (..., length, head
     size) of the whole sequence."""
-    start, stop = env.span(*part)
-    k, v = k[..., :stop, :], v[..., :stop, :]
-    mask = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril(start)
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    found = []
+    ranges = env.ranges(*part)
+    for own, (start, stop) in zip(q.split_with_sizes([b - a for a, b in ranges], -2), ranges, strict=True):
+        mask = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril(start)
+        found.append(
+            F.scaled_dot_product_attention(
+                own, k[..., :stop, :], v[..., :stop, :], mask, scale=scale, enable_gqa=enable_gqa
+            )
+        )
+    return torch.cat(found, -2)
 
 
 @own_op(communicates=True, kept=True)
@@ -66,24 +72,32 @@ def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tenso
     length, axes = part
     ranks, own = env.group(axes)
     of_heads = [shard_range(heads, ranks, i) for i in range(ranks)]
-    of_length = [env.span(length, axes, i) for i in range(ranks)]
-    mine, theirs = (of_length, of_heads) if there else (of_heads, of_length)
-    gone, come = (-3, -2) if there else (-2, -3)  # the dims that are cut, and put together
+    of_length = [env.ranges(length, axes, i) for i in range(ranks)]
+    each = [sum(stop - start for start, stop in ranges) for ranges in of_length]
     shape = list(x.shape)
-    shape[-3], shape[-2] = (max(stop - start for start, stop in spans) for spans in (of_heads, of_length))
+    shape[-3], shape[-2] = max(stop - start for start, stop in of_heads), max(each)
     sent = x.new_zeros((ranks, *shape))
-    for i, (start, stop) in enumerate(theirs):
-        piece = x.narrow(gone, start, stop - start)
+    for i, (first, last) in enumerate(of_heads):
+        piece = x[..., first:last, :, :] if there else _taken(x, of_length[i])
         _corner(sent[i], piece.shape).copy_(piece)
     got = torch.empty_like(sent)
     env.wait(env.comm.all_to_all(got.view(-1), in_memory(sent).view(-1), env.real(axes), lane="compute", what="heads"))
-    each = list(x.shape)
-    each[gone] = theirs[own][1] - theirs[own][0]
-    pieces = []
-    for i, (start, stop) in enumerate(mine):
-        each[come] = stop - start
-        pieces.append(_corner(got[i], each))
-    return torch.cat(pieces, come)
+    if not there:
+        own_shape = (*x.shape[:-3], each[own], x.shape[-1])
+        sizes = [(*own_shape[:-2], last - first, *own_shape[-2:]) for first, last in of_heads]
+        return torch.cat([_corner(one, size) for one, size in zip(got, sizes, strict=True)], -3)
+    first, last = of_heads[own]
+    out = x.new_empty((*x.shape[:-3], last - first, length, x.shape[-1]))
+    for one, ranges, size in zip(got, of_length, each, strict=True):
+        pieces = one[..., : last - first, :size, :].split_with_sizes([stop - start for start, stop in ranges], -2)
+        for (start, stop), piece in zip(ranges, pieces, strict=True):
+            out[..., start:stop, :] = piece
+    return out
+
+
+def _taken(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Return these ranges of the sequence (..., length, size)."""
+    return torch.cat([x[..., start:stop, :] for start, stop in ranges], -2)
 
 
 def _corner(x: Tensor, shape: Sequence[int]) -> Tensor:

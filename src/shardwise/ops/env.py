@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import axis_ranges, shard_range
 from shardwise.core.mesh import joined
 
 ROWS = "rows"
@@ -71,20 +71,21 @@ class Env:
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """Return (start, stop) of a rank's part of the microbatch among the rows; the default is this rank."""
-        return self.span(self.rows, (ROWS,), index)
+        return self.ranges(self.rows, (ROWS,), index)[0]
 
-    def span(self, size: int, axes: Sequence[str], index: int | None = None) -> tuple[int, int]:
-        """Return (start, stop) of a rank's part of ``size`` elements that ``axes`` shard; the default is this rank.
+    def ranges(self, size: int, axes: Sequence[str], index: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Return the ranges (start, stop) of a rank's part of ``size`` elements that ``axes`` shard, of which the
+        sequence alone has several; the default is this rank.
 
         Elements that ``ROWS`` shards are the rows, of which the microbatch's are shared out. Those of an exchange are
         counted from 0."""
         parts, own = self.group(axes)
+        index = own if index is None else index
         if ROWS in axes and self.windows:
-            each = (shard_range(b - a, parts, own if index is None else index) for a, b in self.windows)
-            return 0, sum(stop - start for start, stop in each)
+            each = (shard_range(b - a, parts, index) for a, b in self.windows)
+            return ((0, sum(stop - start for start, stop in each)),)
         first, last = (self.window if ROWS in axes else None) or (0, size)
-        start, stop = shard_range(last - first, parts, own if index is None else index)
-        return first + start, first + stop
+        return tuple((first + a, first + b) for a, b in axis_ranges(last - first, axes, parts, index))
 
     def shares(self, axes: Sequence[str]) -> bool:
         """Whether ``axes`` cut anything: they have several ranks, or the microbatch is a part of the rows."""

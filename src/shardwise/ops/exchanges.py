@@ -21,7 +21,8 @@ class Exchange(NamedTuple):
     """A collective over ``axes`` as :class:`Env` names them; ``backward`` says whether it runs in backward.
 
     ``nbytes`` is the number of bytes of the whole tensor: the operand of an all_reduce, the result of an all_gather,
-    the operand of a reduce_scatter or an all_to_all, each with the padding of uneven pieces.
+    the operand of a reduce_scatter or an all_to_all, each with the padding of uneven pieces; what one rank sends in a
+    shift.
     """
 
     kind: str
@@ -52,6 +53,9 @@ class _Recorder:
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Any, **kwargs: Any) -> _Recorder:
         return self.note("all_to_all", x, axes)
+
+    def shift(self, out: Tensor, x: Tensor, axes: Any, **kwargs: Any) -> _Recorder:
+        return self.note("shift", x, axes)
 
     def wait(self) -> None:
         """Return at once."""

@@ -21,11 +21,14 @@ def _found(env: Env, index: Tensor, factors: DimFactors) -> tuple[Tensor, Tensor
     """Return the index of each row in this rank's part of a table, and whether the row is in that part."""
     local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for number, (size, axes) in reversed(list(enumerate(factors))):
-        start, stop = env.span(size, axes)
         digit = index % size if number else index
         index = index // size if number else index
-        here &= (digit >= start) & (digit < stop)
-        local, each = local + (digit - start) * each, each * (stop - start)
+        place, mine, held = torch.zeros_like(digit), torch.zeros_like(here), 0
+        for start, stop in env.ranges(size, axes):
+            inside = (digit >= start) & (digit < stop)
+            place, mine = torch.where(inside, digit - start + held, place), mine | inside
+            held += stop - start
+        local, here, each = local + place * each, here & mine, each * held
     return local, here
 
 
@@ -48,8 +51,8 @@ def own_rows(env: Env, factors: DimFactors, device: torch.device) -> Tensor:
     """Return the indices of this rank's rows in the whole table: 1-d, int64."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, axes in factors:
-        own = torch.arange(*env.span(size, axes), dtype=torch.int64, device=device)
-        rows = (rows[:, None] * size + own).flatten()
+        each = [torch.arange(*one, dtype=torch.int64, device=device) for one in env.ranges(size, axes)]
+        rows = (rows[:, None] * size + (each[0] if len(each) == 1 else torch.cat(each))).flatten()
     return rows
 
 

@@ -97,8 +97,8 @@ def attention(
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        first = 0 if part is None else env.span(*part)[0]
-        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(first)
+        place = torch.arange(q.shape[-2], device=q.device) if part is None else own_rows(env, [part], q.device)
+        allowed = place[:, None] >= torch.arange(k.shape[-2], device=q.device)
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask

@@ -21,7 +21,7 @@ class Silent:
             out.fill_(self.fill)
         return self
 
-    reduce_scatter = all_to_all = all_gather
+    reduce_scatter = all_to_all = shift = all_gather
 
     def wait(self) -> None:
         """Return at once."""

@@ -41,6 +41,16 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def before(self) -> int:
+        """The index of the member before this one; before the first is the last."""
+        return (self.index - 1) % self.size
+
+    @property
+    def after(self) -> int:
+        """The index of the member after this one; after the last is the first."""
+        return (self.index + 1) % self.size
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

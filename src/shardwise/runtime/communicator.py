@@ -150,6 +150,13 @@ class Communicator(ABC):
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return self._moved(call, out, x, self._all_to_all)
 
+    def shift(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Send ``x`` to the next member of the group, the last to the first, and put what the one before sends in
+        ``out``, which has as many elements on all members."""
+        call = Call("shift", self.group(axes), lane, what)
+        self._check(call, x, out, x.numel() == out.numel())
+        return self._moved(call, out, x, self._shift)
+
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by the ``x`` of the member with index ``root`` in the group."""
         call = Call("broadcast", self.group(axes), lane, what)
@@ -293,6 +300,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
 
     @abstractmethod
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle: ...

@@ -214,6 +214,15 @@ class DistributedCommunicator(Communicator):
 
         return self._start(call, post, None if order is None else lambda: _permute(out, target, order.places))
 
+    def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        ends = (dist.isend, x, call.group.after), (dist.irecv, out, call.group.before)
+
+        def post(group: dist.ProcessGroup, tag: int) -> _Both:
+            each = [dist.P2POp(op, as_bytes(one), call.group.ranks[peer], group, tag) for op, one, peer in ends]
+            return _Both(dist.batch_isend_irecv(each))  # apart, NCCL would do one after the other, and none would end
+
+        return self._exchange(call, post)
+
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         source = call.group.ranks[root]
         return self._start(call, lambda group: dist.broadcast(as_bytes(x), source, group=group, async_op=True))
@@ -242,7 +251,7 @@ class DistributedCommunicator(Communicator):
     def _start(
         self,
         call: Call,
-        post: Callable[[dist.ProcessGroup], dist.Work | None],
+        post: Callable[[dist.ProcessGroup], dist.Work | _Both | None],
         finish: Callable[[], object] | None = None,
     ) -> Handle:
         key = (call.group.ranks, call.queue)
@@ -253,11 +262,12 @@ class DistributedCommunicator(Communicator):
             raise self._failure(call, position, error) from error
         return _WorkHandle(self, work, call, position, finish)
 
-    def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup, int], dist.Work | None]) -> Handle:
-        """Post a message: gloo matches messages by a tag, their number; NCCL has no tags, but a process group for each
-        channel and direction."""
+    def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup, int], dist.Work | _Both | None]) -> Handle:
+        """Post a message, or a shift: gloo matches messages by a tag, their number; NCCL has no tags, but a process
+        group for each channel and direction."""
         number = self._posted.get((call.group.ranks, call.queue), -1) + 1
-        tag = (number * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
+        channel = CHANNELS.index(call.channel) if call.pair else 0
+        tag = (number * len(CHANNELS) + channel) % 2**31
         return self._start(call, lambda group: post(group, 0 if Backend.of(self.device).asynchronous else tag))
 
     def _process_group(self, call: Call) -> dist.ProcessGroup:
@@ -267,7 +277,7 @@ class DistributedCommunicator(Communicator):
             raise call.error(f"{reason} for ever", self.rank)
         return found
 
-    def _wait(self, work: dist.Work, call: Call, position: int) -> None:
+    def _wait(self, work: dist.Work | _Both, call: Call, position: int) -> None:
         if Backend.of(self.device).asynchronous:
             work.wait()  # the current stream waits, not the host
             return
@@ -298,11 +308,22 @@ class DistributedCommunicator(Communicator):
         return silent if asked else []
 
 
+class _Both:
+    """The two messages of a shift, or the one work that a backend has made of them."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self, *patience: timedelta) -> None:
+        for work in self._works:
+            work.wait(*patience)
+
+
 class _WorkHandle:
     def __init__(
         self,
         communicator: DistributedCommunicator,
-        work: dist.Work | None,
+        work: dist.Work | _Both | None,
         call: Call,
         position: int,
         finish: Callable[[], object] | None,

@@ -156,6 +156,14 @@ class SharedMemoryCommunicator(Communicator):
 
         return self._post(call, as_bytes(x), call.group.size, as_bytes(x), work)
 
+    def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        target = as_bytes(out)
+
+        def work(source: Source, start: int, stop: int) -> None:
+            target[start:stop].copy_(source(call.group.before, 0))
+
+        return self._post(call, as_bytes(x), 1, as_bytes(x), work)
+
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         target = as_bytes(x)
 

@@ -65,6 +65,10 @@ class StagedCommunicator(Communicator):
         staged = self._empty(out)
         return _Staged(self._inner._all_to_all(call, staged, self._down(x)), staged, out)
 
+    def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        staged = self._empty(out)
+        return _Staged(self._inner._shift(call, staged, self._down(x)), staged, out)
+
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         staged = self._down(x)
         return _Staged(self._inner._broadcast(call, staged, root), staged, x)

@@ -147,6 +147,9 @@ class ThreadCommunicator(Communicator):
 
         return self._post(call, x, out, combine)
 
+    def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return self._post(call, x, out, lambda inputs: [inputs[-1], *inputs[:-1]])
+
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         out = None if call.group.index == root else x
         return self._post(call, x, out, lambda inputs: [inputs[root]] * len(inputs), f"from index {root}")

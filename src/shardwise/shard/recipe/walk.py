@@ -351,15 +351,21 @@ class TensorWalk(OpenParameters):
         if self.role.stream != "sequence":
             return None
         at = rows.dim if isinstance(rows, Shard) else -1
+        sequence = self.before[CONTEXT].states[operand][0] if CONTEXT in self.before else None
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.context.expressions(operand)[dim], int):
-                return self.shards(form, position, self.cuts.even(shape[dim], dim))
+                within = isinstance(sequence, Shard) and sequence.dim == dim
+                return self.shards(form, position, sequence if within else self.cuts.even(shape[dim], dim))
         return None
 
 
 class ContextWalk(TensorWalk):
     """This is the walk for the axis of context parallelism: fields come sharded along the sequence, which stays so
-    as long as ops take it, and parameters are whole."""
+    as long as ops take it, and parameters are whole.
+
+    A sequence of no more elements than ranks is whole on each: a cut into as many pieces as ranks would stand for
+    pieces in their order (:func:`~shardwise.shard.sizes.factored`), and the sequence is cut in another one.
+    """
 
     def __init__(self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment]) -> None:
         super().__init__(context, axis, rows, before, Role(stream="context"))
@@ -367,7 +373,7 @@ class ContextWalk(TensorWalk):
     def initial_state(self, node: fx.Node) -> Placement:
         field = self.context.captured.fields.get(node.name)
         shape = self.context.shape(node)
-        along = field is not None and len(shape) > 1 and shape[1] >= self.parts and self.fits(node, Shard(1))
+        along = field is not None and len(shape) > 1 and shape[1] > self.parts and self.fits(node, Shard(1))
         return Shard(1) if along else "I"
 
     def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:

@@ -11,7 +11,7 @@ from torch import fx
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.tensor_options import CONTEXT
-from shardwise.ops import context_parallel, local_ops, random_ops
+from shardwise.ops import context_parallel, local_ops, random_ops, ring_attention
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy, sharding
@@ -50,6 +50,8 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
     form.emit = lambda emitter, solved: _of_queries(emitter, node, _matched(emitter, node, solved))
     if length and context.tensor.context == "heads" and lead and context.shape(q)[-2] == context.shape(k)[-2]:
         _by_heads(form, lead)
+    if length and context.tensor.context == "ring" and context.shape(k)[-2] > context.tensor.axes[CONTEXT]:
+        _in_ring(form, lead)
     return form
 
 
@@ -65,6 +67,22 @@ def _by_heads(form: OpSharding, dim: int) -> None:
     form.moves = moves
 
 
+def _in_ring(form: OpSharding, dim: int) -> None:
+    """Let attention take queries, keys and values each in parts of their sequence, along ``dim``, and a mask in those
+    of the queries."""
+    inner = form.moves or form.by_label
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim != dim or position > 2:
+            return inner(position, place)
+        masks = form.by_label(0, place)
+        if masks is None or (place.pre, place.post) != (1, 1):
+            return None
+        return Strategy((place, place, place, *masks.operands[3:]), (place,))
+
+    form.moves = moves
+
+
 def _options(node: fx.Node) -> dict[str, Any]:
     return {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
 
@@ -73,8 +91,14 @@ def _of_queries(emitter: Emitter, node: fx.Node, solved: Emission) -> fx.Node:
     """Emit attention of the queries of a rank to all keys: under a causal mask, to those up to their own places."""
     axes = sharding(solved.strategies, rank_of(emitter.context, node.args[0]) - 2)
     causal, kwargs = given(node, "is_causal", False), _options(node)
-    part = emitter.context.shape(node.args[0])[-2], axes
-    if any(solved.strategies[group].operands[1] == solved.strategies[group].operands[0] for group in axes):
+    lengths = [emitter.context.shape(node.args[i])[-2] for i in (0, 1)]
+    part = lengths[0], axes
+    meeting = tuple(g for g in axes if solved.strategies[g].operands[1] == solved.strategies[g].operands[0])
+    if meeting and emitter.context.tensor.context == "ring":
+        mask = solved.values[3] if len(solved.values) > 3 else None
+        args = (emitter.env, *solved.values[:3], mask, part, (lengths[1], meeting), causal, kwargs.get("scale"))
+        return emitter.emit(node, args, {}, solved.layout, ring_attention.ring_attention)
+    if meeting:
         mask = solved.values[3] if len(solved.values) > 3 else None
         args = (emitter.env, *solved.values[:3], mask, part, causal)
         return emitter.emit(node, args, kwargs, solved.layout, context_parallel.attention_by_heads)

@@ -1,0 +1,100 @@
+"""Time the ways of context parallelism against each other: ring and heads against all-gathered attention.
+
+    python benchmarks/context.py [--ranks 2] [--sequence 2048] [--rounds 6] [--precision fp32] [--json FILE]
+
+The task is the GPT of the other benchmarks with four layers and a long sequence, on which every rank has a part of all
+rows.  Each way trains over gloo and in the ranks' common memory; all take turns in one run, and an ordinary loop on one
+rank gives the losses that all must have.  MiB is the most that was resident on a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from alternate import Contender, Step, alternate
+from shardwise.launch.local import ALLOCATOR
+from task import Task, undivided
+from zero import SAME, off, reference
+
+KINDS: tuple[Literal["gathered", "ring", "heads"], ...] = ("gathered", "ring", "heads")
+BASE = "gathered"
+IN_MEMORY = " in common memory"
+STEPS, WARMUP = 2, 3
+
+
+def context(
+    rank: int, ranks: int, *, task: Task, kind: Literal["gathered", "ring", "heads"],
+    backend: Literal["auto", "gloo"] = "gloo",
+) -> Step:  # fmt: skip
+    """Make the step of shardwise's context parallelism."""
+    from shardwise import Plan
+    from shardwise.parallel.context import context_parallel
+    from shardwise.runtime.connect import connect
+
+    plan = context_parallel(Plan.of(precision=task.precision), ranks, kind)
+    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
+    return lambda: trainer.step(given).loss
+
+
+def figures(one: Contender, base: Contender, expected: list[float], task: Task) -> dict[str, Any]:
+    """Return a contender's row."""
+    memory = {kind: one.most(kind) for kind in one.memory[0]}
+    return {
+        "name": one.name, "seconds": one.median, "tokens_per_second": task.tokens * one.ranks / one.median,
+        "faster": base.median / one.median, "clean_steps": len(one.clean), "steps": len(one.seconds), **memory,
+        "off": off(one, expected),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1, help="rows of the batch for each rank")
+    parser.add_argument("--rounds", type=int, default=6, help=f"turns of {STEPS} steps each")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    if options.ranks < 2 or options.sequence <= options.ranks:
+        parser.error("--ranks and --sequence: legal: 2 ranks and more, and more tokens than ranks")
+    task = replace(
+        Task(), sequence=options.sequence, layers=options.layers, rows=options.rows, precision=options.precision
+    )
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.ranks} ranks")
+    expected = reference(task, options.ranks)
+    makers = {kind: functools.partial(context, task=task, kind=kind) for kind in KINDS}
+    makers |= {kind + IN_MEMORY: functools.partial(makers[kind], backend="auto") for kind in KINDS}
+    every = [Contender(name, make, options.ranks, environment=dict(ALLOCATOR)) for name, make in makers.items()]
+    alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)
+    rows = []
+    for one in every:
+        base = next(o for o in every if o.name == BASE + IN_MEMORY * one.name.endswith(IN_MEMORY))
+        rows.append(figures(one, base, expected, task))
+    print(f"{'':26} {'ms':>8} {'tokens/s':>9} {'× gathered':>10} {'MiB':>7} {'off':>8}")
+    for row in rows:
+        print(
+            f"{row['name']:26} {row['seconds'] * 1e3:8.0f} {row['tokens_per_second']:9.0f} {row['faster']:10.2f} "
+            f"{row['peak_rss'] / 2**20:7.0f} {row['off']:8.0e}"
+        )
+    if options.json is not None:
+        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
+        options.json.write_text(json.dumps({"machine": machine, "task": vars(options) | {"json": ""}, "rows": rows}))
+    limit = SAME[task.precision]
+    wrong = [f"{row['name']}: its losses are off by {row['off']:.0e}" for row in rows if row["off"] > limit]
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
