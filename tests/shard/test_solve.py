@@ -467,7 +467,10 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
 def test_32_layers_are_solved_in_seconds(
     monkeypatch: pytest.MonkeyPatch, axes: Mapping[str, int], recipe: str, most: float
 ) -> None:
-    """Llama 3 of 8B parameters; of CPU, so on an idle machine no more of the clock."""
+    """Llama 3 of 8B parameters; of CPU, so on an idle machine no more of the clock.  What other work takes of the
+    processor's caches makes a run longer, never shorter, so the best of three counts."""
     found = solved(monkeypatch)
-    by(whole_model("llama", 32), axes, recipe, "auto", SolverObjective(rates("gpu", "bf16"), 1))
-    assert found[-1][1] <= most
+    for _ in range(3):
+        by(whole_model("llama", 32), axes, recipe, "auto", SolverObjective(rates("gpu", "bf16"), 1))
+    seconds = [one for _, one in found]
+    assert min(seconds) <= most, seconds

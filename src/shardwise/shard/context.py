@@ -61,6 +61,7 @@ class ShardingContext:
         self.notes: dict[str, None] = {}
         self.decided: dict[str, dict[str, str]] = {}
         self.undivided: dict[str, None] = {}
+        self._sizes: dict[fx.Node, tuple[tuple[int, ...], list[Any]]] = {}  # rules and walks ask again and again
 
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
@@ -93,14 +94,22 @@ class ShardingContext:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a node's whole tensor; symbolic sizes are those of the example."""
-        return tuple(concrete(s) for s in node.meta["val"].shape)
+        return self._read(node)[0]
 
     def shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
         return [tuple(concrete(s) for s in v.shape) for v in values_of(node)]
 
     def expressions(self, node: fx.Node) -> list[Any]:
         """Return the sizes of a tensor as expressions, which are comparable for every number of rows."""
-        return [expression(s) for s in node.meta["val"].shape]
+        return self._read(node)[1]
+
+    def _read(self, node: fx.Node) -> tuple[tuple[int, ...], list[Any]]:
+        """Return the shape of a node's whole tensor as numbers and as expressions."""
+        found = self._sizes.get(node)
+        if found is None:
+            sizes = node.meta["val"].shape
+            found = self._sizes[node] = tuple(map(concrete, sizes)), list(map(expression, sizes))
+        return found
 
     def learned(self, node: fx.Node) -> bool:
         """Return whether a captured node is a parameter or is made of one by ops of one operand."""
