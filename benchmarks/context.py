@@ -17,33 +17,20 @@ import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
-from alternate import Contender, Step, alternate
+from alternate import Contender, alternate
+from shardwise.core.tensor_options import Context
 from shardwise.launch.local import ALLOCATOR
-from task import Task, undivided
+from task import Task, context_parallel
 from zero import SAME, off, reference
 
-KINDS: tuple[Literal["gathered", "ring", "heads"], ...] = ("gathered", "ring", "heads")
+KINDS = get_args(Context)
 BASE = "gathered"
 IN_MEMORY = " in common memory"
 STEPS, WARMUP = 2, 3
-
-
-def context(
-    rank: int, ranks: int, *, task: Task, kind: Literal["gathered", "ring", "heads"],
-    backend: Literal["auto", "gloo"] = "gloo",
-) -> Step:  # fmt: skip
-    """Make the step of shardwise's context parallelism."""
-    from shardwise import Plan
-    from shardwise.parallel.context import context_parallel
-    from shardwise.runtime.connect import connect
-
-    plan = context_parallel(Plan.of(precision=task.precision), ranks, kind)
-    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
-    return lambda: trainer.step(given).loss
 
 
 def figures(one: Contender, base: Contender, expected: list[float], task: Task) -> dict[str, Any]:
@@ -73,7 +60,7 @@ def main() -> None:
     )
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.ranks} ranks")
     expected = reference(task, options.ranks)
-    makers = {kind: functools.partial(context, task=task, kind=kind) for kind in KINDS}
+    makers = {kind: functools.partial(context_parallel, task=task, kind=kind) for kind in KINDS}
     makers |= {kind + IN_MEMORY: functools.partial(makers[kind], backend="auto") for kind in KINDS}
     every = [Contender(name, make, options.ranks, environment=dict(ALLOCATOR)) for name, make in makers.items()]
     alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)

@@ -177,3 +177,17 @@ def tensor_parallel(
     comm = connect(plan.mesh, task.place, backend=backend)
     trainer, given = undivided(task, plan, ranks, comm=comm)
     return lambda: trainer.step(given).loss
+
+
+def context_parallel(
+    rank: int, ranks: int, *, task: Task, kind: Literal["gathered", "ring", "heads"],
+    backend: Literal["auto", "gloo"] = "gloo",
+) -> Step:  # fmt: skip
+    """Make the step of shardwise's context parallelism."""
+    from shardwise import Plan
+    from shardwise.parallel import context
+    from shardwise.runtime.connect import connect
+
+    plan = context.context_parallel(Plan.of(precision=task.precision), ranks, kind)
+    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
+    return lambda: trainer.step(given).loss
