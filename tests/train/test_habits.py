@@ -86,7 +86,9 @@ def plain(kind: type[Net] = Net) -> Loop:
 def distributed(kind: type[Net] = Net) -> Loop:
     net = kind()
     theirs = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer = distribute(net, theirs, Plan.of(Mesh.of(dp=1), microbatches=1 if issubclass(kind, Normed) else 2))
+    model, optimizer = distribute(
+        net, theirs, Plan.of(Mesh.of(dp=1), microbatches=1 if issubclass(kind, Normed) else 2)
+    )
     return Loop(net, theirs, model, optimizer)
 
 
@@ -423,6 +425,11 @@ ELSEWHERE: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[[], object]
     "another network by .data": (
         lambda z, f: CRITIC(z).mean() + f["y"].sum() * 0,
         lambda: setattr(CRITIC.weight, "data", torch.zeros(1, 3)),
+        r"CRITIC._parameters\['weight'\]",
+    ),
+    "another network in place by .data": (
+        lambda z, f: CRITIC(z).mean() + f["y"].sum() * 0,
+        lambda: CRITIC.weight.data.add_(1.0),
         r"CRITIC._parameters\['weight'\]",
     ),
     "the loss itself": (CRITERION, lambda: setattr(CRITERION, "factor", 2.0), "Criterion.factor"),

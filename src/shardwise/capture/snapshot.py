@@ -11,6 +11,7 @@ import hashlib
 import random
 import sys
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import of_user
-from shardwise.graph.torch_private import has_storage, storage_key, version
+from shardwise.graph.torch_private import has_storage, storage_key, version, without_modes
 
 BASES = ("torch", "builtins", "abc", "typing")  # packages of classes that are not looked into
 DEPTH = 8  # of lists in lists
 LARGE = 10_000  # the most items of a list or dict that are looked at
 SAMPLE = 1 << 16  # of the elements of an array that are looked at
+FEW = 1 << 12  # of the elements of a tensor, in each step
 CLOSED = ("torch", "shardwise", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """The packages whose objects (optimizers, loggers, locks) are not looked into."""
 PLAIN = (
@@ -76,7 +78,7 @@ class Look:
             if id(value) in self._own:  # it may be one that raises wherever it is used
                 return "its own"
             place = storage_key(value) if has_storage(value) else 0  # ``.data = …`` gives a tensor another
-            return Itself(value, (version(value), place))
+            return Itself(value, (version(value), place, _values(value)))
         if isinstance(value, PLAIN):
             return value
         if isinstance(value, weakref.ref):
@@ -202,6 +204,18 @@ def _state(value: Any) -> Any:
     if isinstance(value, numpy.random.RandomState):
         return repr([one.tobytes() if hasattr(one, "tobytes") else one for one in value.get_state()])
     return None
+
+
+def _values(tensor: Tensor) -> int:
+    """Return a checksum of some values of a tensor, for a write through ``.data`` tells nobody; 0 where they are not on
+    the host, which would have to wait for them."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    if not plain or tensor.device.type != "cpu" or not has_storage(tensor):
+        return 0
+    with without_modes(), torch.no_grad():
+        some = tensor.detach().resolve_conj().resolve_neg().flatten()
+        some = some[:: max(some.numel() // FEW, 1)].contiguous()
+        return zlib.crc32((torch.view_as_real(some) if some.is_complex() else some).view(torch.uint8).numpy())
 
 
 def _items(value: Any) -> Mapping[Any, Any] | None:
