@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
-    "exporting", "exports_modules_unhooked", "fake_mode", "function_calls", "has_aliases",
+    "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "module_hooks", "note_step", "overload_name", "schema", "step_hooks", "storage_key",
     "version", "without_modes", "without_torch_functions",
@@ -54,12 +54,6 @@ def has_storage(x: Tensor) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def has_aliases(x: Tensor) -> bool:
-    """Whether another tensor has the memory of ``x``, such as ``x.data`` or a view that somebody keeps."""
-    own = x.untyped_storage()
-    return int(torch._C._storage_Use_Count(own._cdata)) > 2  # that of the tensor, and that of ``own``
 
 
 def inside_vmap() -> bool:

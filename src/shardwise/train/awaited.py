@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import has_aliases, has_storage, module_hooks, without_torch_functions
+from shardwise.graph.torch_private import module_hooks, without_torch_functions
 from shardwise.train.own_rows import checksum
 
 
@@ -88,8 +88,7 @@ class Awaited:
             self.check()
         else:
             modes = [one.training for one in self.module.modules()]
-            sums = {id(one): checksum(one) for _, one in aliased(self.module)}
-            self._noted = _Noted(version, PythonState(self.module, self.loss), parts_of(self.module), modes, sums)
+            self._noted = _Noted(version, PythonState(self.module, self.loss), parts_of(self.module), modes, {})
         self._set(True)
 
     def looked_at(self, tensor: Any) -> None:
@@ -165,13 +164,6 @@ def changed_parts(module: nn.Module, before: Mapping[str, Any]) -> Iterator[str]
     """Yield the names of the parts that are others than ``before``, which :func:`parts_of` returned."""
     now = parts_of(module)
     yield from (name for name in {**before, **now} if now.get(name) != before.get(name))
-
-
-def aliased(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters, with their names, whose memory another tensor has: what is written there changes the
-    parameter on one device, and nothing tells so."""
-    with without_torch_functions():
-        return [(name, one) for name, one in module.named_parameters() if has_storage(one) and has_aliases(one)]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

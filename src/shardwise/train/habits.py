@@ -15,8 +15,7 @@ from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
-from shardwise.train.awaited import aliased, changed_parts, parts_of, tensors_of
-from shardwise.train.own_rows import checksum
+from shardwise.train.awaited import changed_parts, parts_of, tensors_of
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -64,7 +63,6 @@ class Watch:
         self._state: PythonState | None = None
         self._modes: dict[bool, list[bool]] = {}  # of all modules, in training and in evaluation
         self._parts: dict[str, Any] = {}
-        self._aliased: list[tuple[str, Tensor, int]] = []  # parameters that somebody else can write to
         self._groups = [] if optimizer is None else _groups(optimizer)
         self.check_optimizer()
 
@@ -87,7 +85,6 @@ class Watch:
         modes = [m.training for m in self.module.modules()]
         # A module that is in evaluation mode as a whole is trained as one in training mode.
         self._modes = {True: modes if modes[0] else [True] * len(modes), False: [False] * len(modes)}
-        self._aliased = [(name, one, checksum(one)) for name, one in aliased(self.module)]
         for p in self.module.parameters():
             if type(p) is nn.Parameter:
                 p.__class__ = KeptParameter
@@ -130,10 +127,6 @@ class Watch:
         for name in changed_parts(self.module, self._parts):
             what = f"{name} is another than at the first batch, or has other hooks"
             raise ShardwiseError(f"model: {what}; {INSTEAD['other']}")
-        for name, one, before in self._aliased:
-            if checksum(one) != before:
-                what = f"{name} was written to, by a tensor that has had its memory since before the first batch"
-                raise ShardwiseError(f"model: {what}; legal: model.parameters() of what distribute returned")
         if changes := self._state.changes():
             what = f"{changes[0]} changed after the first batch, when the model was captured"
             legal = "a field of the batch, a buffer that forward writes, or outside of the model what it does not read"
