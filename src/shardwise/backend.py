@@ -326,6 +326,12 @@ class Backend:
         return into_float32 if has else None
 
     @property
+    def attention_kernel(self) -> Literal["host", "flash", ""]:
+        """Return which of torch's fused kernels for attention gives, with its result, the logarithms by which results
+        for blocks of keys are merged: the CPU's, FlashAttention, or none."""
+        return "host" if self.type == CPU else "flash" if self.type == CUDA else ""
+
+    @property
     def triton(self) -> bool:
         """Return whether kernels written in Triton run on it; this is believed of devices that are not here."""
         return self.type in (CUDA, "xpu") and (self.count == 0 or _has_triton(self))

@@ -29,7 +29,7 @@ class Block(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
-    device: str  # "cpu" or "cuda"; another takes plain products
+    kernel: str  # "host", "flash", or "" for plain products, as Backend.attention_kernel says
 
     @property
     def shared(self) -> int:
@@ -44,7 +44,7 @@ class Block(NamedTuple):
             return False
         half = self.q.dtype in (torch.float16, torch.bfloat16)
         aligned = self.q.shape[-1] % 8 == 0 and self.q.shape[-1] <= 256
-        return self.device == "cpu" or (self.device == "cuda" and half and aligned and self.mask is None)
+        return self.kernel == "host" or (self.kernel == "flash" and half and aligned and self.mask is None)
 
 
 class Result(NamedTuple):
@@ -63,7 +63,7 @@ def attend(block: Block) -> Result:
         logarithms = scores.logsumexp(-1)
         weights = (scores - _finite(logarithms)[..., None]).exp().to(block.q.dtype)
         return Result(weights @ _repeated(block.v, block.shared), logarithms)
-    if block.device == "cpu":
+    if block.kernel == "host":
         options = {"attn_mask": _added(block), "scale": block.scale}
         out, logarithms = aten._scaled_dot_product_flash_attention_for_cpu(
             block.q, block.k, block.v, 0.0, block.causal, **options
@@ -84,7 +84,7 @@ def attend_backward(
         dq, dk, dv, scores = _plain_backward(block, grad, merged.out, logarithms)
         return dq, dk, dv, scores if learned else None
     grad = grad.contiguous()
-    if block.device == "cpu":
+    if block.kernel == "host":
         options = {"attn_mask": _added(block), "scale": block.scale}
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, block.q, block.k, block.v, merged.out, logarithms, 0.0, block.causal, **options

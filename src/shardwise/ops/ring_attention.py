@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.backend import Backend
 from shardwise.ops.attention_blocks import Block, Result, attend, attend_backward, merge
 from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
@@ -115,8 +116,8 @@ class _Ring:
                       for one in (self.env.ranges(*self.queries), self.ranges(rank)))  # fmt: skip
             mine, theirs = places
             mask = mine[first:, None] >= theirs[:seen]
-        device = self.env.kind.replace("gpu", "cuda") or q.device.type
-        return first, Block(q, k[..., :seen, :], v[..., :seen, :], mask, causal, self.scale, device)
+        kernel = Backend.stood_for(q.device, self.env.kind).attention_kernel
+        return first, Block(q, k[..., :seen, :], v[..., :seen, :], mask, causal, self.scale, kernel)
 
 
 class _RingAttention(torch.autograd.Function):
