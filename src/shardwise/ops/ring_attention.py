@@ -18,11 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.backend import Backend
 from shardwise.ops.attention_blocks import Block, Result, attend, attend_backward, merge
-from shardwise.ops.env import Env, Groups
+from shardwise.ops.context_parallel import Part
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import own_op
-
-Part = tuple[int, Groups]
-"""The length of a whole sequence, and the axes that shard it."""
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -53,9 +51,11 @@ class _Ring:
     scale: float
     ranks: int = field(init=False)
     own: int = field(init=False)
+    most: int = field(init=False)  # the length of the longest part of the keys
 
     def __post_init__(self) -> None:
         self.ranks, self.own = self.env.group(self.keys[1])
+        self.most = max(sum(self.sizes(rank)) for rank in range(self.ranks))
 
     def ranges(self, rank: int) -> Ranges:
         """Return which keys a rank of the ring has."""
@@ -66,8 +66,7 @@ class _Ring:
 
     def padded(self, x: Tensor) -> Tensor:
         """Return a part of the sequence with zeros up to the length of the longest."""
-        most = max(sum(self.sizes(rank)) for rank in range(self.ranks))
-        out = x.new_zeros((*x.shape[:-2], most, x.shape[-1]))
+        out = x.new_zeros((*x.shape[:-2], self.most, x.shape[-1]))
         out[..., : x.shape[-2], :] = x
         return out
 
@@ -180,15 +179,13 @@ def _unpacked(ring: _Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Te
 
 def _views(ring: _Ring, both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the padded keys and values that lie in one tensor."""
-    most = max(sum(ring.sizes(rank)) for rank in range(ring.ranks))
-    shapes = [(*x.shape[:-2], most, x.shape[-1]) for x in (k, v)]
+    shapes = [(*x.shape[:-2], ring.most, x.shape[-1]) for x in (k, v)]
     keys, values = both.split_with_sizes([math.prod(shape) for shape in shapes])
     return keys.view(shapes[0]), values.view(shapes[1])
 
 
 def _packed_size(ring: _Ring, k: Tensor, v: Tensor) -> int:
-    most = max(sum(ring.sizes(rank)) for rank in range(ring.ranks))
-    return sum(math.prod(x.shape[:-2]) * most * x.shape[-1] for x in (k, v))
+    return sum(math.prod(x.shape[:-2]) * ring.most * x.shape[-1] for x in (k, v))
 
 
 def _add_columns(total: Tensor, scores: Tensor, ranges: Ranges) -> None:
