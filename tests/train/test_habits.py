@@ -86,7 +86,8 @@ def plain(kind: type[Net] = Net) -> Loop:
 def distributed(kind: type[Net] = Net) -> Loop:
     net = kind()
     theirs = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer = distribute(net, theirs, Plan.of(Mesh.of(dp=1), microbatches=1 if kind is Normed else 2))
+    plan = Plan.of(Mesh.of(dp=1), microbatches=1 if issubclass(kind, Normed) else 2)
+    model, optimizer = distribute(net, theirs, plan)
     return Loop(net, theirs, model, optimizer)
 
 

@@ -22,8 +22,8 @@ __all__ = [
     "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
     "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
-    "inside_vmap", "is_composite", "module_hooks", "note_step", "overload_name", "schema", "step_hooks", "storage_key",
-    "version", "without_modes", "without_torch_functions",
+    "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name", "schema", "step_hooks",
+    "storage_key", "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
 
 
@@ -54,6 +54,12 @@ def has_storage(x: Tensor) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def memory_uses(x: Tensor) -> int:
+    """Return how many tensors have the memory of ``x``, which is one of them."""
+    own = x.untyped_storage()
+    return int(torch._C._storage_Use_Count(own._cdata)) - 1  # without ``own``
 
 
 def inside_vmap() -> bool:

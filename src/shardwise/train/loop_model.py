@@ -32,6 +32,7 @@ from shardwise.shard.op_spec import Shard
 from shardwise.train.awaited import Awaited, tensors_of
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
+from shardwise.train.other_names import agreed, with_other_names
 from shardwise.train.own_rows import check_same
 from shardwise.train.recording import Deferred, outputs, value_of
 from shardwise.train.script import FieldPart, Plot, Script, plot
@@ -71,6 +72,7 @@ class Model(Owner):
         self.filled = -1  # the version of the weights that the loop sees
         self._seen: dict[str, Tensor] | None = None
         self.before: dict[str, Tensor] | None = None  # what it saw at the last calls, before there is a trainer
+        self.renamed = False  # whether the loop has tensors of its own with the memory of what it sees
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
@@ -89,6 +91,7 @@ class Model(Owner):
         """Note that the weights have been set: what was recorded before is of others."""
         self.version += 1
         self.known_state, self.due, self.open = None, [], []
+        self.keep_up()
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -102,6 +105,7 @@ class Model(Owner):
         if self.made is None:
             self.awaited.check()
             self.awaited.forget()
+            others = self._others()
             _ = self.shapes.template  # what the module is now
             self.with_states(found)
             with torch.inference_mode(False):
@@ -109,13 +113,18 @@ class Model(Owner):
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
             self._compiled[found.key, True] = [self._told(self.made.compiled)]
             self.watch.begin()
+            self.renamed = agreed(others, self.made.comm)
             self.made.before_save.append(self.push)
             self.made.before_close.append(self._give_back)
             atexit.register(self._leave)
             for function in self.when_made:
                 function(self.made)
             self.known_state = None
+            self.keep_up()
         return self.made
+
+    def _others(self) -> list[str]:
+        return with_other_names(self.module, (self._seen or {}).values())
 
     def _give_back(self) -> None:
         self.watch.end(self.trainer.state_dict())
@@ -179,6 +188,8 @@ class Model(Owner):
             results, out = self.shapes.results(values, spec, True)
         if self.made is None:
             self.awaited.note(self.version, self.shapes.written)
+            if self._others():  # what is written there now acts as if the loop had looked
+                self.show(False)
         if frozen and not any(one.grad for one in source.inputs):
             results = [(one[0], False) if isinstance(one, tuple) else one for one in results]
         return outputs(source, results, out)
@@ -371,6 +382,14 @@ class Model(Owner):
     @abstractmethod
     def check_written(self, what: str) -> None:
         """Raise :class:`ShardwiseError` where ``what`` reads a buffer that a call which did not run writes to."""
+
+    @abstractmethod
+    def show(self, buffers: bool) -> None:
+        """Bring what the loop sees up to date."""
+
+    @abstractmethod
+    def keep_up(self) -> None:
+        """Bring what the loop sees up to date where it may look without our knowing."""
 
     @abstractmethod
     def push(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.capture.running import at_line
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -89,8 +89,7 @@ class Steps(Model, Look):
         else:
             looked = not self.due
             if self.due:  # the loop has written to parameters since it called the model
-                with self.as_called():
-                    self._run(None, updates=False)
+                self._run_as_called()
             self.push()
             assert self.last is not None
             self._begin_update(self.trainer, prepare)
@@ -102,6 +101,7 @@ class Steps(Model, Look):
         for value in self.ended:
             value.forget()
         self.ended = []
+        self.keep_up()
 
     def clip(self, norm: float) -> Tensor:
         """Let the next step clip its gradients to a norm; return their norm before that, which has a value after the
@@ -159,6 +159,15 @@ class Steps(Model, Look):
         for value in between.values:
             value.known = Later(value)
             self.held.discard(value)
+
+    def _run_as_called(self) -> None:
+        """Run the losses that are due, with the parameters of their calls and without an update."""
+        late = self._late()
+        with self.as_called():
+            self._run(None, updates=False)
+        if self._seen is not None and self.filled == self.version:  # forward may have written to buffers
+            buffers = {n: b for n, b in self._seen.items() if not isinstance(b, nn.Parameter) and n not in late}
+            fill(buffers, self.state())
 
     def _between(self, groups: Sequence[Sequence[Value]]) -> Between:
         """Return the values that no program of a group of losses gives, and what they need of each: those that depend
@@ -284,10 +293,19 @@ class Steps(Model, Look):
             self.check_written("a buffer is looked at")
         if self.made is None:
             if self.before is None and self.open:
+                _ = self.seen
                 self.before = {name: one.detach().clone() for name, one in self.state().items()}
-        elif self.filled != self.version:
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
+        if self.filled != self.version:
             fill(self.seen, self.state())
             self.filled = self.version
+
+    def keep_up(self) -> None:
+        if self.renamed:
+            self._fill()
 
     def _late(self) -> dict[str, Tensor]:
         """Return what the loop has written to parameters and buffers since the last call of the model, by name."""
@@ -348,8 +366,7 @@ class Steps(Model, Look):
         if self.plan.numeric.precision == "fp16" or (self.made is not None and self.made.engine.interpreter.hooks):
             what = "under fp16" if self.plan.numeric.precision == "fp16" else "of a model with hooks on parameters"
             raise ShardwiseError(f"a gradient is looked at{at_line()} {what}; legal: distribute(..., clip_norm=...)")
-        with self.as_called():
-            self._run(None, updates=False)
+        self._run_as_called()
         found = self.trainer.engine.gradients()
         with without_torch_functions():
             for name, one in self.seen.items():

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
-from shardwise.graph.torch_private import without_torch_functions
+from shardwise.graph.torch_private import has_storage, storage_key, without_torch_functions
 
 
 class Look(ABC):
@@ -50,15 +51,57 @@ class _Shown:
             elif func not in FACTS:
                 look.show(any(isinstance(one, ShownBuffer) for one in own if one._look is look))
         with without_torch_functions():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return result if func in FACTS or func in (GRAD, SET_GRAD) else tree_map_only(Tensor, _views(own), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain()
+        made: Tensor = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> Tensor:
+        """Return an ordinary tensor with the values as they are now."""
+        assert isinstance(self, Tensor)
+        found = self.detach().clone().requires_grad_(self.requires_grad)
+        return nn.Parameter(found, found.requires_grad) if isinstance(self, nn.Parameter) else found
 
 
 class ShownParameter(_Shown, nn.Parameter):
     """A parameter."""
 
 
+class ShownView(_Shown, Tensor):
+    """A view of a parameter."""
+
+
 class ShownBuffer(_Shown, Tensor):
-    """A buffer."""
+    """A buffer, or a view of one."""
+
+
+def _views(own: Sequence[_Shown]) -> Callable[[Tensor], Tensor]:
+    """Return what lets a result be shown like those of ``own`` whose memory it has: the loop may keep it."""
+
+    def of(result: Tensor) -> Tensor:
+        if isinstance(result, _Shown) or not has_storage(result):
+            return result
+        key = storage_key(result)
+        base = next((one for one in own if storage_key(one) == key), None)  # type: ignore[arg-type]
+        if base is None:
+            return result
+        return _as(ShownBuffer if isinstance(base, ShownBuffer) else ShownView, result, base._look)
+
+    return of
+
+
+def _as(kind: type[ShownView | ShownBuffer], tensor: Any, look: Look) -> Tensor:
+    """Return a new tensor as one of a kind; ``as_subclass`` would make another one with the same memory."""
+    tensor.__class__ = kind
+    tensor._look = look
+    return cast("Tensor", tensor)
 
 
 def _flat(tree: Any) -> Iterator[Any]:
@@ -79,8 +122,7 @@ def shown(module: nn.Module, look: Look) -> dict[str, Tensor]:
             found[name] = made = ShownParameter(parameter.detach().as_subclass(Tensor), parameter.requires_grad)
             made._look = look
         for name, buffer in module.named_buffers():
-            found[name] = own = buffer.detach().as_subclass(Tensor).as_subclass(ShownBuffer)
-            own._look = look
+            found[name] = _as(ShownBuffer, buffer.detach(), look)
     return found
 
 
