@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.dtypes import name_dtypes
+from shardwise.graph.experts import group_experts
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given
 from shardwise.graph.sizes import concrete, expression
@@ -34,6 +35,7 @@ def normalise(normal: Normal) -> None:
     _fold_masks(normal)
     if normal.captured.outputs is not None:
         merge_equal(normal.graph)
+    group_experts(normal.graph)
     eliminate_dead(normal.graph)
 
 

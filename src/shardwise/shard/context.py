@@ -21,6 +21,7 @@ from shardwise.core.fields import has_rows
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.experts import Experts
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import differentiable, is_tensor, selects_result, values_of
 from shardwise.graph.sizes import concrete, expression
@@ -73,7 +74,9 @@ class ShardingContext:
     @cached_property
     def forms(self) -> Mapping[fx.Node, OpSharding | None]:
         """Return how each op treats shards; None where no rule covers it."""
-        ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not selects_result(n)]
+        layers = [n.target.body.nodes for n in self.normal.graph.nodes if isinstance(n.target, Experts)]
+        every = (n for nodes in (*layers, self.normal.graph.nodes) for n in nodes)
+        ops = [n for n in every if n.op == "call_function" and is_tensor(n) and not selects_result(n)]
         return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
 
     @cached_property

@@ -280,6 +280,9 @@ class TensorWalk(OpenParameters):
 
     def by_columns(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
         """Return (weight, where to shard it) for a product: along a dim of the result that the weight alone has."""
+        for i, cut in form.suggested() if form.suggested is not None else ():
+            if i in opened:
+                return i, cut
         for i in opened:
             labels = form.operands[i][1]
             others = {label for j, (_, theirs) in enumerate(form.operands) if j not in opened for label in theirs}

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from shardwise.graph.experts import Experts
 from shardwise.ops import norms
 from shardwise.ops.custom_function import CustomFunction
 from shardwise.shard.context import Rule
@@ -19,6 +20,7 @@ from shardwise.shard.rules import (
     attention,
     draws,
     elementwise,
+    experts,
     functions,
     lookups,
     losses,
@@ -32,7 +34,7 @@ from shardwise.shard.rules.table import op_name, pointwise
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **elementwise.RULES, **shapes.RULES, **parts.RULES, **lookups.RULES, **products.RULES, **attention.RULES,
-        **reductions.RULES, **losses.RULES, **draws.RULES,
+        **reductions.RULES, **losses.RULES, **draws.RULES, **experts.RULES,
         "batch_norm of rows": reductions.batch_norm,
     }
 )  # fmt: skip
@@ -43,6 +45,8 @@ def find(node: fx.Node) -> Rule | None:
     """Return the rule of an op, or None."""
     if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
+    if isinstance(node.target, Experts):
+        return experts.layer
     if isinstance(node.target, CustomFunction):
         return functions.custom_function
     rule = RULES.get(op_name(node))

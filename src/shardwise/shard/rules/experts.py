@@ -1,0 +1,253 @@
+"""The rule for layers of experts.
+
+On a group of axes a layer can have a part of the tokens, or a part of what is inside each expert: the columns of the
+first product and the rows of the next, whose results are partial sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.experts import Experts
+from shardwise.graph.schema import is_tensor, selects_result
+from shardwise.ops import experts as own
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Emission, OpSharding, Placement, Shard, Strategy
+from shardwise.shard.rules.table import Table, given, rank_of, tensors
+
+RULES = Table()
+
+
+@RULES.rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped_product(context: ShardingContext, node: fx.Node) -> Any:
+    x, weight = node.args[:2]
+    ends = given(node, "offs")
+    if rank_of(context, x) != 2 or rank_of(context, weight) != 3 or tensors(node) != [x, weight, ends]:
+        return None
+    pairs = [(x, [None, "in"]), (weight, [None, "in", "out"]), (ends, [None])]
+    return context.labelled(node, pairs, ["row", "out"], (0, 1))
+
+
+def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
+    """Return the form of a layer of experts, whose operands are ids, entries and weights."""
+    target, operands = node.target, tensors(node)
+    assert isinstance(target, Experts)
+    first = 1 + len(target.slots)
+    slots = (1, *target.slots)
+
+    @functools.cache
+    def ways() -> list[Strategy]:
+        return [flow.strategy(first) for flow in flows(context, target)]
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if position >= first:
+            return next((way for way in ways() if way.operands[position] == place), None)
+        post = place.post * slots[position]
+        if place.dim or place.parts or any(post % n for n in slots):
+            return None
+        tokens = (place._replace(post=post // n) for n in slots)
+        return Strategy((*tokens, *["R"] * (len(operands) - first)), (place._replace(post=post),))
+
+    form = OpSharding(
+        node, [(o, [None] * rank_of(context, o)) for o in operands], [[None] * rank_of(context, node)],
+        moves=moves, factors=True,
+    )  # fmt: skip
+    form.suggested = lambda: [(i, s) for way in ways() for i, s in enumerate(way.operands) if isinstance(s, Shard)]
+    form.emit = lambda emitter, solved: emit(emitter, target, solved)
+    return form
+
+
+# ---- inside ----------------------------------------------------------------------------------------------------------
+
+
+class Unfit(Exception):
+    """The ops of a body do not go together with a cut of a weight."""
+
+
+@dataclass
+class Flow:
+    """The strategies of a body's ops where a weight is cut: what other weights have to be is decided as ops use them.
+    """
+
+    context: ShardingContext
+    target: Experts
+    states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
+    open: set[fx.Node] = field(default_factory=set)
+
+    def run(self, weight: fx.Node, place: Shard) -> None:
+        """Raise :class:`Unfit` where an op does not take its operands as they come."""
+        inputs = len(self.target.slots) + 2
+        for i, one in enumerate(self.target.places):
+            self.states[one] = ("R",)
+            if i >= inputs and one is not weight:
+                self.open.add(one)
+        self.states[weight] = (place,)
+        for node in self.target.body.nodes:
+            if node.op == "call_function":
+                self.visit(node)
+
+    def strategy(self, first: int) -> Strategy:
+        """Return the strategy of the layer."""
+        weights = [self.states[one][0] for one in self.target.places[first + 1 :]]
+        return Strategy((*["R"] * first, *weights), self.states[self.target.result])
+
+    def visit(self, node: fx.Node) -> None:
+        if selects_result(node):
+            self.states[node] = (self.states[node.args[0]][node.args[1]],)
+            return
+        form = self.context.forms[node]
+        if form is None:
+            raise Unfit
+        operands = [operand for operand, _ in form.operands]
+        if operands[0] in self.open and not has(node, Fact.GROUPED_PRODUCT) and len(set(operands) - self.open) < 2:
+            if all(one in self.open or one.name == "ids" for one in operands):
+                self.open.add(node)
+                return
+        self.strategies[node] = strategy = self.choose(form, operands)
+        self.states[node] = strategy.results
+
+    def choose(self, form: OpSharding, operands: Sequence[fx.Node]) -> Strategy:
+        known = {i: self.states[one][0] for i, one in enumerate(operands) if one not in self.open}
+        ways = [way for i, state in known.items() if isinstance(state, Shard) for way in form.ways(i, state)]
+        partial = [i for i, state in known.items() if state == "P"]
+        if partial and form.keeps(partial):
+            ways.append(form.on_partial(partial))
+        if set(known.values()) == {"R"}:
+            ways.append(form.whole("R"))
+        for way in ways:
+            if all(way.operands[i] == state for i, state in known.items()):
+                for i, one in enumerate(operands):
+                    if one in self.open:
+                        self.close(one, way.operands[i])
+                return way
+        raise Unfit
+
+    def close(self, node: fx.Node, wanted: Placement) -> None:
+        """Decide on a weight, so that it or the rows that are taken of it are as wanted."""
+        self.open.discard(node)
+        self.states[node] = (wanted,)
+        if node.op == "placeholder":
+            return
+        form = self.context.forms[node]
+        assert form is not None
+        if isinstance(wanted, Shard):
+            ways = [form.shards(0, wanted)]
+        else:
+            ways = [form.on_partial([0]) if form.keeps([0]) else None] if wanted == "P" else [form.whole("R")]
+        way = ways[0]
+        if way is None or way.results != (wanted,):
+            raise Unfit
+        self.strategies[node] = way
+        for (operand, _), state in zip(form.operands, way.operands, strict=True):
+            if operand in self.open:
+                self.close(operand, state)
+
+
+def flows(context: ShardingContext, target: Experts) -> Iterator[Flow]:
+    """Yield what follows from cuts of the first weight by columns, along what its columns are made of."""
+    product = next(node for node in target.body.nodes if has(node, Fact.GROUPED_PRODUCT))
+    weight, size = product.args[1], context.shape(product)[-1]
+    places = [Shard(2)]
+    if size % 2 == 0:
+        places += [Shard(2, 2), Shard(2, 1, 2)]  # halves, or pairs, of a gate and what it multiplies
+    for place in places:
+        flow = Flow(context, target)
+        try:
+            flow.run(weight, place)
+        except Unfit:
+            continue
+        if flow.states[target.result] == ("P",):
+            yield flow
+
+
+# ---- the local graph -------------------------------------------------------------------------------------------------
+
+
+def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
+    """Emit the ops of a layer on this rank's rows."""
+    context, number = emitter.context, len(target.slots)
+    ids, entries, weights = solved.values[0], solved.values[1 : number + 1], solved.values[number + 1 :]
+    *rows, sorted_ids, ends = target.places[: number + 2]
+    chosen = {group: _chosen(context, target, one) for group, one in solved.strategies.items()}
+    states = {group: one[0] for group, one in chosen.items()}
+    for group, (_, strategies) in chosen.items():
+        emitter.assignments[group].strategies.update(strategies)
+
+    def annotated(new: fx.Node, old: fx.Node, grad: bool) -> fx.Node:
+        own_states = {group: found[old][0] for group, found in states.items()}
+        emitter.annotate(new, context.layout_of(context.shape(old), own_states), own_states, grad, old)
+        return new
+
+    several = emitter.graph.call_function(own.by_expert, (ids, target.experts))
+    results = [annotated(emitter.graph.call_function(operator.getitem, (several, i)), one, False)
+               for i, one in enumerate((sorted_ids, sorted_ids, sorted_ids, ends))]  # fmt: skip
+    emitter.annotate(
+        several, [one.meta["layout"] for one in results], [one.meta["states"] for one in results], False, sorted_ids
+    )
+    several.meta["val"] = tuple(one.meta["val"] for one in results)
+    order, inverse, found, stops = results
+    for place, x, n in zip(rows, entries, target.slots, strict=True):
+        taken = emitter.graph.call_function(own.taken, (x, order, inverse, n))
+        emitter.value[place] = annotated(taken, place, x.meta["grad"])
+    emitter.value[sorted_ids], emitter.value[ends] = found, stops
+    emitter.value.update(zip(target.places[number + 2 :], weights, strict=True))
+    for node in target.body.nodes:
+        if node.op == "call_function":
+            emitter.value[node] = emitter.step(node)
+    out = emitter.value[target.result]
+    new = emitter.graph.call_function(own.taken, (out, inverse, order, 1))
+    return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
+
+
+def _chosen(
+    context: ShardingContext, target: Experts, strategy: Strategy
+) -> tuple[Mapping[fx.Node, tuple[Placement, ...]], Mapping[fx.Node, Strategy]]:
+    """Return the states of a body's values, and the strategies of its ops, on a group."""
+    first = 1 + len(target.slots)
+    place = strategy.operands[0]
+    if isinstance(place, Shard):
+        return _of_tokens(context, target, place)
+    if strategy.results == ("P",):
+        flow = next(one for one in flows(context, target) if one.strategy(first) == strategy)
+        return flow.states, flow.strategies
+    return _whole(context, target, str(strategy.results[0]))
+
+
+def _of_tokens(context: ShardingContext, target: Experts, place: Shard) -> Any:
+    """Return states and strategies where a rank has a part of the tokens."""
+    states: dict[fx.Node, tuple[Placement, ...]] = {}
+    strategies: dict[fx.Node, Strategy] = {}
+    with_rows = len(target.slots) + 1
+    for i, one in enumerate(target.places):
+        states[one] = (place if i < with_rows else "P" if i == with_rows else "R",)
+    for node in target.body.nodes:
+        if node.op == "call_function":
+            if selects_result(node):
+                states[node] = (states[node.args[0]][node.args[1]],)
+                continue
+            form = context.forms[node]
+            assert form is not None
+            operands = tuple(states[operand][0] for operand, _ in form.operands)
+            strategies[node] = Strategy(operands, (place,) * len(form.results))
+            states[node] = strategies[node].results
+    return states, strategies
+
+
+def _whole(context: ShardingContext, target: Experts, state: str) -> Any:
+    ops = [node for node in target.body.nodes if node.op == "call_function" and is_tensor(node)]
+    forms = {node: context.forms[node] for node in ops if not selects_result(node)}
+    strategies = {node: form.whole(state) for node, form in forms.items() if form is not None}
+    states = {node: (state,) * len(context.shapes(node)) for node in (*target.places, *ops)}
+    return states, strategies
+
+
+__all__ = ["RULES", "layer"]
