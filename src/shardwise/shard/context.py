@@ -74,9 +74,16 @@ class ShardingContext:
     @cached_property
     def forms(self) -> Mapping[fx.Node, OpSharding | None]:
         """Return how each op treats shards; None where no rule covers it."""
-        layers = [n.target.body.nodes for n in self.normal.graph.nodes if isinstance(n.target, Experts)]
-        every = (n for nodes in (*layers, self.normal.graph.nodes) for n in nodes)
-        ops = [n for n in every if n.op == "call_function" and is_tensor(n) and not selects_result(n)]
+        return self._forms(self.normal.graph)
+
+    @cached_property
+    def inner_forms(self) -> Mapping[fx.Node, OpSharding | None]:
+        """Return the same for the ops inside of layers of experts."""
+        bodies = [n.target.body for n in self.normal.graph.nodes if isinstance(n.target, Experts)]
+        return {node: form for body in bodies for node, form in self._forms(body).items()}
+
+    def _forms(self, graph: fx.Graph) -> dict[fx.Node, OpSharding | None]:
+        ops = [n for n in graph.nodes if n.op == "call_function" and is_tensor(n) and not selects_result(n)]
         return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
 
     @cached_property

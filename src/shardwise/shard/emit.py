@@ -99,7 +99,8 @@ class Emitter(LocalGraph):
             return new
         if not is_tensor(node):
             return self.number(node)
-        form = self.context.forms[node]
+        inside = node in self.context.inner_forms
+        form = (self.context.inner_forms if inside else self.context.forms)[node]
         return self.replicate(node) if form is None else self.local(node, form)
 
     def held(self, node: fx.Node, value: Any) -> Any:

@@ -104,7 +104,7 @@ class Flow:
         if selects_result(node):
             self.states[node] = (self.states[node.args[0]][node.args[1]],)
             return
-        form = self.context.forms[node]
+        form = self.context.inner_forms[node]
         if form is None:
             raise Unfit
         operands = [operand for operand, _ in form.operands]
@@ -137,13 +137,11 @@ class Flow:
         self.states[node] = (wanted,)
         if node.op == "placeholder":
             return
-        form = self.context.forms[node]
+        form = self.context.inner_forms[node]
         assert form is not None
-        if isinstance(wanted, Shard):
-            ways = [form.shards(0, wanted)]
-        else:
-            ways = [form.on_partial([0]) if form.keeps([0]) else None] if wanted == "P" else [form.whole("R")]
-        way = ways[0]
+        others = ["R"] * (len(form.operands) - 1)  # the numbers of the experts
+        whole = Strategy((wanted, *others), (wanted,))  # rows of a partial sum are one
+        way = form.shards(0, wanted) if isinstance(wanted, Shard) else whole
         if way is None or way.results != (wanted,):
             raise Unfit
         self.strategies[node] = way
@@ -234,7 +232,7 @@ def _of_tokens(context: ShardingContext, target: Experts, place: Shard) -> Any:
             if selects_result(node):
                 states[node] = (states[node.args[0]][node.args[1]],)
                 continue
-            form = context.forms[node]
+            form = context.inner_forms[node]
             assert form is not None
             operands = tuple(states[operand][0] for operand, _ in form.operands)
             strategies[node] = Strategy(operands, (place,) * len(form.results))
@@ -244,7 +242,7 @@ def _of_tokens(context: ShardingContext, target: Experts, place: Shard) -> Any:
 
 def _whole(context: ShardingContext, target: Experts, state: str) -> Any:
     ops = [node for node in target.body.nodes if node.op == "call_function" and is_tensor(node)]
-    forms = {node: context.forms[node] for node in ops if not selects_result(node)}
+    forms = {node: context.inner_forms[node] for node in ops if not selects_result(node)}
     strategies = {node: form.whole(state) for node, form in forms.items() if form is not None}
     states = {node: (state,) * len(context.shapes(node)) for node in (*target.places, *ops)}
     return states, strategies

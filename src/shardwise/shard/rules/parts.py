@@ -78,6 +78,10 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
         if place.parts:
             taken = _taken(place, start, end) if step == 1 else None
             return None if taken is None else Strategy((place,), (taken,))
+        if step != 1:  # one element of each group, where groups are whole
+            groups = isinstance(end, int) and end >= context.shape(x)[dim] and start in range(step)
+            fits = groups and place.post % step == 0
+            return Strategy((place,), (place._replace(post=place.post // step),)) if fits else None
         cut = whole_copies(place)
         return None if cut is None else Strategy((place,), (Shard(dim, cut[1] - cut[0], place.post),))
 
