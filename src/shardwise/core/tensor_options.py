@@ -19,6 +19,9 @@ Pins = tuple[tuple[str, str], ...]
 CONTEXT = "cp"
 """The mesh axis of context parallelism: it shards the sequence, and no parameter."""
 
+EXPERTS = "ep"
+"""The mesh axis of expert parallelism: it shards the rows of a batch, and experts."""
+
 NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
 """These mesh axes shard nothing inside a layer."""
 

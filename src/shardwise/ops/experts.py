@@ -1,11 +1,22 @@
-"""What a layer of experts does beside its products: rows are sorted by expert, and put back in their order."""
+"""What a layer of experts does beside its products: rows are sorted by expert, and put back in their order.
+
+Where ranks have a part of the tokens and a part of the experts, sorted rows go to the ranks that have their experts,
+and results come back (GShard, Lepikhin et al., arXiv 2006.16668, section 3.3): as many as there are, without a limit.
+Which collectives run, and in which order, never depends on what tokens choose.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwise.core.layout import shard_range
+from shardwise.ops.collectives import in_memory, moved
+from shardwise.ops.env import Env, Groups
+from shardwise.ops.own_op import own_op
 
 
 def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,4 +51,94 @@ def taken(x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
     return found
 
 
-__all__ = ["by_expert", "taken"]
+# ---- experts of other ranks ------------------------------------------------------------------------------------------
+
+
+@own_op(communicates=True)
+def routes(env: Env, ends: Tensor, axes: Groups) -> Tensor:
+    """Return the number of rows of each rank over ``axes`` for each expert (ranks, experts), from where the rows of
+    each expert end on this rank."""
+    counts = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.int64))
+    ranks, own = env.group(axes)
+    found = counts.new_zeros(ranks, len(ends))
+    found[own] = counts
+    env.wait(env.comm.all_gather(found.view(-1), counts, env.real(axes), lane="compute", what="routes"))
+    return found
+
+
+@own_op(communicates=True, kept=True)
+def dispatched(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Tensor:
+    """Return the rows of all ranks for this rank's experts, sorted by expert, for this rank's rows (slots, ...)."""
+    return moved(env, rows, (routes, axes), _to_experts, _to_tokens)
+
+
+@own_op(communicates=True, kept=True)
+def collected(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Tensor:
+    """Return what all experts give for this rank's rows, for what this rank's experts give for those of all."""
+    return moved(env, rows, (routes, axes), _to_tokens, _to_experts)
+
+
+def own_experts(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> tuple[Tensor, Tensor]:
+    """Return the expert of each row that has come to this rank, counted from its first, and where the rows of each
+    end."""
+    start, stop = shard_range(routes.shape[1], *env.group(axes))
+    counts = routes[:, start:stop].sum(0)
+    if rows.is_meta:
+        return routes.new_empty(len(rows)), counts.int()
+    return torch.repeat_interleave(counts, output_size=len(rows)), counts.cumsum(0).int()
+
+
+def _to_experts(env: Env, rows: Tensor, where: tuple[Tensor, Groups]) -> Tensor:
+    if rows.is_meta:
+        return _alike(env, rows, where[1])
+    table, sizes, own = _read(env, *where)
+    got = _exchanged(env, rows, sizes, where[1])
+    start, stop = shard_range(len(table[0]), len(table), own)
+    if start == stop:
+        return got
+    by_rank = got.split_with_sizes([n for row in table for n in row[start:stop]])
+    return torch.cat([by_rank[i] for i in _transposed(len(table), stop - start)])
+
+
+def _to_tokens(env: Env, rows: Tensor, where: tuple[Tensor, Groups]) -> Tensor:
+    if rows.is_meta:
+        return _alike(env, rows, where[1])
+    table, sizes, own = _read(env, *where)
+    start, stop = shard_range(len(table[0]), len(table), own)
+    if start < stop:
+        of_experts = rows.split_with_sizes([row[e] for e in range(start, stop) for row in table])
+        rows = torch.cat([of_experts[i] for i in _transposed(stop - start, len(table))])
+    return _exchanged(env, rows, list(zip(*sizes, strict=True)), where[1])
+
+
+def _alike(env: Env, rows: Tensor, axes: Groups) -> Tensor:
+    """Return what comes where all experts get as many rows."""
+    got = torch.empty_like(rows)
+    env.wait(env.comm.all_to_all(got, rows, env.real(axes), lane="compute", what="experts"))
+    return got
+
+
+def _read(env: Env, routes: Tensor, axes: Groups) -> tuple[list[list[int]], list[list[int]], int]:
+    """Return the routes, the number of rows that each rank sends to each, and this rank's place among them."""
+    table: list[list[int]] = routes.tolist()
+    ranks, own = env.group(axes)
+    parts = [shard_range(routes.shape[1], ranks, i) for i in range(ranks)]
+    return table, [[sum(row[start:stop]) for start, stop in parts] for row in table], own
+
+
+def _exchanged(env: Env, rows: Tensor, sizes: Sequence[Sequence[int]], axes: Groups) -> Tensor:
+    """Return what the ranks send to this one, of which rank i sends ``sizes[i][j]`` rows to rank j."""
+    own, width = env.group(axes)[1], rows.shape[1:].numel()
+    got = rows.new_empty(sum(row[own] for row in sizes), *rows.shape[1:])
+    elements = [[n * width for n in row] for row in sizes]
+    sent, where = in_memory(rows).view(-1), env.real(axes)
+    env.wait(env.comm.all_to_all(got.view(-1), sent, where, lane="compute", what="experts", sizes=elements))
+    return got
+
+
+def _transposed(rows: int, columns: int) -> list[int]:
+    """Return the places in row-major order of the elements of a matrix in column-major order."""
+    return [row * columns + column for column in range(columns) for row in range(rows)]
+
+
+__all__ = ["by_expert", "collected", "dispatched", "own_experts", "routes", "taken"]

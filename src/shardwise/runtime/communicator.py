@@ -34,6 +34,9 @@ from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.call import Call, Group
 
+Sizes: TypeAlias = Sequence[Sequence[int]]
+"""How many elements each member of a group sends to each."""
+
 START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
 
 OnWait: TypeAlias = Callable[[str | None], None]
@@ -62,6 +65,17 @@ class Completed:
 
     def wait(self) -> None:
         return None
+
+
+class _Unpadded:
+    """This is the handle of an exchange of padded parts, which are put together when it is complete."""
+
+    def __init__(self, handle: Handle, got: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
+        self._handle, self._got, self._out, self._sizes = handle, got, out, sizes
+
+    def wait(self) -> None:
+        self._handle.wait()
+        torch.cat([part[:size] for part, size in zip(self._got, self._sizes, strict=True)], out=self._out)
 
 
 class Communicator(ABC):
@@ -144,9 +158,19 @@ class Communicator(ABC):
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
         return self._moved(call, out, x, self._reduce_scatter)
 
-    def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Send the i-th of n equal parts of ``x`` to member i, and put member i's part in the i-th part of ``out``."""
+    def all_to_all(
+        self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", sizes: Sizes | None = None
+    ) -> Handle:
+        """Send the i-th of n parts of ``x`` to member i, and put member i's part in the i-th part of ``out``.
+
+        Parts are equal, or member i sends ``sizes[i][j]`` elements to member j, which all members know."""
         call = Call("all_to_all", self.group(axes), lane, what)
+        if sizes is not None:
+            sent, received = sizes[call.group.index], [row[call.group.index] for row in sizes]
+            self._check(call, x, out, x.numel() == sum(sent) and out.numel() == sum(received))
+            if call.group.size == 1 or not any(map(any, sizes)):
+                return self._copied(out, x)
+            return self._all_to_all_uneven(call, _flat(out), _flat(x), sizes)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return self._moved(call, out, x, self._all_to_all)
 
@@ -300,6 +324,16 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
+
+    def _all_to_all_uneven(self, call: Call, out: Tensor, x: Tensor, sizes: Sizes) -> Handle:
+        """Exchange parts as long as the longest of all."""
+        most, own = max(map(max, sizes)), call.group.index
+        padded = x.new_zeros(call.group.size, most)
+        for part, place in zip(x.split_with_sizes(list(sizes[own])), padded, strict=True):
+            place[: len(part)].copy_(part)
+        got = torch.empty_like(padded)
+        handle = self._all_to_all(call, got.view(-1), padded.view(-1))
+        return _Unpadded(handle, got, out, [row[own] for row in sizes])
 
     @abstractmethod
     def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...

@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.call import Call, CommunicationError, CommunicationTimeout, Group
-from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, Sizes, as_bytes
 from shardwise.runtime.network import choose_interfaces
 from shardwise.runtime.rendezvous import rendezvous
 
@@ -213,6 +213,17 @@ class DistributedCommunicator(Communicator):
             return _all_to_all_into(as_bytes(target), as_bytes(source), group=group, async_op=True)
 
         return self._start(call, post, None if order is None else lambda: _permute(out, target, order.places))
+
+    def _all_to_all_uneven(self, call: Call, out: Tensor, x: Tensor, sizes: Sizes) -> Handle:
+        if self._order(call.group) is not None:
+            return super()._all_to_all_uneven(call, out, x, sizes)
+        sent = [size * x.itemsize for size in sizes[call.group.index]]
+        received = [row[call.group.index] * x.itemsize for row in sizes]
+
+        def post(group: dist.ProcessGroup) -> dist.Work | None:
+            return _all_to_all_into(as_bytes(out), as_bytes(x), received, sent, group=group, async_op=True)
+
+        return self._start(call, post)
 
     def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle:
         ends = (dist.isend, x, call.group.after), (dist.irecv, out, call.group.before)

@@ -20,7 +20,6 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.pins import PLANS
-from shardwise.core.tensor_options import CONTEXT
 from shardwise.graph.functional import Normal
 from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import Assignment, Decisions, TensorParallelSpec
@@ -30,7 +29,7 @@ from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Placement
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
-from shardwise.shard.recipe.walk import ContextWalk, recipe
+from shardwise.shard.recipe.walk import WALKS, recipe
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.decisions import decisions_of
 from shardwise.shard.solver.op_cost import Repeats, repeats
@@ -107,11 +106,13 @@ def choose(context: ShardingContext) -> Assignments:
     batch, decisions = BatchWalk(context).run(), None
     tensor = context.tensor
     found: Mapping[str, Assignment]
-    if CONTEXT in tensor.axes and tensor.plan != "recipe":
-        inner = context.over({axis: n for axis, n in tensor.axes.items() if axis != CONTEXT})
+    apart = [axis for axis in tensor.axes if axis in WALKS]
+    if apart and tensor.plan != "recipe":
+        inner = context.over({axis: n for axis, n in tensor.axes.items() if axis not in WALKS})
         of_parameters, decisions = choose(inner)[1:]
         found = {axis: one for axis, one in of_parameters.items() if axis != ROWS}
-        found[CONTEXT] = ContextWalk(context, CONTEXT, batch, found).run()
+        for axis in apart:
+            found[axis] = WALKS[axis](context, axis, batch, found).run()
         context.notes.update(inner.notes)
         context.decided.update(inner.decided)
     elif tensor.axes and tensor.plan == "auto":

@@ -7,13 +7,16 @@ first product and the rows of the next, whose results are partial sums.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
+from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.experts import Experts
 from shardwise.graph.schema import is_tensor, selects_result
@@ -56,10 +59,15 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
         tokens = (place._replace(post=post // n) for n in slots)
         return Strategy((*tokens, *["R"] * (len(operands) - first)), (place._replace(post=post),))
 
+    def divided(place: Shard) -> Strategy | None:
+        tokens = moves(0, place)
+        return tokens and Strategy((*tokens.operands[:first], *[Shard(0)] * (len(operands) - first)), tokens.results)
+
     form = OpSharding(
         node, [(o, [None] * rank_of(context, o)) for o in operands], [[None] * rank_of(context, node)],
         moves=moves, factors=True,
     )  # fmt: skip
+    form.divided = divided
     form.suggested = lambda: [(i, s) for way in ways() for i, s in enumerate(way.operands) if isinstance(s, Shard)]
     form.emit = lambda emitter, solved: emit(emitter, target, solved)
     return form
@@ -193,15 +201,33 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
     )
     several.meta["val"] = tuple(one.meta["val"] for one in results)
     order, inverse, found, stops = results
+    axes = tuple(g for g, s in solved.strategies.items() if Shard(0) in s.operands[number + 1 :])
     for place, x, n in zip(rows, entries, target.slots, strict=True):
         taken = emitter.graph.call_function(own.taken, (x, order, inverse, n))
         emitter.value[place] = annotated(taken, place, x.meta["grad"])
+    if axes:
+        add = emitter.graph.call_function
+        routes = annotated(add(own.routes, (emitter.env, stops, axes)), ends, False)
+        ranks = math.prod(context.tensor.axes[a] for a in axes)
+        routes.meta["val"] = stops.meta["val"].new_empty(ranks, target.experts, dtype=torch.int64)
+        routes.meta["layout"] = Layout.replicated(routes.meta["val"].shape)
+        for place in rows:
+            sent = add(own.dispatched, (emitter.env, emitter.value[place], routes, axes))
+            emitter.value[place] = annotated(sent, place, emitter.value[place].meta["grad"])
+        both = add(own.own_experts, (emitter.env, emitter.value[rows[0]], routes, axes))
+        emitter.annotate(both, several.meta["layout"][2:], several.meta["states"][2:], False, sorted_ids)
+        both.meta["val"] = (found.meta["val"], stops.meta["val"])
+        found, stops = (annotated(add(operator.getitem, (both, i)), one, False)
+                        for i, one in enumerate((sorted_ids, ends)))  # fmt: skip
     emitter.value[sorted_ids], emitter.value[ends] = found, stops
     emitter.value.update(zip(target.places[number + 2 :], weights, strict=True))
     for node in target.body.nodes:
         if node.op == "call_function":
             emitter.value[node] = emitter.step(node)
     out = emitter.value[target.result]
+    if axes:
+        back = emitter.graph.call_function(own.collected, (emitter.env, out, routes, axes))
+        out = annotated(back, target.result, out.meta["grad"])
     new = emitter.graph.call_function(own.taken, (out, inverse, order, 1))
     return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
 
@@ -213,20 +239,20 @@ def _chosen(
     first = 1 + len(target.slots)
     place = strategy.operands[0]
     if isinstance(place, Shard):
-        return _of_tokens(context, target, place)
+        return _of_tokens(context, target, place, strategy.operands[first:])
     if strategy.results == ("P",):
         flow = next(one for one in flows(context, target) if one.strategy(first) == strategy)
         return flow.states, flow.strategies
     return _whole(context, target, str(strategy.results[0]))
 
 
-def _of_tokens(context: ShardingContext, target: Experts, place: Shard) -> Any:
-    """Return states and strategies where a rank has a part of the tokens."""
+def _of_tokens(context: ShardingContext, target: Experts, place: Shard, weights: Sequence[Placement]) -> Any:
+    """Return states and strategies where a rank has a part of the tokens, or of the experts with their tokens."""
     states: dict[fx.Node, tuple[Placement, ...]] = {}
     strategies: dict[fx.Node, Strategy] = {}
-    with_rows = len(target.slots) + 1
-    for i, one in enumerate(target.places):
-        states[one] = (place if i < with_rows else "P" if i == with_rows else "R",)
+    inputs = [*[place] * (len(target.slots) + 1), "P", *weights]
+    for one, state in zip(target.places, inputs, strict=True):
+        states[one] = (state,)
     for node in target.body.nodes:
         if node.op == "call_function":
             if selects_result(node):
