@@ -21,7 +21,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.core.tensor_options import CONTEXT, tensor_axes
+from shardwise.core.tensor_options import CONTEXT, EXPERTS, tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
 from shardwise.lower.stages import EVERYWHERE, StageSplit
@@ -216,7 +216,7 @@ def _tensor(config: Config, plan: Plan) -> str | None:
     """Return what chose the tensor plan, such as ``1d``; without tensor parallelism, return notices about it."""
     if not tensor_axes(plan.mesh):
         return "; ".join(notice for notice in config.notices if "parallel.tensor" in notice) or None
-    if tensor_axes(plan.mesh) == (CONTEXT,):
+    if set(tensor_axes(plan.mesh)) <= {CONTEXT, EXPERTS}:
         return None
     return plan.tensor.chosen_by
 

@@ -27,6 +27,7 @@ from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.experts import expert_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.train.given_metrics import metrics_of
@@ -310,6 +311,7 @@ def build_plan(config: Config) -> Plan:
     )
     plan = tensor_parallel(plan, parallel.tp, parallel.tensor, parallel.tensor_plan, parallel.pins or {})
     plan = context_parallel(plan, parallel.cp, parallel.context)
+    plan = expert_parallel(plan, parallel.ep)
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:

@@ -28,8 +28,8 @@ from .validation import complete_validation
 
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
-SAME_ROWS = ("parallel.pp", "parallel.cp", "parallel.tp")
-"""The keys with numbers of ranks that work on the same rows: the ranks of a pipeline, and those that share a layer."""
+SAME_ROWS = ("parallel.pp", "parallel.ep", "parallel.cp", "parallel.tp")
+"""The keys with numbers of ranks that read the same rows: those of a pipeline, and those that share a layer."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
 KEYS_OF_KIND = {
     "gpt": (*SIZES, "dropout"),

@@ -28,13 +28,14 @@ NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
 
 def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of two ranks or more that shard what is inside a layer, in the order of the mesh: those that
-    shard parameters by their dims, and ``CONTEXT``."""
+    shard parameters by their dims, ``EXPERTS`` and ``CONTEXT``."""
     return tuple(axis.name for axis in mesh.axes if axis.name not in NON_TENSOR_AXES and axis.size > 1)
 
 
 def parameter_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of two ranks or more that shard parameters by their dims, in the order of the mesh."""
-    return tuple(axis for axis in tensor_axes(mesh) if axis != CONTEXT)
+    """Return the axes of two ranks or more that shard parameters by their dims as the options say, in the order of the
+    mesh."""
+    return tuple(axis for axis in tensor_axes(mesh) if axis not in (CONTEXT, EXPERTS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class _Region:
             if node is self.sort or not any(one in self.kinds for one in node.all_input_nodes):
                 continue
             if self._restores(node):
-                return node
+                found: fx.Node = node
+                return found
             kind = self._kind(node)
             if kind is None:
                 return None
@@ -170,8 +171,8 @@ class _Region:
 
     def _all_numbers(self, node: Any) -> bool:
         """Return whether a value is 0, 1, 2 and so on for all rows."""
-        is_range = isinstance(node, fx.Node) and op_name(node) == "arange" and node.target is torch.ops.aten.arange.default
-        return is_range and expression(node.meta["val"].shape[0]) == self.size
+        is_range = isinstance(node, fx.Node) and node.target is torch.ops.aten.arange.default
+        return bool(is_range and expression(node.meta["val"].shape[0]) == self.size)
 
     def _by_row(self, node: fx.Node) -> bool:
         """Return whether each row of a result follows from the same row of operands, and from what has no rows."""
@@ -190,9 +191,9 @@ class _Region:
             size = node.meta["val"].dim()
             return all(one.dim() < size or one.shape[0] == 1 for one in others) and rank == size
         if has(node, Fact.SPLIT) or name in ("slice", "select", "narrow", "softmax", "log_softmax"):
-            return given(node, "dim", 0) % rank != 0 and len(inside) == 1
+            return bool(given(node, "dim", 0) % rank) and len(inside) == 1
         if name == "unsqueeze":
-            return given(node, "dim") % (rank + 1) != 0
+            return bool(given(node, "dim") % (rank + 1))
         if name in ("layer_norm", "rms_norm"):
             return inside == [x] and len(node.args[1]) < rank
         return False

@@ -39,7 +39,7 @@ class _Taken(torch.autograd.Function):
         return x.index_select(0, order if slots == 1 else order // slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         order, inverse = ctx.saved_tensors
         found = _Taken.apply(grad, inverse, order, 1)  # type: ignore[no-untyped-call]
         return found if ctx.slots == 1 else found.unflatten(0, (-1, ctx.slots)).sum(1), None, None, None

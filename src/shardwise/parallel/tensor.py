@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.mesh import Axis, Mesh, axis_of
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.core.tensor_options import Pins, Tensor, TensorPlan, tensor_axes
+from shardwise.core.tensor_options import EXPERTS, Pins, Tensor, TensorPlan, tensor_axes
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ def role(kind: str, axis: str) -> Role | None:
     an axis of another recipe.
     """
     axis = axis_of(axis)
+    if axis == EXPERTS:
+        return Role(rows=True)
     if axis in ROLES[kind]:
         return ROLES[kind][axis]
     if any(axis in roles for roles in ROLES.values()):

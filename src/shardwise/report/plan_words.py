@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.core.data_options import DATA_PARALLEL_ROWS
 from shardwise.core.plan import CHOICES, COUNTS, OPTIONS, Plan
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import CONTEXT, parameter_axes
+from shardwise.core.tensor_options import CONTEXT, EXPERTS, parameter_axes
 from shardwise.parallel.data import batch_axes
 
 from .tables import plural
@@ -72,8 +72,15 @@ def _pipeline(plan: Plan) -> Iterator[str]:
 def _tensors(plan: Plan) -> Iterator[str]:
     parts = plan.mesh.axis_size(CONTEXT)
     if parts > 1:
-        how = {"gathered": "which gather keys and values", "heads": "which exchange it for parts of the heads"}
+        how = {
+            "gathered": "which gather keys and values",
+            "ring": "which pass keys and values on",
+            "heads": "which exchange it for parts of the heads",
+        }
         yield f"Each sequence is shared by {parts} ranks, {how[plan.tensor.context]} for attention."
+    experts = plan.mesh.axis_size(EXPERTS)
+    if experts > 1:
+        yield f"The experts of each layer are shared by {experts} ranks, to which tokens go, and come back."
     size = plan.mesh.axis_size(parameter_axes(plan.mesh))
     if size > 1:
         by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")

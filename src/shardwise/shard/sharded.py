@@ -27,9 +27,9 @@ from shardwise.shard.batch_walk import BatchWalk, postpone
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Placement
+from shardwise.shard.recipe.axis_walks import WALKS, recipe
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
-from shardwise.shard.recipe.walk import WALKS, recipe
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.decisions import decisions_of
 from shardwise.shard.solver.op_cost import Repeats, repeats

@@ -27,8 +27,8 @@ from ..rules import (
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """``[parallel]``: the number of ranks is ``pp`` × ``dp`` × ``cp`` × ``tp``. docs/pipelines.md, docs/context.md and
-    docs/tensor.md explain the words.
+    """``[parallel]``: the number of ranks is ``pp`` × ``dp`` × ``ep`` × ``cp`` × ``tp``. docs/pipelines.md,
+    docs/experts.md, docs/context.md and docs/tensor.md explain the words.
     """
 
     pp: int = key(
@@ -96,6 +96,11 @@ class ParallelConfig:
         otherwise="none",
         legal='a table of patterns, such as `"*.q_proj.weight" = "column"`',
     )
+    ep: int = key(
+        integer(1),
+        1,
+        does="the number of ranks that share the experts of each layer, and the rows of a batch",
+    )
     cp: int = key(
         integer(1),
         1,
@@ -109,7 +114,7 @@ class ParallelConfig:
     dp: int = key(
         integer(1),
         does="the number of data-parallel ranks",
-        otherwise="all devices / (`pp` × `cp` × `tp`)",
+        otherwise="all devices / (`pp` × `ep` × `cp` × `tp`)",
     )
     dp_replicate: int = key(
         integer(1),

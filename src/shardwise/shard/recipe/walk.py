@@ -21,11 +21,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from shardwise.core.fields import has_rows
-from shardwise.core.mesh import axis_of, sub_axes
-from shardwise.core.tensor_options import CONTEXT, EXPERTS
-from shardwise.graph.experts import Experts
+from shardwise.core.mesh import axis_of
+from shardwise.core.tensor_options import CONTEXT
 from shardwise.ops.env import ROWS
-from shardwise.parallel.tensor import Role, role
+from shardwise.parallel.tensor import Role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
@@ -363,90 +362,4 @@ class TensorWalk(OpenParameters):
         return None
 
 
-class ContextWalk(TensorWalk):
-    """This is the walk for the axis of context parallelism: fields come sharded along the sequence, which stays so
-    as long as ops take it, and parameters are whole.
-
-    A sequence of no more elements than ranks is whole on each: a cut into as many pieces as ranks would stand for
-    pieces in their order (:func:`~shardwise.shard.sizes.factored`), and the sequence is cut in another one.
-    """
-
-    def __init__(self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment]) -> None:
-        super().__init__(context, axis, rows, before, Role(stream="context"))
-
-    def initial_state(self, node: fx.Node) -> Placement:
-        field = self.context.captured.fields.get(node.name)
-        shape = self.context.shape(node)
-        along = field is not None and len(shape) > 1 and shape[1] > self.parts and self.fits(node, Shard(1))
-        return Shard(1) if along else "I"
-
-    def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:
-        """No parameter is cut."""
-
-
-class ExpertWalk(TensorWalk):
-    """This is the walk for the axis of expert parallelism: fields come sharded by rows, which stay so, and parameters
-    are whole, but those of experts are sharded by expert."""
-
-    def __init__(self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment]) -> None:
-        super().__init__(context, axis, rows, before, Role(rows=True))
-        self.of_experts = experts_of(context)
-
-    def initial_state(self, node: fx.Node) -> Placement:
-        if node in self.context.parameters:
-            return Shard(0) if node in self.of_experts else "I"
-        field = self.context.captured.fields.get(node.name)
-        return Shard(0) if field is not None and has_rows(field) else "I"
-
-    def choose(self, form: OpSharding) -> Strategy:
-        tokens = self.state(form.operands[0][0]) if form.divided is not None else None
-        strategy = form.divided(tokens) if form.divided is not None and isinstance(tokens, Shard) else None
-        if strategy is not None and self.together(form, strategy):
-            return strategy
-        return super().choose(form)
-
-    def note_shared_heads(self, form: OpSharding, states: list[Placement]) -> None:
-        """No product is cut."""
-
-
-def experts_of(context: ShardingContext) -> set[fx.Node]:
-    """Return the parameters whose first dim is that of experts."""
-    found: set[fx.Node] = set()
-    for node in context.normal.graph.nodes:
-        if isinstance(node.target, Experts):
-            for weight in node.args[1 + len(node.target.slots) :]:
-                while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
-                    weight = weight.all_input_nodes[0]
-                if weight in context.parameters and context.shape(weight)[:1] == (node.target.experts,):
-                    found.add(weight)
-    return found
-
-
-WALKS: Mapping[str, type[ContextWalk] | type[ExpertWalk]] = {CONTEXT: ContextWalk, EXPERTS: ExpertWalk}
-"""The walks of axes that are those of no recipe."""
-
-
-def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
-    """Return the assignment of each axis by the recipe, and None; if an axis has too few heads for its ranks, return
-    all axes with that one as two sub-axes instead of None."""
-    found: dict[str, Assignment] = {}
-    roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
-    # Axes whose weights rest within the pieces of others come last.
-    for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
-        if axis in WALKS:
-            walk: TensorWalk = WALKS[axis](context, axis, rows, found)
-        else:
-            walk = TensorWalk(context, axis, rows, found, known)
-        found[axis] = walk.run()
-        if walk.few > 1:
-            inner = walk.parts // walk.few
-            both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
-            return found, {
-                name: n
-                for a, size in context.tensor.axes.items()
-                for name, n in (both if a == axis else {a: size}).items()
-            }
-    return found, None
-
-
-__all__ = ["WALKS", "TensorWalk", "recipe"]
+__all__ = ["TensorWalk"]

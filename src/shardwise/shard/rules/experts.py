@@ -11,13 +11,14 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Experts
 from shardwise.graph.schema import is_tensor, selects_result
 from shardwise.ops import experts as own
@@ -82,14 +83,18 @@ class Unfit(Exception):
 
 @dataclass
 class Flow:
-    """The strategies of a body's ops where a weight is cut: what other weights have to be is decided as ops use them.
-    """
+    """The strategies of a body's ops where a weight is cut: ops decide on the other weights that they use."""
 
     context: ShardingContext
     target: Experts
     states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     open: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def ids(self) -> fx.Node:
+        """Return the placeholder of the sorted numbers."""
+        return self.target.places[len(self.target.slots)]
 
     def run(self, weight: fx.Node, place: Shard) -> None:
         """Raise :class:`Unfit` where an op does not take its operands as they come."""
@@ -116,10 +121,9 @@ class Flow:
         if form is None:
             raise Unfit
         operands = [operand for operand, _ in form.operands]
-        if operands[0] in self.open and not has(node, Fact.GROUPED_PRODUCT) and len(set(operands) - self.open) < 2:
-            if all(one in self.open or one.name == "ids" for one in operands):
-                self.open.add(node)
-                return
+        if all(one in self.open or one is self.ids for one in operands):
+            self.open.add(node)
+            return
         self.strategies[node] = strategy = self.choose(form, operands)
         self.states[node] = strategy.results
 
@@ -174,6 +178,9 @@ def flows(context: ShardingContext, target: Experts) -> Iterator[Flow]:
         if flow.states[target.result] == ("P",):
             yield flow
 
+
+Chosen: TypeAlias = tuple[Mapping[fx.Node, tuple[Placement, ...]], Mapping[fx.Node, Strategy]]
+"""The states of a body's values, and the strategies of its ops, on a group."""
 
 # ---- the local graph -------------------------------------------------------------------------------------------------
 
@@ -232,9 +239,7 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
     return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
 
 
-def _chosen(
-    context: ShardingContext, target: Experts, strategy: Strategy
-) -> tuple[Mapping[fx.Node, tuple[Placement, ...]], Mapping[fx.Node, Strategy]]:
+def _chosen(context: ShardingContext, target: Experts, strategy: Strategy) -> Chosen:
     """Return the states of a body's values, and the strategies of its ops, on a group."""
     first = 1 + len(target.slots)
     place = strategy.operands[0]
@@ -246,7 +251,7 @@ def _chosen(
     return _whole(context, target, str(strategy.results[0]))
 
 
-def _of_tokens(context: ShardingContext, target: Experts, place: Shard, weights: Sequence[Placement]) -> Any:
+def _of_tokens(context: ShardingContext, target: Experts, place: Shard, weights: Sequence[Placement]) -> Chosen:
     """Return states and strategies where a rank has a part of the tokens, or of the experts with their tokens."""
     states: dict[fx.Node, tuple[Placement, ...]] = {}
     strategies: dict[fx.Node, Strategy] = {}
@@ -259,14 +264,15 @@ def _of_tokens(context: ShardingContext, target: Experts, place: Shard, weights:
                 states[node] = (states[node.args[0]][node.args[1]],)
                 continue
             form = context.inner_forms[node]
-            assert form is not None
+            if form is None:
+                raise Uncapturable(f"{node.target}, in a layer of experts, has no rule")
             operands = tuple(states[operand][0] for operand, _ in form.operands)
             strategies[node] = Strategy(operands, (place,) * len(form.results))
             states[node] = strategies[node].results
     return states, strategies
 
 
-def _whole(context: ShardingContext, target: Experts, state: str) -> Any:
+def _whole(context: ShardingContext, target: Experts, state: str) -> Chosen:
     ops = [node for node in target.body.nodes if node.op == "call_function" and is_tensor(node)]
     forms = {node: context.inner_forms[node] for node in ops if not selects_result(node)}
     strategies = {node: form.whole(state) for node, form in forms.items() if form is not None}

@@ -23,7 +23,7 @@ from shardwise.parallel.tensor import role
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import Placement, Shard, Strategy
-from shardwise.shard.recipe.walk import recipe
+from shardwise.shard.recipe.axis_walks import recipe
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import AxisOptions, Candidates
 from shardwise.shard.solver.cost_model import CostModel, MicrobatchCost
