@@ -1,0 +1,271 @@
+"""Experts equal one device: those of models that are unchanged, over ranks with parts of the tokens, of the experts and
+of what is inside them, whatever tokens choose.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_tensor import ALONE, CLIP, PLAIN, check, oracle
+from torch import Tensor, nn
+
+import zoo
+from communicating import communicated
+from covering import covering
+from processes import run_processes
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.context import context_parallel
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.experts import expert_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
+
+SIZES = {
+    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral balanced": ("Mixtral", {"num_local_experts": 4, "output_router_logits": True}),
+    "qwen3": ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "deepseek": ("DeepseekV3", {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "sliding_window": 8}),
+    "granite": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+BIASES = ("experts.down_proj_bias",)
+
+
+@functools.cache
+def model(name: str) -> tuple[Compiled, list[dict[str, Tensor]], nn.Module]:
+    """A model on one device, whose capture serves all plans."""
+    import transformers as t
+
+    kind, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(t, f"{kind}Config")(**{**SIZES, **changes})
+    module = getattr(t, f"{kind}ForCausalLM")(config).double().train()
+    batch = zoo.padded(zoo.tokens(words=24))
+    batches = [batch, {k: v[:3] for k, v in batch.items()}]
+    return Compiled(module, ALONE, batches[0], None), batches, module
+
+
+@functools.cache
+def truth(name: str, microbatches: int) -> Any:
+    _, batches, module = model(name)
+    return oracle(module, None, batches, PLAIN, microbatches)
+
+
+def composed(
+    ep: int, cp: tuple[int, Any], tensor: tuple[str, int], data: tuple[int, int], pp: tuple[int, str], recompute: Any,
+    microbatches: int,
+) -> Plan:  # fmt: skip
+    plan = ALONE.replace(microbatches=microbatches, recompute=recompute)
+    plan = context_parallel(tensor_parallel(plan, tensor[1], tensor[0]), *cp)  # type: ignore[arg-type]
+    return pipeline(data_parallel(expert_parallel(plan, ep), *data), *pp)  # type: ignore[arg-type]
+
+
+CASES = list(
+    itertools.product(
+        ("mixtral", "qwen3", "olmoe", "deepseek", "gpt-oss", "granite"),
+        (1, 2, 3, 4),
+        ((1, "gathered"), (2, "gathered"), (2, "ring"), (2, "heads")),
+        (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("2d", 4), ("3d", 8)),
+        ((1, 0), (2, 0), (3, 1), (2, 2), (2, 3)),
+        ((1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (2, "zbv")),
+        ("none", "full", "selective"),
+        (1, 2),
+    )
+)
+
+
+def fits(case: tuple[Any, ...]) -> bool:
+    _, ep, cp, tensor, data, pp, _, microbatches = case
+    return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2))
+
+
+@pytest.mark.quick(8)
+@pytest.mark.few(40)
+@pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
+def test_together(case: tuple[Any, ...]) -> None:
+    """Every pair of settings of each two axes."""
+    name, *options, microbatches = case
+    one, batches, _ = model(name)
+    check(one.under(composed(*options, microbatches)), batches, truth(name, microbatches), PLAIN)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("plan", ["dp", "ep", "tp", "cp"])
+def test_nothing_is_computed_twice(name: str, plan: str) -> None:
+    """No op is whole on every rank, and no weight of experts where ranks share them."""
+    one, batches, _ = model(name)
+    size = 2
+    made = {
+        "dp": lambda: data_parallel(ALONE, size), "ep": lambda: expert_parallel(ALONE, size),
+        "tp": lambda: tensor_parallel(ALONE, size), "cp": lambda: context_parallel(ALONE, size),
+    }[plan]()  # fmt: skip
+    compiled = one.under(made)
+    check(compiled, batches, truth(name, 1), PLAIN)
+    if name != "mixtral balanced":  # its balance is one of the whole batch
+        assert not compiled.general.replicated
+    if plan in ("ep", "tp"):
+        of_experts = [p for p in compiled.general.parameters if ".experts." in p.name]
+        whole = [p.name for p in of_experts if not p.axes and not (plan == "tp" and p.name.endswith(BIASES))]
+        assert of_experts
+        assert not whole
+    if plan == "dp" and name != "mixtral balanced":
+        assert {kind for kind, *_ in communicated(compiled.general)} <= {"slice"}
+
+
+# ---- what tokens choose ----------------------------------------------------------------------------------------------
+
+
+class Forced(nn.Module):
+    """Its batch says which experts each token chooses."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        torch.manual_seed(1)
+        config: Any = SimpleNamespace(
+            num_local_experts=experts, hidden_size=8, intermediate_size=12, hidden_act="silu",
+            _experts_implementation="grouped_mm",
+        )  # fmt: skip
+        self.table, self.gate, self.experts = nn.Embedding(16, 8), nn.Linear(8, experts), MixtralExperts(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        hidden = self.table(x).flatten(0, 1)
+        chosen = ids.flatten(0, 1)
+        scores = self.gate(hidden).softmax(-1).gather(1, chosen)
+        out = hidden + self.experts(hidden, chosen, scores)
+        return (out.unflatten(0, x.shape) - y).square().mean()
+
+
+def chosen(how: str, experts: int, rows: int, length: int, slots: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    number = rows * length
+    if how == "all to one":
+        found = torch.full((number, slots), experts - 1)
+    elif how == "none to the first":
+        found = torch.randint(1, experts, (number, slots), generator=generator)
+    elif how == "as many to each":
+        found = torch.arange(number * slots).remainder(experts).view(number, slots)
+    else:
+        found = torch.randint(0, experts, (number, slots), generator=generator)
+    return found.view(rows, length, slots)
+
+
+ROUTES = ("all to one", "none to the first", "as many to each", "random")
+
+
+@functools.cache
+def forced(how: str, experts: int, slots: int) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
+    def batch(rows: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(rows)
+        return {
+            "x": torch.randint(0, 16, (rows, 6), generator=generator), "ids": chosen(how, experts, rows, 6, slots),
+            "y": torch.randn(rows, 6, 8, generator=generator).double(),
+        }  # fmt: skip
+
+    module, batches = Forced(experts).double().train(), [batch(8), batch(3)]
+    return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
+
+
+@pytest.mark.quick(8)
+@pytest.mark.parametrize("how", ROUTES)
+@pytest.mark.parametrize(("experts", "slots"), [(4, 1), (6, 2), (5, 3)])
+@pytest.mark.parametrize(("ep", "dp", "tp"), [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)])
+def test_what_tokens_choose(how: str, experts: int, slots: int, ep: int, dp: int, tp: int) -> None:
+    """The last batch has fewer rows than some plans have ranks."""
+    one, batches, expected = forced(how, experts, slots)
+    plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp)
+    check(one.under(plan), batches, expected, PLAIN)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_experts() -> None:
+    one, *_ = model("mixtral")
+    with pytest.raises(ConfigError, match="ep: 5 is not legal for 4 experts; legal: 1 to 4"):
+        one.under(expert_parallel(ALONE, 5))
+
+
+def test_a_model_without_experts() -> None:
+    own = zoo.make("own gpt", 16)
+    with pytest.raises(ConfigError, match="ep: 2 is not legal: no layer of experts was found in the model; legal: 1"):
+        Compiled(own.module.double(), expert_parallel(ALONE, 2), own.batch, own.loss)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+import torch, transformers as t
+from shardwise import Plan, Trainer
+from shardwise.core.optim import OptimizerChoice
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.experts import expert_parallel
+from shardwise.runtime.connect import connect
+
+backend, ep, dp, zero = sys.argv[1], *map(int, sys.argv[2:5])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+module = t.MixtralForCausalLM(t.MixtralConfig(**json.loads(sys.argv[5]))).double().train()
+plan = data_parallel(expert_parallel(Plan.of(precision="fp64"), ep), dp, zero)
+comm = connect(plan.mesh, backend=backend)
+ids = [torch.randint(0, 24, (6, 9), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+own, rows = comm.mesh.index(comm.rank, ("dp",)), 6 // dp
+mine = [one[own * rows : (own + 1) * rows] for one in ids]
+batches = [{"input_ids": one, "labels": one} for one in mine]
+trainer = Trainer(module, OptimizerChoice("sgd", lr=0.1), plan, batches[0], comm=comm, clip_norm=float(sys.argv[6]))
+losses = [float(trainer.step(batch).loss) for batch in batches]
+state = trainer.state_dict()
+print(json.dumps([losses, {name: value.norm().item() for name, value in state.items()}]), flush=True)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "ep", "dp", "zero"),
+    [
+        ("gloo", 2, 1, 0),
+        pytest.param("shared", 2, 1, 0, marks=pytest.mark.slow),
+        pytest.param("gloo", 2, 2, 3, marks=pytest.mark.slow),
+        pytest.param("shared", 3, 1, 0, marks=pytest.mark.full),
+    ],
+)
+def test_processes(tmp_path: Path, backend: str, ep: int, dp: int, zero: int) -> None:
+    """Three steps of Mixtral, with clipped gradients, beside one device."""
+    import transformers as t
+
+    script = tmp_path / "loop.py"
+    script.write_text(SCRIPT)
+    sizes = {**SIZES, "num_local_experts": 4}
+    torch.manual_seed(0)
+    module = t.MixtralForCausalLM(t.MixtralConfig(**sizes)).double().train()
+    ids = [torch.randint(0, 24, (6, 9), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    expected = oracle(module, None, [{"input_ids": one, "labels": one} for one in ids], PLAIN, 1)
+    words = [str(script), backend, *map(str, (ep, dp, zero)), json.dumps(sizes), str(CLIP)]
+    for output in run_processes(ep * dp, words, 120):
+        losses, norms = json.loads(output.splitlines()[-1])
+        assert losses == pytest.approx([one.loss for one in expected], rel=1e-10, abs=0)
+        for name, value in expected[-1].parameters.items():
+            assert norms[name] == pytest.approx(value.norm().item(), rel=1e-10, abs=0)
