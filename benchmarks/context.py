@@ -11,36 +11,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import platform
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from alternate import Contender, alternate
+from beside import figures, report
 from shardwise.core.tensor_options import Context
 from shardwise.launch.local import ALLOCATOR
 from task import Task, context_parallel
-from zero import SAME, off, reference
+from zero import reference
 
 KINDS = get_args(Context)
 BASE = "gathered"
 IN_MEMORY = " in common memory"
 STEPS, WARMUP = 2, 3
-
-
-def figures(one: Contender, base: Contender, expected: list[float], task: Task) -> dict[str, Any]:
-    """Return a contender's row."""
-    memory = {kind: one.most(kind) for kind in one.memory[0]}
-    return {
-        "name": one.name, "seconds": one.median, "tokens_per_second": task.tokens * one.ranks / one.median,
-        "faster": base.median / one.median, "clean_steps": len(one.clean), "steps": len(one.seconds), **memory,
-        "off": off(one, expected),
-    }  # fmt: skip
 
 
 def main() -> None:
@@ -68,19 +56,7 @@ def main() -> None:
     for one in every:
         base = next(o for o in every if o.name == BASE + IN_MEMORY * one.name.endswith(IN_MEMORY))
         rows.append(figures(one, base, expected, task))
-    print(f"{'':26} {'ms':>8} {'tokens/s':>9} {'× gathered':>10} {'MiB':>7} {'off':>8}")
-    for row in rows:
-        print(
-            f"{row['name']:26} {row['seconds'] * 1e3:8.0f} {row['tokens_per_second']:9.0f} {row['faster']:10.2f} "
-            f"{row['peak_rss'] / 2**20:7.0f} {row['off']:8.0e}"
-        )
-    if options.json is not None:
-        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "task": vars(options) | {"json": ""}, "rows": rows}))
-    limit = SAME[task.precision]
-    wrong = [f"{row['name']}: its losses are off by {row['off']:.0e}" for row in rows if row["off"] > limit]
-    if wrong:
-        sys.exit("\n".join(wrong))
+    report(rows, BASE, task, options)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def planned(
 
 def compiled(plan: Plan, module: nn.Module | None = None) -> Compiled:
     """The net under a plan, its parameters sharded over the plan's axes ``tp`` and ``ep``, whichever there are."""
-    names = [name for name in ("tp", "ep") if name in plan.mesh.names]
+    names = [name for name in ("tp", "xp") if name in plan.mesh.names]
     made = Compiled(module or net(), plan, batch())
     if names:
         place(made.general, made.module, plan, layouts(names[0], names[-1]))

@@ -183,11 +183,11 @@ def test_parameters_under_different_rules() -> None:
 def test_states_of_parameters_in_pieces(zero: int) -> None:
     """To the byte, of every rank: uneven pieces, empty ones, and slots that are as large as this rank's pieces."""
     for tensor, fields in (
-        ({"tp": 2}, {"precision": "bf16"}), ({"tp": 3}, {}), ({"tp": 3, "ep": 2}, {"offload": "optimizer"}),
+        ({"tp": 2}, {"precision": "bf16"}), ({"tp": 3}, {}), ({"tp": 3, "xp": 2}, {"offload": "optimizer"}),
     ):  # fmt: skip
         plan = sharded.planned(tensor, dp=2, zero=zero, **{"precision": "fp32", **fields})
         found = trace(sharded.net().float(), sharded.batch(), precision=plan.numeric.precision, group=plan.data.rule)
-        sharded.place(found, sharded.net(), plan, sharded.layouts("tp", "ep" if "ep" in tensor else "tp"))
+        sharded.place(found, sharded.net(), plan, sharded.layouts("tp", "xp" if "xp" in tensor else "tp"))
         ours = compare_states(found, plan, OptimizerChoice("adamw"))
         assert len({sum(one.values()) for one in ours}) > 1  # pieces are uneven
         assert fullest(found, plan, OptimizerChoice("adamw"), 4, StageSplit.of(found, plan)) == [_most(ours)]

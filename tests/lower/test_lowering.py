@@ -152,8 +152,8 @@ def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero
     """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other
     gradients.
     """
-    plan = pipeline(data_parallel(Plan.of(Mesh.of(tp=2, one=1, ep=2), microbatches=2), 4, zero, 2), 2)
-    batch, tensor = ("dp_replicate", "dp"), ("tp", "ep")
+    plan = pipeline(data_parallel(Plan.of(Mesh.of(tp=2, one=1, xp=2), microbatches=2), 4, zero, 2), 2)
+    batch, tensor = ("dp_replicate", "dp"), ("tp", "xp")
     for training in (True, False):
         programs = lower(gpt, plan, training=training)
         check(programs, plan.mesh)

@@ -27,8 +27,8 @@ from shardwise.units.trace import Parameter
 PLANS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({"tp": 2}, {"dp": 3, "zero": 2}),
     ({"tp": 3}, {"dp": 2, "zero": 3}),
-    ({"tp": 2}, {"dp": 4, "zero": 3, "replicas": 2}), ({"tp": 2, "ep": 2}, {"dp": 2, "zero": 1}),
-    ({"tp": 3, "ep": 2}, {}),
+    ({"tp": 2}, {"dp": 4, "zero": 3, "replicas": 2}), ({"tp": 2, "xp": 2}, {"dp": 2, "zero": 1}),
+    ({"tp": 3, "xp": 2}, {}),
     ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 3}),
     ({"tp": 2}, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
 ]  # fmt: skip
@@ -40,12 +40,12 @@ def made(tensor: dict[str, int], fields: dict[str, Any]) -> Compiled:
 
 
 def test_a_bucket_has_parameters_sharded_over_the_same_axes() -> None:
-    found = made({"tp": 2, "ep": 2}, {})
+    found = made({"tp": 2, "xp": 2}, {})
     for bucket in found.buckets:
         assert {p.axes for p in bucket.parameters} == {bucket.axes}
     axes = {p.name: b.axes for b in found.buckets for p in b.parameters}
     assert (
-        axes["embed.weight"] == ("ep", "tp") and axes["head.bias"] == ("ep",) and axes["blocks.1.out.weight"] == ("tp",)
+        axes["embed.weight"] == ("xp", "tp") and axes["head.bias"] == ("xp",) and axes["blocks.1.out.weight"] == ("tp",)
     )
     assert axes["blocks.1.out.bias"] == axes["gain"] == axes["frozen.bias"] == ()
     plain = Compiled(sharded.net(), sharded.planned({"tp": 1}), sharded.batch())
@@ -176,7 +176,7 @@ def test_axes_that_shard_nothing_change_nothing(fields: dict[str, Any]) -> None:
             assert all(torch.equal(state[name], value) for name, value in states[0].items())
         return states[0]
 
-    plain, beside = trained({}), trained({"tp": 2, "ep": 2})
+    plain, beside = trained({}), trained({"tp": 2, "xp": 2})
     for name, value in plain.items():
         assert float((beside[name] - value).norm()) <= 1e-13 * max(float(value.norm()), 1.0), name
     assert not torch.equal(plain["embed.weight"], sharded.net().embed.weight)
@@ -192,6 +192,6 @@ def test_traces_that_lay_parameters_differently_are_refused() -> None:
 
 
 def test_tensor_axes_are_those_of_no_other_parallelism() -> None:
-    plan = sharded.planned({"tp": 2, "one": 1, "ep": 3}, dp=4, replicas=2, zero=1, pp=2)
-    assert plan.mesh.names == ("pp", "dp_replicate", "dp", "tp", "one", "ep") and tensor_axes(plan.mesh) == ("tp", "ep")
+    plan = sharded.planned({"tp": 2, "one": 1, "xp": 3}, dp=4, replicas=2, zero=1, pp=2)
+    assert plan.mesh.names == ("pp", "dp_replicate", "dp", "tp", "one", "xp") and tensor_axes(plan.mesh) == ("tp", "xp")
     assert tensor_axes(sharded.planned({}).mesh) == ()

@@ -153,7 +153,7 @@ class Forced(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
         hidden = self.table(x).flatten(0, 1)
         chosen = ids.flatten(0, 1)
-        scores = self.gate(hidden).softmax(-1).gather(1, chosen)
+        scores = self.gate(hidden).softmax(-1).gather(1, chosen.clamp(max=self.experts.num_experts - 1))
         out = hidden + self.experts(hidden, chosen, scores)
         return (out.unflatten(0, x.shape) - y).square().mean()
 
@@ -168,11 +168,11 @@ def chosen(how: str, experts: int, rows: int, length: int, slots: int) -> Tensor
     elif how == "as many to each":
         found = torch.arange(number * slots).remainder(experts).view(number, slots)
     else:
-        found = torch.randint(0, experts, (number, slots), generator=generator)
+        found = torch.randint(0, experts + (how == "some to none"), (number, slots), generator=generator)
     return found.view(rows, length, slots)
 
 
-ROUTES = ("all to one", "none to the first", "as many to each", "random")
+ROUTES = ("all to one", "none to the first", "as many to each", "some to none", "random")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ Which collectives run, and in which order, never depends on what tokens choose.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -68,14 +68,16 @@ def routes(env: Env, ends: Tensor, axes: Groups) -> Tensor:
 
 @own_op(communicates=True, kept=True)
 def dispatched(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Tensor:
-    """Return the rows of all ranks for this rank's experts, sorted by expert, for this rank's rows (slots, ...)."""
-    return moved(env, rows, (routes, axes), _to_experts, _to_tokens)
+    """Return the rows of all ranks for this rank's experts, sorted by expert, for this rank's rows (slots, ...). The
+    last of these, which have no expert, stay."""
+    return moved(env, rows, (routes, axes, len(rows)), _to_experts, _to_tokens)
 
 
 @own_op(communicates=True, kept=True)
-def collected(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Tensor:
-    """Return what all experts give for this rank's rows, for what this rank's experts give for those of all."""
-    return moved(env, rows, (routes, axes), _to_tokens, _to_experts)
+def collected(env: Env, rows: Tensor, routes: Tensor, axes: Groups, order: Tensor) -> Tensor:
+    """Return what all experts give for this rank's rows, which are as many as ``order`` (slots), for what this rank's
+    experts give for those of all; for rows without an expert it is 0."""
+    return moved(env, rows, (routes, axes, len(order)), _to_tokens, _to_experts)
 
 
 def own_experts(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> tuple[Tensor, Tensor]:
@@ -88,11 +90,16 @@ def own_experts(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> tuple[T
     return torch.repeat_interleave(counts, output_size=len(rows)), counts.cumsum(0).int()
 
 
-def _to_experts(env: Env, rows: Tensor, where: tuple[Tensor, Groups]) -> Tensor:
+Where: TypeAlias = tuple[Tensor, Groups, int]
+"""The routes, the axes, and the number of this rank's slots."""
+
+
+def _to_experts(env: Env, rows: Tensor, where: Where) -> Tensor:
+    routes, axes, _ = where
     if rows.is_meta:
-        return _alike(env, rows, where[1])
-    table, sizes, own = _read(env, *where)
-    got = _exchanged(env, rows, sizes, where[1])
+        return _alike(env, rows, axes)
+    table, sizes, own = _read(env, routes, axes)
+    got = _exchanged(env, rows[: sum(sizes[own])], sizes, axes)
     start, stop = shard_range(len(table[0]), len(table), own)
     if start == stop:
         return got
@@ -100,15 +107,18 @@ def _to_experts(env: Env, rows: Tensor, where: tuple[Tensor, Groups]) -> Tensor:
     return torch.cat([by_rank[i] for i in _transposed(len(table), stop - start)])
 
 
-def _to_tokens(env: Env, rows: Tensor, where: tuple[Tensor, Groups]) -> Tensor:
+def _to_tokens(env: Env, rows: Tensor, where: Where) -> Tensor:
+    routes, axes, slots = where
     if rows.is_meta:
-        return _alike(env, rows, where[1])
-    table, sizes, own = _read(env, *where)
+        return _alike(env, rows, axes)
+    table, sizes, own = _read(env, routes, axes)
     start, stop = shard_range(len(table[0]), len(table), own)
     if start < stop:
         of_experts = rows.split_with_sizes([row[e] for e in range(start, stop) for row in table])
         rows = torch.cat([of_experts[i] for i in _transposed(stop - start, len(table))])
-    return _exchanged(env, rows, list(zip(*sizes, strict=True)), where[1])
+    got = _exchanged(env, rows, list(zip(*sizes, strict=True)), axes)
+    rest = slots - len(got)
+    return torch.cat([got, got.new_zeros(rest, *got.shape[1:])]) if rest else got
 
 
 def _alike(env: Env, rows: Tensor, axes: Groups) -> Tensor:

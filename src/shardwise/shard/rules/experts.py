@@ -233,7 +233,7 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
             emitter.value[node] = emitter.step(node)
     out = emitter.value[target.result]
     if axes:
-        back = emitter.graph.call_function(own.collected, (emitter.env, out, routes, axes))
+        back = emitter.graph.call_function(own.collected, (emitter.env, out, routes, axes, order))
         out = annotated(back, target.result, out.meta["grad"])
     new = emitter.graph.call_function(own.taken, (out, inverse, order, 1))
     return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
