@@ -13,64 +13,20 @@ from __future__ import annotations
 import argparse
 import functools
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from alternate import Contender, Step, alternate
+from alternate import Contender, alternate
 from beside import figures, report
 from shardwise.launch.local import ALLOCATOR
-from task import Task, ours, plain, undivided
+from task import Task, expert_parallel, ours, plain
 from zero import reference
 
 IN_MEMORY = " in common memory"
 BASE = "DDP"
 STEPS, WARMUP = 2, 3
-
-
-class Mixture(nn.Module):
-    """A model of transformers that returns its loss alone."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        from transformers import MixtralForCausalLM
-
-        self.model = MixtralForCausalLM(config)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=input_ids, labels=labels).loss
-        return loss
-
-
-@dataclass(frozen=True)
-class ExpertTask(Task):
-    """A mixture of ``experts``, of which each token takes two."""
-
-    experts: int = 8
-
-    def model(self) -> nn.Module:
-        from transformers import MixtralConfig
-
-        torch.manual_seed(0)
-        return Mixture(MixtralConfig(
-            vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=2 * self.width,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.heads,
-            max_position_embeddings=self.sequence, num_local_experts=self.experts, num_experts_per_tok=2,
-        ))  # fmt: skip
-
-
-def divided(rank: int, ranks: int, *, task: ExpertTask, backend: Literal["auto", "gloo"] = "gloo") -> Step:
-    """Make the step of expert parallelism, whose ranks read the rows of all."""
-    from shardwise import Plan
-    from shardwise.parallel.experts import expert_parallel
-    from shardwise.runtime.connect import connect
-
-    plan = expert_parallel(Plan.of(precision=task.precision), ranks)
-    trainer, batch = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
-    return lambda: trainer.step(batch).loss
 
 
 def main() -> None:
@@ -86,7 +42,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.ranks < 2 or options.experts < options.ranks:
         parser.error("--ranks and --experts: legal: 2 ranks and more, and an expert for each")
-    task = ExpertTask(
+    task = Task(
+        family="mixtral",
         experts=options.experts, width=options.width, layers=options.layers, rows=options.rows,
         precision=options.precision,
     )  # fmt: skip
@@ -96,7 +53,7 @@ def main() -> None:
     for name, backend in (("", "gloo"), (IN_MEMORY, "auto")):
         makers["dp" + name] = functools.partial(ours, task=task, backend=backend)
         makers["zero-3" + name] = functools.partial(ours, task=task, zero=3, backend=backend)
-        makers["ep" + name] = functools.partial(divided, task=task, backend=backend)
+        makers["ep" + name] = functools.partial(expert_parallel, task=task, backend=backend)
     every = [Contender(name, make, options.ranks, environment=dict(ALLOCATOR)) for name, make in makers.items()]
     alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)
     rows = [figures(one, every[0], expected, task) for one in every]

@@ -19,13 +19,14 @@ class Task:
     """A language model that trains with AdamW on ``rows`` sequences for each rank, the same in every step."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    family: Literal["gpt", "llama"] = "gpt"
+    family: Literal["gpt", "llama", "mixtral"] = "gpt"
     vocabulary: int = 8192
     width: int = 512
     layers: int = 8
     heads: int = 8
     kv_heads: int | None = None  # for a Llama only
     hidden: int | None = None  # the width of the MLP
+    experts: int = 8  # for a Mixtral only, each of whose tokens takes two
     sequence: int = 256
     rows: int = 2
     device: str = "cpu"
@@ -54,6 +55,8 @@ class Task:
 
         torch.manual_seed(0)
         sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
+        if self.family == "mixtral":
+            return Mixture(self)
         if self.family == "gpt":
             return GPT(**sizes, hidden=self.hidden, context=self.sequence)
         return Llama(**sizes, hidden=self.hidden, kv_heads=self.kv_heads, context=self.sequence)
@@ -66,6 +69,24 @@ class Task:
             self.place
         )
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+class Mixture(nn.Module):
+    """A Mixtral of transformers, which returns its loss alone."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        self.model = MixtralForCausalLM(MixtralConfig(
+            vocab_size=task.vocabulary, hidden_size=task.width, intermediate_size=task.hidden or 2 * task.width,
+            num_hidden_layers=task.layers, num_attention_heads=task.heads, num_key_value_heads=task.heads,
+            max_position_embeddings=task.sequence, num_local_experts=task.experts, num_experts_per_tok=2,
+        ))  # fmt: skip
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=input_ids, labels=labels).loss
+        return loss
 
 
 def fast_matmul(task: Task) -> None:
@@ -189,5 +210,16 @@ def context_parallel(
     from shardwise.runtime.connect import connect
 
     plan = context.context_parallel(Plan.of(precision=task.precision), ranks, kind)
+    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
+    return lambda: trainer.step(given).loss
+
+
+def expert_parallel(rank: int, ranks: int, *, task: Task, backend: Literal["auto", "gloo"] = "gloo") -> Step:
+    """Make the step of shardwise's expert parallelism, whose ranks read the rows of all."""
+    from shardwise import Plan
+    from shardwise.parallel import experts
+    from shardwise.runtime.connect import connect
+
+    plan = experts.expert_parallel(Plan.of(precision=task.precision), ranks)
     trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
     return lambda: trainer.step(given).loss

@@ -45,7 +45,7 @@ def test_a_bucket_has_parameters_sharded_over_the_same_axes() -> None:
         assert {p.axes for p in bucket.parameters} == {bucket.axes}
     axes = {p.name: b.axes for b in found.buckets for p in b.parameters}
     assert (
-        axes["embed.weight"] == ("xp", "tp") and axes["head.bias"] == ("xp",) and axes["blocks.1.out.weight"] == ("tp",)
+        axes["embed.weight"] == ("tp", "xp") and axes["head.bias"] == ("xp",) and axes["blocks.1.out.weight"] == ("tp",)
     )
     assert axes["blocks.1.out.bias"] == axes["gain"] == axes["frozen.bias"] == ()
     plain = Compiled(sharded.net(), sharded.planned({"tp": 1}), sharded.batch())
