@@ -125,7 +125,6 @@ def may_be_whole(parameter: str, shape: tuple[int, ...], kind: str, tp: int) -> 
         shape[0] < along  # fewer outputs than ranks
         or (kind in ("1d", "1d-sp") and parameter.endswith(POSITIONS))
         or (tp == 3 and parameter.endswith(("k_proj.weight", "v_proj.weight")))  # two heads
-        or ".experts." in parameter  # a product of groups of rows
         or parameter.startswith("lstm.")
     )
 

@@ -75,7 +75,7 @@ RULES: Mapping[str, Rule] = {
     "deepspeed_config.offload_*": none(deepspeed.NO_DISK),
     "deepspeed_config.zero3_init_flag": always("`shardwise train` makes initial values without a model on any device"),
     "deepspeed_config.zero3_save_16bit_model": elsewhere("`shardwise checkpoint export --dtype bf16`"),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": none("experts are not divided over ranks as such"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": none("experts are found, and parallel.ep divides them"),
     "deepspeed_config.deepspeed_*": elsewhere(LAUNCHER),
     "parallelism_config.parallelism_config_dp_replicate_size": number("parallel.dp_replicate", least=1, whole=True),
     "parallelism_config.parallelism_config_dp_shard_size": lambda name, value, context: (

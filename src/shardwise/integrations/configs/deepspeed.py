@@ -239,7 +239,7 @@ RULES: Mapping[str, Rule] = {
     "communication_backend_name": always("NCCL between GPUs, else gloo or shared memory"),
     "dataloader_drop_last": none("an epoch's last batch has the rows that are left"),
     "graph_harvesting": none("there are no CUDA graphs"),
-    "use_data_before_expert_parallel": none("experts are not divided over ranks as such"),
+    "use_data_before_expert_parallel": none("experts are found, and parallel.ep divides them"),
     "hybrid_engine.*": none("shardwise trains; it does not serve"),
     "compile.*": none("shardwise captures the model itself"),
 }  # fmt: skip
