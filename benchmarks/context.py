@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 
 from alternate import Contender, alternate
-from beside import figures, report
+from ranking import figures, report
 from shardwise.core.tensor_options import Context
 from shardwise.launch.local import ALLOCATOR
 from task import Task, context_parallel

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from alternate import Contender, alternate
-from beside import figures, report
+from ranking import figures, report
 from shardwise.launch.local import ALLOCATOR
 from task import Task, expert_parallel, ours, plain
 from zero import reference

@@ -137,7 +137,7 @@ def test_nothing_is_computed_twice(name: str, plan: str) -> None:
 class Forced(nn.Module):
     """Its batch says which experts each token chooses."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, normed: bool = False) -> None:
         super().__init__()
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -149,6 +149,8 @@ class Forced(nn.Module):
         self.table, self.gate, self.experts = nn.Embedding(16, 8), nn.Linear(8, experts), MixtralExperts(config)
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=0.3)
+        if normed:
+            self.experts.has_post_expert_norm, self.experts.post_expert_norm = True, nn.RMSNorm(8)
 
     def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
         hidden = self.table(x).flatten(0, 1)
@@ -176,7 +178,7 @@ ROUTES = ("all to one", "none to the first", "as many to each", "some to none", 
 
 
 @functools.cache
-def forced(how: str, experts: int, slots: int) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
+def forced(how: str, experts: int, slots: int, normed: bool = False) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
     def batch(rows: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(rows)
         return {
@@ -184,7 +186,7 @@ def forced(how: str, experts: int, slots: int) -> tuple[Compiled, list[dict[str,
             "y": torch.randn(rows, 6, 8, generator=generator).double(),
         }  # fmt: skip
 
-    module, batches = Forced(experts).double().train(), [batch(8), batch(3)]
+    module, batches = Forced(experts, normed).double().train(), [batch(8), batch(3)]
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
@@ -197,6 +199,18 @@ def test_what_tokens_choose(how: str, experts: int, slots: int, ep: int, dp: int
     one, batches, expected = forced(how, experts, slots)
     plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp)
     check(one.under(plan), batches, expected, PLAIN)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("ep", "dp", "tp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 1)])
+@pytest.mark.parametrize("experts", [4, 8])
+def test_a_weight_that_all_experts_share(experts: int, ep: int, dp: int, tp: int) -> None:
+    """A norm behind the last product, of width 8, which may be the number of experts."""
+    one, batches, expected = forced("random", experts, 2, normed=True)
+    compiled = one.under(data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp))
+    check(compiled, batches, expected, PLAIN)
+    (norm,) = (p for p in compiled.general.parameters if p.name.endswith("norm.weight"))
+    assert not norm.axes
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -52,6 +52,21 @@ class Experts:
         return [node for node in self.body.nodes if node.op == "placeholder"]
 
     @property
+    def of_each(self) -> list[bool]:
+        """Return for each weight whether its first dim is that of experts: it is multiplied by groups of rows, or taken
+        by their numbers."""
+        first = len(self.slots)
+        ids, weights = self.places[first], self.places[first + 2 :]
+
+        def by_expert(weight: fx.Node) -> bool:
+            return all(
+                user.args[1] is weight if has(user, Fact.GROUPED_PRODUCT) else ids in user.all_input_nodes
+                for user in weight.users
+            )
+
+        return [by_expert(weight) for weight in weights]
+
+    @property
     def result(self) -> fx.Node:
         """Return the node of the body whose rows are the result."""
         (output,) = self.body.find_nodes(op="output")

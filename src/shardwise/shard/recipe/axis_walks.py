@@ -4,6 +4,7 @@ recipe.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from torch import fx
@@ -75,7 +76,8 @@ def experts_of(context: ShardingContext) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in context.normal.graph.nodes:
         if isinstance(node.target, Experts):
-            for weight in node.args[1 + len(node.target.slots) :]:
+            weights = node.args[1 + len(node.target.slots) :]
+            for weight in itertools.compress(weights, node.target.of_each):
                 while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
                     weight = weight.all_input_nodes[0]
                 if weight in context.parameters and context.shape(weight)[:1] == (node.target.experts,):

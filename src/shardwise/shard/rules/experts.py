@@ -62,7 +62,8 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
 
     def divided(place: Shard) -> Strategy | None:
         tokens = moves(0, place)
-        return tokens and Strategy((*tokens.operands[:first], *[Shard(0)] * (len(operands) - first)), tokens.results)
+        weights = [Shard(0) if own else "R" for own in target.of_each]
+        return tokens and Strategy((*tokens.operands[:first], *weights), tokens.results)
 
     form = OpSharding(
         node, [(o, [None] * rank_of(context, o)) for o in operands], [[None] * rank_of(context, node)],
@@ -213,19 +214,11 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
         taken = emitter.graph.call_function(own.taken, (x, order, inverse, n))
         emitter.value[place] = annotated(taken, place, x.meta["grad"])
     if axes:
-        add = emitter.graph.call_function
-        routes = annotated(add(own.routes, (emitter.env, stops, axes)), ends, False)
-        ranks = math.prod(context.tensor.axes[a] for a in axes)
-        routes.meta["val"] = stops.meta["val"].new_empty(ranks, target.experts, dtype=torch.int64)
-        routes.meta["layout"] = Layout.replicated(routes.meta["val"].shape)
+        routes = _routes(emitter, target, stops, axes)
         for place in rows:
-            sent = add(own.dispatched, (emitter.env, emitter.value[place], routes, axes))
+            sent = emitter.graph.call_function(own.dispatched, (emitter.env, emitter.value[place], routes, axes))
             emitter.value[place] = annotated(sent, place, emitter.value[place].meta["grad"])
-        both = add(own.own_experts, (emitter.env, emitter.value[rows[0]], routes, axes))
-        emitter.annotate(both, several.meta["layout"][2:], several.meta["states"][2:], False, sorted_ids)
-        both.meta["val"] = (found.meta["val"], stops.meta["val"])
-        found, stops = (annotated(add(operator.getitem, (both, i)), one, False)
-                        for i, one in enumerate((sorted_ids, ends)))  # fmt: skip
+        found, stops = _of_own_experts(emitter, emitter.value[rows[0]], routes, axes, (found, stops))
     emitter.value[sorted_ids], emitter.value[ends] = found, stops
     emitter.value.update(zip(target.places[number + 2 :], weights, strict=True))
     for node in target.body.nodes:
@@ -237,6 +230,30 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
         out = annotated(back, target.result, out.meta["grad"])
     new = emitter.graph.call_function(own.taken, (out, inverse, order, 1))
     return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
+
+
+def _routes(emitter: Emitter, target: Experts, stops: fx.Node, axes: tuple[str, ...]) -> fx.Node:
+    """Emit how many rows each rank has for each expert, from where a rank's rows of each end."""
+    new = emitter.graph.call_function(own.routes, (emitter.env, stops, axes))
+    shape = (math.prod(emitter.context.tensor.axes[axis] for axis in axes), target.experts)
+    emitter.annotate(new, Layout.replicated(shape), stops.meta["states"], False, stops.meta["origin"])
+    new.meta["val"] = stops.meta["val"].new_empty(shape, dtype=torch.int64)
+    return new
+
+
+def _of_own_experts(
+    emitter: Emitter, rows: fx.Node, routes: fx.Node, axes: tuple[str, ...], like: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Emit the numbers of the rows that have come to a rank, and where those of its experts end; they are annotated
+    ``like`` those of the rows that it has sent."""
+    both = emitter.graph.call_function(own.own_experts, (emitter.env, rows, routes, axes))
+    layouts, states = [one.meta["layout"] for one in like], [one.meta["states"] for one in like]
+    emitter.annotate(both, layouts, states, False, like[0].meta["origin"])
+    both.meta["val"] = tuple(one.meta["val"] for one in like)
+    items = [emitter.graph.call_function(operator.getitem, (both, i)) for i in range(len(like))]
+    for item, one, layout, state in zip(items, like, layouts, states, strict=True):
+        emitter.annotate(item, layout, state, False, one.meta["origin"])
+    return items
 
 
 def _chosen(context: ShardingContext, target: Experts, strategy: Strategy) -> Chosen:
