@@ -52,6 +52,11 @@ class Layer(nn.Module):
         if self.change == "halves":
             gate, value = rows.softmax(-1).chunk(2, -1)
             return rows * (gate.sigmoid() * value)[:, :1] + self.width
+        if self.change == "masked":
+            missing = (numbers >= EXPERTS)[:, None]
+            return rows.masked_fill(missing, 0.0) + self.bias[numbers.clamp(max=EXPERTS - 1)]
+        if self.change == "one apart":
+            return rows * (numbers == 1)[:, None]
         if self.change == "normed":
             return torch.nn.functional.layer_norm(rows, (8,)) * self.width
         if self.change == "over rows":
@@ -63,8 +68,10 @@ class Layer(nn.Module):
         return rows.relu()
 
 
-FOUND = ("relu", "bias", "halves", "normed")
-LEFT = ("descending", "other bounds", "over rows", "with others", "cumulated", "counts leave", "another order")
+FOUND = ("relu", "bias", "halves", "normed", "masked")
+LEFT = (
+    "descending", "one apart", "other bounds", "over rows", "with others", "cumulated", "counts leave", "another order"
+)  # fmt: skip
 
 
 def run(graph: fx.Graph, module: nn.Module, names: dict[str, str], x: Tensor) -> Tensor:

@@ -59,8 +59,11 @@ class Experts:
         ids, weights = self.places[first], self.places[first + 2 :]
 
         def by_expert(weight: fx.Node) -> bool:
+            numbers = {ids, *(user for user in ids.users if op_name(user) == "clamp")}
             return all(
-                user.args[1] is weight if has(user, Fact.GROUPED_PRODUCT) else ids in user.all_input_nodes
+                user.args[1] is weight
+                if has(user, Fact.GROUPED_PRODUCT)
+                else not numbers.isdisjoint(user.all_input_nodes)
                 for user in weight.users
             )
 
@@ -148,6 +151,8 @@ class _Region:
             return own[0]
         if own == [IDS] and name in ("histc", "bincount"):
             return self._counted(node, name)
+        if own == [IDS] and self.experts > 0 and (known := self._of_missing(node, name)) is not None:
+            return known
         if own == [COUNTS]:
             return OFFSETS if name == "cumsum" and given(node, "dim") == 0 else None
         if name == "index_put" and own == [BLANK, ORDER] and not given(node, "accumulate", False):
@@ -174,6 +179,13 @@ class _Region:
         if name == "argsort" and not given(node, "descending", False):
             return INVERSE
         return BLANK if has(node, Fact.LIKE) else None
+
+    def _of_missing(self, node: fx.Node, name: str) -> int | None:
+        """Return the kind of what tells numbers that are those of no expert, which come last, from others: this holds
+        also where experts are counted from the first of a rank."""
+        if name == "clamp" and given(node, "min") in (None, 0) and given(node, "max") == self.experts - 1:
+            return IDS
+        return ROW if name == "ge" and node.args[1] == self.experts else None
 
     def _counted(self, node: fx.Node, name: str) -> int | None:
         if name == "histc":
@@ -218,7 +230,7 @@ class _Region:
     def _put(self, inside: Sequence[fx.Node], last: fx.Node) -> None:
         """Put one node in place of ``last``."""
         body, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        rows = [node for node in inside if self.kinds[node] == ROW]
+        rows = [node for node in inside if self.kinds[node] == ROW or op_name(node) == "clamp"]
         weights = dict.fromkeys(
             one for node in rows if node not in self.entries for one in node.all_input_nodes if one not in self.kinds
         )

@@ -25,7 +25,7 @@ from shardwise.ops import experts as own
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OpSharding, Placement, Shard, Strategy
-from shardwise.shard.rules.table import Table, given, rank_of, tensors
+from shardwise.shard.rules.table import Table, given, op_name, rank_of, tensors
 
 RULES = Table()
 
@@ -132,8 +132,11 @@ class Flow:
         known = {i: self.states[one][0] for i, one in enumerate(operands) if one not in self.open}
         ways = [way for i, state in known.items() if isinstance(state, Shard) for way in form.ways(i, state)]
         partial = [i for i, state in known.items() if state == "P"]
+        clears = op_name(form.node) == "masked_fill" and form.node.args[2] == 0  # rows without an expert
         if partial and form.keeps(partial):
             ways.append(form.on_partial(partial))
+        elif partial == [0] and clears:
+            ways.append(Strategy(("P", "R"), ("P",)))
         if set(known.values()) == {"R"}:
             ways.append(form.whole("R"))
         for way in ways:
