@@ -24,9 +24,9 @@ Plan = tuple[dict[str, int], dict[str, Any]]
 
 PLANS: list[Plan] = [
     ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({}, {"dp": 2, "zero": 3}), ({"tp": 3}, {"dp": 2, "zero": 3}),
-    ({"tp": 2, "ep": 2}, {"dp": 2}), ({"tp": 2}, {"dp": 4, "replicas": 2, "zero": 1}),
+    ({"tp": 2, "xp": 2}, {"dp": 2}), ({"tp": 2}, {"dp": 4, "replicas": 2, "zero": 1}),
     ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 2}),
-    ({}, {}), ({"tp": 3, "ep": 2}, {}),
+    ({}, {}), ({"tp": 3, "xp": 2}, {}),
 ]  # fmt: skip
 CHOICES = {"adamw": OptimizerChoice("adamw", lr=1e-2), "nadam": OptimizerChoice("nadam", lr=1e-2, decay="all")}
 
