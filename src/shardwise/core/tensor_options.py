@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.core.errors import ConfigError, check_text
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.options import check_options, count, word
 from shardwise.core.pins import PLANS, cuts
 
@@ -30,6 +30,15 @@ def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of two ranks or more that shard what is inside a layer, in the order of the mesh: those that
     shard parameters by their dims, ``EXPERTS`` and ``CONTEXT``."""
     return tuple(axis.name for axis in mesh.axes if axis.name not in NON_TENSOR_AXES and axis.size > 1)
+
+
+def with_outer_axis(mesh: Mesh, name: str, size: int) -> Mesh:
+    """Return the mesh with an axis of this name and size, outside those of :func:`tensor_axes`; with size 1 without."""
+    axes, inner = [axis for axis in mesh.axes if axis.name != name], tensor_axes(mesh)
+    at = next((i for i, axis in enumerate(axes) if axis.name in inner), len(axes))
+    if size > 1:
+        axes.insert(at, Axis(name, size))
+    return Mesh(tuple(axes))
 
 
 def parameter_axes(mesh: Mesh) -> tuple[str, ...]:

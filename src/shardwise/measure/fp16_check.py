@@ -84,7 +84,10 @@ class _Alike:
         return self
 
     def all_to_all(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
-        out.view(-1).copy_(x.view(-1)[: out.numel()]) if out.numel() <= x.numel() else out.zero_()
+        if out.numel() <= x.numel():
+            out.view(-1).copy_(x.view(-1)[: out.numel()])
+        else:
+            out.zero_()
         return self
 
     shift = all_to_all

@@ -26,9 +26,8 @@ ranks have the same work.  ``gathered`` is what Llama 3 was trained with (Gratta
 from __future__ import annotations
 
 from shardwise.core.errors import check_choice, check_count
-from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.core.tensor_options import CONTEXT, Context, tensor_axes
+from shardwise.core.tensor_options import CONTEXT, Context, with_outer_axis
 
 
 def context_parallel(plan: Plan, size: int, kind: Context = "gathered") -> Plan:
@@ -38,9 +37,4 @@ def context_parallel(plan: Plan, size: int, kind: Context = "gathered") -> Plan:
     """
     check_count("cp", size)
     check_choice("context", kind, CHOICES["context"])
-    axes = [axis for axis in plan.mesh.axes if axis.name != CONTEXT]
-    inner = tensor_axes(plan.mesh)
-    at = next((i for i, axis in enumerate(axes) if axis.name in inner), len(axes))
-    if size > 1:
-        axes.insert(at, Axis(CONTEXT, size))
-    return plan.replace(mesh=Mesh(tuple(axes)), context=kind)
+    return plan.replace(mesh=with_outer_axis(plan.mesh, CONTEXT, size), context=kind)

@@ -14,9 +14,8 @@ MegaBlocks (Gale et al., arXiv 2211.15841, section 2): no token is dropped, what
 from __future__ import annotations
 
 from shardwise.core.errors import check_count
-from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_options import EXPERTS, tensor_axes
+from shardwise.core.tensor_options import EXPERTS, with_outer_axis
 
 
 def expert_parallel(plan: Plan, size: int) -> Plan:
@@ -26,9 +25,4 @@ def expert_parallel(plan: Plan, size: int) -> Plan:
     all others.
     """
     check_count("ep", size)
-    axes = [axis for axis in plan.mesh.axes if axis.name != EXPERTS]
-    inner = tensor_axes(plan.mesh)
-    at = next((i for i, axis in enumerate(axes) if axis.name in inner), len(axes))
-    if size > 1:
-        axes.insert(at, Axis(EXPERTS, size))
-    return plan.replace(mesh=Mesh(tuple(axes)))
+    return plan.replace(mesh=with_outer_axis(plan.mesh, EXPERTS, size))
