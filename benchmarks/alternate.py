@@ -55,6 +55,7 @@ class Contender:
     connected: bool = True  # whether the ranks wait for each other in a step
     environment: dict[str, str] = field(default_factory=dict)  # variables of its processes
     python: str = sys.executable  # the Python that runs them
+    namespaces: Sequence[str] = ()  # the network namespace of each rank, where they have some
     seconds: list[float] = field(default_factory=list)
     clean: list[float] = field(default_factory=list)
     losses: list[float] = field(
@@ -146,11 +147,12 @@ def _start(one: Contender, stack: ExitStack) -> list[_Rank]:
             "RANK": rank, "WORLD_SIZE": one.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": one.ranks,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
         }  # fmt: skip
-        environment = {**os.environ, **one.environment, **{name: str(value) for name, value in variables.items()}}
+        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}, **one.environment}
+        there = ["ip", "netns", "exec", one.namespaces[rank]] if one.namespaces else []
         mine, theirs = Pipe()
         log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
         process = subprocess.Popen(
-            [one.python, str(Path(__file__).resolve()), str(theirs.fileno())],
+            [*there, one.python, str(Path(__file__).resolve()), str(theirs.fileno())],
             env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         theirs.close()  # so that the end of the process is seen

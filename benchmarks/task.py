@@ -186,18 +186,27 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
 
 
 def tensor_parallel(
-    rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"], backend: Literal["auto", "gloo"] = "auto"
+    rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"],
+    backend: Literal["auto", "gloo", "alone"] = "auto", **more: Any,
 ) -> Step:  # fmt: skip
-    """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give."""
+    """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give, some of them ``more``."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
+
+    keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision, **more}
+    plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
+    trainer, given = undivided(task, plan, ranks, comm=connected(rank, task, plan, backend))
+    return lambda: trainer.step(given).loss
+
+
+def connected(rank: int, task: Task, plan: Any, backend: str) -> Any:
+    """Return a rank's communicator; that of backend "alone" sends nothing, so that the losses mean nothing."""
+    from shardwise.runtime.alone import AloneCommunicator
     from shardwise.runtime.connect import connect
 
-    keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision}
-    plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    comm = connect(plan.mesh, task.place, backend=backend)
-    trainer, given = undivided(task, plan, ranks, comm=comm)
-    return lambda: trainer.step(given).loss
+    if backend == "alone":
+        return AloneCommunicator(plan.mesh, rank, task.place)
+    return connect(plan.mesh, task.place, backend=backend)
 
 
 def context_parallel(
@@ -214,12 +223,14 @@ def context_parallel(
     return lambda: trainer.step(given).loss
 
 
-def expert_parallel(rank: int, ranks: int, *, task: Task, backend: Literal["auto", "gloo"] = "gloo") -> Step:
-    """Make the step of shardwise's expert parallelism, whose ranks read the rows of all."""
+def expert_parallel(
+    rank: int, ranks: int, *, task: Task, backend: Literal["auto", "gloo", "alone"] = "gloo", **more: Any
+) -> Step:
+    """Make the step of shardwise's expert parallelism, whose ranks read the rows of all; ``more`` are options of the
+    plan."""
     from shardwise import Plan
     from shardwise.parallel import experts
-    from shardwise.runtime.connect import connect
 
-    plan = experts.expert_parallel(Plan.of(precision=task.precision), ranks)
-    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend=backend))
+    plan = experts.expert_parallel(Plan.of(precision=task.precision, **more), ranks)
+    trainer, given = undivided(task, plan, ranks, comm=connected(rank, task, plan, backend))
     return lambda: trainer.step(given).loss

@@ -28,6 +28,7 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import expert_parallel
+from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.train.given_metrics import metrics_of
@@ -319,7 +320,7 @@ def build_plan(config: Config) -> Plan:
     plan = pipeline(
         plan, parallel.pp, schedule, parallel.stages_per_rank, parallel.stages or (), parallel.timetable or ()
     )
-    return plan.replace(vertical_sync=parallel.vertical_sync)
+    return overlapped(plan.replace(vertical_sync=parallel.vertical_sync), parallel.overlap)
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:

@@ -74,6 +74,7 @@ class Lane(StrEnum):
     """Lanes run concurrently; within a lane, each :attr:`Instruction.queue` runs in the order of issue."""
 
     COMPUTE = "compute"
+    MOVE = "move"  # what units exchange: live tensors and their gradients
     GATHER = "gather"
     REDUCE = "reduce"
     SEND = "send"
@@ -109,6 +110,8 @@ class BufferKind(StrEnum):
     SAVED = "saved"  # the tensors that autograd saves inside the unit
     KEPT = "kept"  # the tensors that selective recomputation keeps
     GRADIENT = "gradient"  # the gradients of the unit's outputs
+    # what a unit of moves has under way; in backward the ``version`` is 1
+    MOVING = "moving"
     RECEIVED = "received"  # gradients from another rank, whose coordinate on ``pp`` is the ``version``
     # the inputs and output gradients of products, which a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT
     DEFERRED = "deferred"
@@ -138,7 +141,8 @@ CATEGORY: Mapping[BufferKind, Category] = {
         (BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS
     ),
     **dict.fromkeys(
-        (BufferKind.GRADIENT, BufferKind.RECEIVED, BufferKind.UPDATE, BufferKind.BATCH), Category.ACTIVATIONS
+        (BufferKind.GRADIENT, BufferKind.MOVING, BufferKind.RECEIVED, BufferKind.UPDATE, BufferKind.BATCH),
+        Category.ACTIVATIONS,
     ),
     **dict.fromkeys((BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT), Category.TEMPORARY),
     **dict.fromkeys((BufferKind.WEIGHT, BufferKind.SCALAR), Category.TEMPORARY),
@@ -184,7 +188,8 @@ class Instruction:
     version: int = 0
     peer: tuple[str, int] | None = None  # (axis, offset) of the other side of a SEND or RECEIVE
     tensors: tuple[str, ...] = ()  # the names of the tensors that a SEND or RECEIVE carries
-    # the axes of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
+    # the axes of the communicator of a collective, also of one inside a unit on the compute lane (a synchronised
+    # BatchNorm)
     axes: tuple[str, ...] = ()
     lane: Lane = Lane.COMPUTE
     reads: tuple[Buffer, ...] = ()

@@ -14,6 +14,7 @@ from shardwise.core.pins import PLANS, cuts
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Context = Literal["gathered", "ring", "heads"]
+Overlap = Literal["none", "pairs"]
 Pins = tuple[tuple[str, str], ...]
 
 CONTEXT = "cp"
@@ -51,7 +52,8 @@ def parameter_axes(mesh: Mesh) -> tuple[str, ...]:
 class TensorOptions:
     """These options say how the axes of tensor parallelism shard parameters.  Users write them as ``tensor``,
     ``tensor_plan``, ``pins`` and ``tensor_bytes``, and ``context`` says how attention joins the parts of a sequence
-    that the axis ``cp`` shards (``parallel/context.py``).
+    that the axis ``cp`` shards (``parallel/context.py``).  ``overlap`` says what hides the exchanges of all of these
+    axes (``parallel/overlap.py``).
 
     ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
     ``bytes`` bytes (``core/rates.py``, ``SolverObjective.memory``); 0 means no limit.  Under "propagate" and "table"
@@ -63,6 +65,7 @@ class TensorOptions:
     pins: Pins = ()
     bytes: int = count(0, least=0, key="tensor_bytes")
     context: Context = word("gathered", get_args(Context), key="context")
+    overlap: Overlap = word("none", get_args(Overlap), key="overlap")
 
     def __post_init__(self) -> None:
         check_options(self)

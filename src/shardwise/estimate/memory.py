@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.layout import rank_rows
 from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
@@ -16,7 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
-from shardwise.measure.unit_memory import Profile, UnitMemory, Way
+from shardwise.measure.unit_memory import Flight, Profile, UnitMemory, Way
 from shardwise.ops.env import Env
 from shardwise.parallel.data import batch_axes, placement
 from shardwise.units.share import Share
@@ -144,6 +144,18 @@ def norms_of(trace: Trace) -> int:
     return len(learning) + (0 if trace.opaque is None else sum(len(b.parameters) for b in learning))
 
 
+def weights_at_once(program: Sequence[Instruction]) -> set[tuple[int, int]]:
+    """Return the (unit, microbatch) of the BACKWARD_INPUTs whose BACKWARD_WEIGHT comes before the next unit computes
+    backward for the microbatch."""
+    found, last = set[tuple[int, int]](), dict[int, int]()
+    for one in program:
+        if one.op is Op.BACKWARD_WEIGHT and last.get(one.microbatch) == one.unit:
+            found.add((one.unit, one.microbatch))
+        elif one.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and one.lane is Lane.COMPUTE:
+            last[one.microbatch] = one.unit
+    return found
+
+
 @dataclass
 class ProgramSizes:
     """The :class:`~shardwise.estimate.timeline.BufferSizes` of a program over units that were profiled.
@@ -168,6 +180,7 @@ class ProgramSizes:
 
     def __post_init__(self) -> None:
         self.recomputed = {(one.unit, one.microbatch) for one in self.program if one.op is Op.RECOMPUTE}
+        self.at_once = weights_at_once(self.program)
         self.microbatches = self.microbatches or len(self.traces)
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
@@ -223,18 +236,27 @@ class ProgramSizes:
 
     def _made(self, one: Instruction) -> Made:
         u, m = one.unit, one.microbatch
+        if one.lane is Lane.MOVE:
+            return {one.frees[0]: {"": self.flight(one).posted}}
         match one.op:
             case Op.COUNT:
                 return {b: {"sums": self.sums} for b in one.writes}
             case Op.FORWARD:
                 return self.forward(one)
+            case Op.RECOMPUTE if BufferKind.SAVED.of(u, m) in one.writes:  # autograd holds the outputs too
+                live = {BufferKind.ACTIVATION.of(u, m): {"": self.way(one).remade}} if self.way(one).remade else {}
+                return {BufferKind.SAVED.of(u, m): {"": self.way(one).saved}, **live}
             case Op.RECOMPUTE:
-                return {BufferKind.SAVED.of(u, m): {"": self.way(one).saved}}
+                return {b: {"": self.unit(one).outputs} for b in one.writes}
             case Op.BACKWARD:
                 return self.gradients(one, self.unit(one).gradients)
             case Op.BACKWARD_INPUT:
-                deferred = {BufferKind.DEFERRED.of(u, m): {"": self.way(one).deferred}}
-                return {**self.gradients(one, self.unit(one).input_gradients), **deferred}
+                soon, way = (u, m) in self.at_once, self.way(one)
+                deferred = {BufferKind.DEFERRED.of(u, m): {"": way.at_once if soon else way.deferred}}
+                return {
+                    **self.gradients(one, self.unit(one).gradients if soon else self.unit(one).input_gradients),
+                    **deferred,
+                }
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.BACKUP:
@@ -247,6 +269,21 @@ class ProgramSizes:
                 return {one.writes[0]: {"": self.account.final.get(one.bucket, 0)}}
         return {}
 
+    def flight(self, one: Instruction) -> Flight:
+        """Return the bytes of what a unit of moves has under way."""
+        memory = self.unit(one)
+        return memory.back if one.op is Op.BACKWARD else memory.there
+
+    def arrived(self, one: Instruction) -> tuple[Made, int]:
+        """Return what is made when an instruction that communicates has been waited for, and the most bytes that this
+        adds to what was alive before."""
+        if one.lane is not Lane.MOVE:
+            return {}, 0
+        more = self.flight(one).arriving - self.flight(one).posted
+        if one.op is Op.BACKWARD:
+            return self.gradients(one, self.unit(one).gradients), more
+        return {BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": self.unit(one).outputs}}, more
+
     def forward(self, one: Instruction) -> Made:
         memory, unit, batch = (
             self.unit(one),
@@ -254,7 +291,7 @@ class ProgramSizes:
             one.microbatch // self.microbatches,
         )
         made: dict[Buffer, Mapping[str, int]] = {
-            BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": memory.outputs}
+            BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": memory.outputs - self.way(one).held}
         }
         made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in (BufferKind.SAVED, BufferKind.KEPT)}
         if memory.updates:
@@ -278,6 +315,10 @@ class ProgramSizes:
         return self._peak(one) + (self.batch if one in self.begins else 0)
 
     def _peak(self, one: Instruction) -> int:
+        if one.unit >= 0 and self.traces[one.microbatch % self.microbatches].units[one.unit].moves is not None:
+            memory = self.unit(one)
+            posting = memory.none.backward if one.op is Op.BACKWARD else memory.alone
+            return posting if one.lane is Lane.MOVE else max(posting, self.flight(one).arriving)
         match one.op:
             case Op.COUNT:
                 count = max(p.count for p in self.profiles)

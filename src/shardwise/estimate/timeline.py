@@ -28,6 +28,10 @@ class BufferSizes(Protocol):
     def made(self, one: Instruction) -> Made:
         """Return the bytes that an instruction makes and leaves."""
 
+    def arrived(self, one: Instruction) -> tuple[Made, int]:
+        """Return what is made when an instruction that communicates has been waited for, and the most bytes that this
+        adds to what was alive before."""
+
     def peak(self, one: Instruction) -> int:
         """Return the most bytes that an instruction adds to what was alive before it, including what it leaves."""
 
@@ -88,13 +92,10 @@ def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timelin
             if buffer not in sizes.persistent:
                 now[CATEGORY[buffer.kind]] -= sum(alive.pop(buffer, {}).values())
 
-    for position, one in enumerate(instructions):
-        before = dict(now)
-        for end in one.waits:
-            for earlier in [p for p, other in posted.items() if p <= end and other.queue == instructions[end].queue]:
-                free(posted.pop(earlier))
-        at, more = dict(now), sizes.peak(one)
-        for buffer, parts in sizes.made(one).items():
+    def make(made: Made, more: int) -> dict[Category, int]:
+        """Count what is made; return the bytes at the peak, which is ``more`` than what was there."""
+        at = dict(now)
+        for buffer, parts in made.items():
             held, category = alive.setdefault(buffer, {}), CATEGORY[buffer.kind]
             grown = sum(parts.values()) - sum(held.get(p, 0) for p in parts)
             held.update(parts)
@@ -103,7 +104,18 @@ def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timelin
             at[category] += left
             more -= left
         at[Category.TEMPORARY] += more
-        at = max(before, at, key=total)  # what it waits for has ended before its own peak
+        return at
+
+    for position, one in enumerate(instructions):
+        before = dict(now)
+        peaks = [before]  # what it waits for has ended before its own peak
+        for end in one.waits:
+            for earlier in [p for p, other in posted.items() if p <= end and other.queue == instructions[end].queue]:
+                done = posted.pop(earlier)
+                peaks.append(make(*sizes.arrived(done)))
+                free(done)
+        peaks.append(make(sizes.made(one), sizes.peak(one)))
+        at = max(peaks, key=total)
         if one.lane is Lane.COMPUTE:
             free(one)
         elif one.frees:

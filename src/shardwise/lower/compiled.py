@@ -264,6 +264,7 @@ class Compiled:
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
                     tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
                     over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
+                    segments=self.plan.tensor.overlap == "pairs",
                 )  # fmt: skip
         return self._traces[key]
 

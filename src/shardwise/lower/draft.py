@@ -9,17 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import Buffer, Instruction
 
 
 @dataclass
 class ProgramDraft:
     """The compute instructions are never reordered, so their positions identify them; ``tasks`` are the positions at
-    which tasks begin.
+    which tasks begin, and ``turns`` those at which turns do: the units of a block in one direction.
     """
 
     compute: list[Instruction]
     tasks: list[int] = field(default_factory=lambda: [0])
+    turns: list[int] = field(default_factory=list)
     before: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     after: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
@@ -44,14 +45,9 @@ class ProgramDraft:
 
     @cached_property
     def _turns(self) -> list[tuple[int, int]]:
-        """The (first, last) position of each position's turn: an instruction, or a RECOMPUTE with its backward."""
-        turns: list[tuple[int, int]] = []
-        for position in range(len(self.compute)):
-            joins = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE
-            turns.append((turns[-1][0] if joins else position, position))
-            if joins:
-                turns[-2] = turns[-1]
-        return turns
+        """The (first, last) position of each position's turn."""
+        ends = [*self.turns[1:], len(self.compute)]
+        return [(start, end - 1) for start, end in zip(self.turns, ends, strict=True) for _ in range(start, end)]
 
     def ahead(self, position: int, turns: int) -> int:
         """Return the first position of the turn that comes ``turns`` turns before that of ``position``."""

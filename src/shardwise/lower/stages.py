@@ -73,8 +73,9 @@ class StageSplit:
         trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None
     ) -> StageSplit:
         """Cut a trace into the stages of the plan, or into stages of balanced ``weights`` (:func:`weights_of` the trace
-        by default). ``like``: the stages of units by name, from another trace of the model. Raises :class:`ConfigError`
-        if there are too few units, if the plan's stages have another number of units, and for a model not captured."""
+        by default). ``like`` has the stages of blocks by name, from another trace of the model. Raises
+        :class:`ConfigError` if there are too few blocks, if the plan's stages have another number of them, and for a
+        model not captured."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.pipeline.stages_per_rank
         if trace.opaque is not None and number > 1:
@@ -86,7 +87,7 @@ class StageSplit:
                 raise ConfigError.on("pp", wrong, "pp = 1")
             stage = tuple(u.phase for u in trace.units)
         elif like is not None:
-            stage = _like([u.name for u in trace.units], like)
+            stage = _like([u.block for u in trace.units], like)
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
         else:
@@ -95,8 +96,8 @@ class StageSplit:
 
     @property
     def names(self) -> dict[str, int]:
-        """The stage of each unit, by the unit's name."""
-        return {u.name: s for u, s in zip(self.units, self.stage, strict=True)}
+        """The stage of each block, by its name."""
+        return {u.block: s for u, s in zip(self.units, self.stage, strict=True)}
 
     @property
     def stages(self) -> int:
@@ -231,21 +232,22 @@ class StageSplit:
 
 
 def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
-    everywhere = {u.index for u in trace.units if u.name == "inputs"}
-    units = [u.index for u in trace.units if u.index not in everywhere]
-    if sizes and sum(sizes) != len(units):
-        names = ", ".join(trace.units[u].name for u in units)
+    blocks: dict[str, list[int]] = {}  # a block is not cut, whatever its segments
+    for u in trace.units:
+        if u.name != "inputs":
+            blocks.setdefault(u.block, []).append(u.index)
+    if sizes and sum(sizes) != len(blocks):
         wrong = f"{list(sizes)} are {sum(sizes)} units"
-        raise ConfigError.on("stages", wrong, f"{len(units)} in all: {names}")
-    if number > len(units):
-        wrong = f"{number} stages of {len(units)} units are not legal"
-        raise ConfigError.on("pp", wrong, f"at most {len(units)} stages")
+        raise ConfigError.on("stages", wrong, f"{len(blocks)} in all: {', '.join(blocks)}")
+    if number > len(blocks):
+        wrong = f"{number} stages of {len(blocks)} units are not legal"
+        raise ConfigError.on("pp", wrong, f"at most {len(blocks)} stages")
     if not sizes:
         each = weights()
-        sizes = balance([each[u] for u in units], number)
+        sizes = balance([sum(each[u] for u in units) for units in blocks.values()], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
-    found = dict(zip(units, stages, strict=True))
-    return tuple(found.get(u.index, EVERYWHERE) for u in trace.units)
+    found = dict(zip(blocks, stages, strict=True))
+    return tuple(EVERYWHERE if u.name == "inputs" else found[u.block] for u in trace.units)
 
 
 def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> Weights:

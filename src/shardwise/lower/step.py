@@ -4,24 +4,24 @@ stashes, the update, and waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Coordinates
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.tensor_options import tensor_axes
-from shardwise.core.timetable import Task
+from shardwise.lower.compute import Compute
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
 from shardwise.lower.reduce import Reductions
 from shardwise.lower.refused import refuse
-from shardwise.lower.stages import EVERYWHERE, StageSplit
+from shardwise.lower.stages import StageSplit
 from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
@@ -71,8 +71,6 @@ class _Lowering:
     rank: int
     versions: Versions
     part: Part = STEP
-    _written: set[tuple[int, int]] = field(default_factory=set)  # (bucket, batch) of gradients that have been written
-    _begun: set[tuple[int, int]] = field(default_factory=set)  # (unit, microbatch) of forwards of units without a stage
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -90,10 +88,6 @@ class _Lowering:
         return (*((PIPELINE,) if self.cut.ranks > 1 else ()), *self.stage_axes)
 
     @cached_property
-    def units(self) -> tuple[int, ...]:
-        return self.cut.of_rank[self.rank]
-
-    @cached_property
     def used(self) -> list[list[Bucket]]:
         """The buckets of each unit's parameters."""
         holder = {p.name: b for b in self.buckets for p in b.parameters}
@@ -107,18 +101,29 @@ class _Lowering:
 
     def draft(self) -> ProgramDraft:
         """Return a draft with the compute instructions and the activations that they free."""
+        compute = Compute(
+            self.trace, self.plan, self.cut, self.rank, self.versions, self.training, self.used, self.stage_axes
+        )
         draft = ProgramDraft([], [])
         counted = 0
-        for task in self.tasks():
+        for group in compute.groups():
             draft.tasks.append(len(draft.compute))
-            if self.versions.batch(task.microbatch) == counted:
-                draft.compute += self.count(counted)
+            if self.versions.batch(group[0].microbatch) == counted:
+                sums = self.count(counted)
+                draft.turns += [len(draft.compute)] * len(sums)
+                draft.compute += sums
                 counted += 1
-            self.add(task, draft.compute)
+            compute.add(group, draft)
         if self.training:
-            self.check_written(draft)
-        self.free_activations(draft)
+            self.check_written(compute.written)
+        compute.free_activations(draft)
         return draft
+
+    def check_written(self, written: Container[tuple[int, int]]) -> None:
+        batches = range(self.versions.batches)
+        wanted = {(b.index, batch) for b in self.own if b.learns for batch in batches}
+        if unwritten := sorted({one[0] for one in wanted if one not in written}):
+            raise ShardwiseError(f"no backward writes the gradients of buckets {unwritten}")
 
     def program(self, draft: ProgramDraft, validations: Sequence[int]) -> Program:
         """Return the program: the draft with reductions, gathers, stashes and the update. ``validations`` are the
@@ -165,142 +170,6 @@ class _Lowering:
         instructions = [*self.norm(0), *self.finish(0, ()), self.report(0)]
         return Program(*self.place, tuple(derive_waits(instructions)))
 
-    # ---- computing -------------------------------------------------------------------------------------------------
-
-    def tasks(self) -> Sequence[Task]:
-        if self.training:
-            return self.versions.tasks(self.rank)
-        if self.trace.shared:
-            return [task for task in self.versions.tasks(self.rank) if task.kind == "F"]
-        stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
-        return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
-
-    def add(self, task: Task, out: list[Instruction]) -> None:
-        """Append FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
-        units, m = self.cut.of_stage(task.stage), task.microbatch
-        if m % self.plan.microbatches:  # what exchanges runs once a batch, for the first microbatch
-            units = [u for u in units if not self.trace.units[u].exchanges]
-        if task.kind == "F":
-            free = [u for u in self.units if self.cut.stage[u] == EVERYWHERE]
-            done = (free[0], m) in self._begun if free else True
-            self._begun |= {(u, m) for u in free}
-            out += [self.forward(u, m) for u in ([] if done else free)] + [self.forward(u, m) for u in units]
-            return
-        for u in reversed([u for u in units if self.trace.units[u].differentiable]):
-            if task.kind == "W":
-                out += self.first(self.backward_weight(u, m))
-                continue
-            if self.plan.memory.recompute != "none" and not self.trace.units[u].exchanges:
-                if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
-                    out[-1] = self.forward(u, m, saves=True)  # backward is next: recomputation would save nothing
-                else:
-                    out.append(self.recompute(u, m))
-            out += self.first([self.backward(u, m, whole=task.kind == "B")])
-
-    def first(self, several: Sequence[Instruction]) -> list[Instruction]:
-        """Fill in ``first``: the gradients that each of these instructions is the first to write."""
-        found = []
-        for one in several:
-            batch = self.versions.batch(one.microbatch)
-            new = tuple(
-                b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self._written
-            )
-            self._written |= {(index, batch) for index in new}
-            found.append(replace(one, first=new))
-        return found
-
-    def check_written(self, draft: ProgramDraft) -> None:
-        batches = range(self.versions.batches)
-        unwritten = {(b.index, batch) for b in self.own if b.learns for batch in batches} - self._written
-        if unwritten:
-            raise ShardwiseError(
-                f"no backward writes the gradients of buckets {sorted({index for index, _ in unwritten})}"
-            )
-
-    def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
-        """Return the FORWARD of a unit; ``saves`` says that autograd saves what backward needs, without RECOMPUTE."""
-        unit = self.trace.units[u]
-        if saves is None:
-            saves = self.plan.memory.recompute == "none" or unit.exchanges
-        reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
-        reads += [BufferKind.ACTIVATION.of(p, k) for p in self.cut.producers[u] for k in self.sources(p, u, m)]
-        if unit.reads_sums or ("loss" in unit.outputs and self.trace.weighs_targets):
-            reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
-        writes = [BufferKind.ACTIVATION.of(u, m)]
-        if self.training and unit.differentiable:
-            writes += [BufferKind.SAVED.of(u, m)] if saves else self.kept(u, m)
-        if "loss" in unit.outputs:
-            writes.append(BufferKind.LOSS.of(version=self.versions.batch(m)))
-        axes, version = self.stage_axes if unit.collectives else (), self.version(u, m)
-        return Instruction(
-            Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
-        )
-
-    def sources(self, producer: int, u: int, m: int) -> range:
-        """Return the microbatches of ``producer`` that unit ``u`` reads in microbatch ``m``."""
-        units = self.trace.units
-        return units[u].sources(units[producer].exchanges, m, self.plan.microbatches)
-
-    def version(self, u: int, m: int) -> int:
-        """Return the version of the weights that a unit uses for a microbatch; a unit without a stage uses no weights,
-        and has the version of the rank's first stage.
-        """
-        stage = self.cut.stage[u]
-        own = (
-            stage
-            if stage != EVERYWHERE
-            else min((s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE), default=0)
-        )
-        return self.versions.version(m, own)
-
-    def recompute(self, u: int, m: int) -> Instruction:
-        again = self.forward(u, m)
-        return replace(
-            again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(BufferKind.SAVED.of(u, m),)
-        )
-
-    def kept(self, u: int, m: int) -> list[Buffer]:
-        """Return the buffer that FORWARD leaves for RECOMPUTE: what selective recomputation keeps."""
-        return [BufferKind.KEPT.of(u, m)] if self.plan.memory.recompute == "selective" else []
-
-    def backward(self, u: int, m: int, whole: bool) -> Instruction:
-        """Return BACKWARD, or BACKWARD_INPUT if it is not to be ``whole`` and the unit has products."""
-        unit = self.trace.units[u]
-        whole = whole or not unit.products
-        reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
-        each = [(p, k) for p in self.cut.producers[u] for k in self.sources(p, u, m)]
-        reads += [BufferKind.ACTIVATION.of(*one) for one in each]  # autograd saves inputs
-        reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
-        reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
-        writes = self.grads(u, unit.parameters if whole else unit.inside)
-        passed = {name for name, grad in zip(unit.inputs, unit.input_grads, strict=True) if grad}
-        writes += [BufferKind.GRADIENT.of(p, k) for p, k in each if passed.intersection(self.trace.units[p].outputs)]
-        writes += [] if whole else [BufferKind.DEFERRED.of(u, m)]
-        op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
-        version = self.version(u, m)
-        return Instruction(
-            op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
-        )
-
-    def backward_weight(self, u: int, m: int) -> list[Instruction]:
-        """Return BACKWARD_WEIGHT if the unit has products; it reads their operands, some of which are live tensors."""
-        unit = self.trace.units[u]
-        if not unit.products:
-            return []
-        held = [p for p in (*self.cut.producers[u], u) if set(self.trace.units[p].outputs) & set(unit.held)]
-        reads = (BufferKind.DEFERRED.of(u, m), *(BufferKind.ACTIVATION.of(p, m) for p in held))
-        writes = tuple(self.grads(u, unit.products))
-        return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
-
-    def grads(self, u: int, names: Sequence[str]) -> list[Buffer]:
-        """Return the gradient buffers of those of a unit's parameters ``names`` that learn."""
-        wanted = set(names)
-        return [
-            BufferKind.GRAD.of(b.index)
-            for b in self.used[u]
-            if b.learns and any(p.name in wanted for p in b.parameters)
-        ]
-
     # ---- the rest of a batch -----------------------------------------------------------------------------------------
 
     def count(self, batch: int) -> list[Instruction]:
@@ -314,18 +183,6 @@ class _Lowering:
         )
         writes = (BufferKind.WEIGHT.of(version=batch),)
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
-
-    def free_activations(self, draft: ProgramDraft) -> None:
-        """Free each buffer of a microbatch after its last use, and a unit's outputs not before the unit's backward."""
-        last: dict[Buffer, int] = {}
-        for position, one in enumerate(draft.compute):
-            for buffer in (*one.reads, *one.writes):
-                if buffer.microbatch >= 0:
-                    last[buffer] = position
-            if OP_INFO[one.op].runs_unit:
-                last[BufferKind.ACTIVATION.of(one.unit, one.microbatch)] = position
-        for buffer, position in last.items():
-            draft.edit(position, add_frees=(buffer,))
 
     def norm(self, batch: int) -> list[Instruction]:
         """Return NORM over the gradients of which this rank is the first holder, and the sum of norms over ranks."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.plan import Plan
@@ -19,6 +20,7 @@ from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.slots import SlotSpan, assign
 from shardwise.lower.stages import StageSplit
+from shardwise.parallel.overlap import Group, neighbours, paired, together
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.units.trace import Bucket
@@ -87,6 +89,25 @@ class Versions:
             for k in range(self.batches)
             for task in one
         ]
+
+    def groups(self, rank: int) -> list[Group]:
+        """Return the tasks of a rank, those in groups that run in pairs."""
+        if self.plan.tensor.overlap == "none":
+            return [(task,) for task in self.tasks(rank)]
+        tasks = self.tasks(rank)
+        if self.cut.ranks == 1:
+            phases = any(unit.exchanges for unit in self.cut.units)
+            return [*neighbours(tasks if phases else together(tasks))]
+        number, batches = self.plan.microbatches, range(self.batches)
+        one = self._paired[rank]
+        return [
+            tuple(task._replace(microbatch=task.microbatch + k * number) for task in group)
+            for k in batches for group in one
+        ]  # fmt: skip
+
+    @cached_property
+    def _paired(self) -> tuple[tuple[Group, ...], ...]:
+        return paired(self.cut.tasks(self.plan.microbatches))
 
     def ends(self, draft: ProgramDraft) -> list[int]:
         """Return for each batch the position after which a rank updates its weights.

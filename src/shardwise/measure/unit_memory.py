@@ -43,9 +43,11 @@ from shardwise.units.trace import NOT_CAPTURED, Trace, Unit
 class Way:
     """These are the bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live
     outputs, and ``saved`` what BACKWARD finds, including ``kept``; the two are equal where nothing is computed again.
-    ``deferred`` is what the first part of a backward in two parts leaves for the second, and ``inputs`` and ``weights``
-    are the peaks of these parts.  ``hosted`` is what the host has beside these bytes, where activations are
-    offloaded.  All other fields are peaks."""
+    ``deferred`` is what the first part of a backward in two parts leaves for the second, ``at_once`` that of it which
+    no pending gradient has too, for a second part that follows at once; ``inputs`` and ``weights`` are the peaks of
+    these parts.  ``hosted`` is what the host has beside these bytes, where activations are
+    offloaded, ``held`` the part of ``kept`` that live outputs have too, and ``remade`` what RECOMPUTE makes of outputs
+    that end before BACKWARD.  All other fields are peaks."""
 
     forward: int = 0
     kept: int = 0
@@ -54,8 +56,20 @@ class Way:
     backward: int = 0
     inputs: int = 0
     deferred: int = 0
+    at_once: int = 0
     weights: int = 0
     hosted: int = 0
+    held: int = 0
+    remade: int = 0
+
+
+@dataclass(frozen=True)
+class Flight:
+    """These are the bytes of a unit of moves in one direction: what is there from the post to the arrival, and the peak
+    of the arrival, both beyond what was there before the post."""
+
+    posted: int = 0
+    arriving: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,8 @@ class UnitMemory:
     alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
     none: Way = Way()  # the way without RECOMPUTE
     again: Way = Way()  # the way with RECOMPUTE as in the plan's ``recompute``, if it has one
+    there: Flight = Flight()  # a unit of moves has these, and no ways
+    back: Flight = Flight()
     unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
     # the same for a microbatch that adds to gradients of what all microbatches share, if that is different
     later: UnitMemory | None = None
@@ -236,12 +252,17 @@ class _Profiler:
         arguments = self.arguments(unit)
         key = self.key(unit, arguments)
         if key not in self.forwards:
-            work = UnitWork(self.step, unit, arguments)
-            peak, _ = work.forward("alone")
+            work, there = UnitWork(self.step, unit, arguments), Flight()
+            if unit.moves is None:
+                peak, _ = work.forward("alone")
+            else:
+                peak, *flight = work.move()
+                there = Flight(*flight)
             made, updates = work.made()
             memory = UnitMemory(
-                unit.index, unit.name, made, updates, alone=peak, unknown=tuple(sorted(work.unit_run.unknown))
-            )
+                unit.index, unit.name, made, updates, alone=peak, there=there,
+                unknown=tuple(sorted(work.unit_run.unknown)),
+            )  # fmt: skip
             self.forwards[key] = memory, _forms(work.live, arguments)
         memory, forms = self.forwards[key]
         for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
@@ -257,16 +278,17 @@ class _Profiler:
         before = [self.waiting(n, value, k == own) for (n, k), value in learning.items()]
         producers = [self.producer[n] for n, _ in learning]
         order = sorted(range(len(learning)), key=producers.__getitem__)
+        others = storages(self.pending.values())  # a gradient that others wait for too, and longer, is theirs
         key = (
             self.key(unit, arguments), tuple(n in given for n in unit.outputs), _forms([*given.values()]),
-            tuple(b is None for b in before), tuple(order),
+            tuple(b is None for b in before), tuple(order), tuple(storage_key(g) in others for g in given.values()),
         )  # fmt: skip
         known = [*arguments, *given.values()]
         if key not in self.backwards:
             fields, grads = self.walk_backward(unit, arguments, given, before)
-            fields["gradients"] = _owned(unit, grads, order, storages(arguments))
-            if self.split:
-                fields |= self.walk_parts(unit, arguments, given, before, order, fields)
+            fields["gradients"] = _owned(unit, grads, order, {**storages(arguments), **others})
+            if self.split and unit.moves is None:
+                fields |= self.walk_parts(unit, arguments, given, before, order, fields, others)
             reached = tuple(g is not None for g in grads)
             self.backwards[key] = fields, reached, _forms([g for g in grads if g is not None], known)
         fields, reached, forms = self.backwards[key]
@@ -285,41 +307,62 @@ class _Profiler:
         """Return the ways of the unit, and the gradients that are pending after its backward."""
         found: dict[str, Any] = {}
         unknown: set[str] = set()
+        if unit.moves is not None:
+            work = UnitWork(self.step, unit, arguments)
+            work.move()
+            with work.tracker:  # what goes back ends where it arrives
+                own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
+            others = storages(self.pending.values())
+            own |= {n: g for n, g in given.items() if storage_key(g) in others}
+            peak, *flight, grads = work.move_back(own, before)
+            return {"back": Flight(*flight), "none": Way(backward=peak)}, grads
         for name, recompute in self.ways.items():
             work = UnitWork(self.step, unit, arguments)
-            forward, kept, again, more = self.forwards[self.key(unit, arguments)][0].alone, 0, 0, 0
+            forward = self.forwards[self.key(unit, arguments)][0].alone
+            kept = again = more = held = remade = 0
             if recompute != "full":
                 forward, left = work.forward("save" if recompute == "none" else "record")
-                kept = left - sum(work.made())
+                made = sum(work.made())
+                kept = left - made
+                if unit.passing or (unit.closed and recompute == "selective"):
+                    kept += (held := made - work.drop())
             if recompute != "none":
                 again, more = work.forward("again")
+                remade = work.drop() if unit.passing else 0
             backward, grads = work.backward(given, before)
-            found[name] = Way(forward, kept, again, kept + more, backward, hosted=work.hosted)
+            saved = kept + more - remade
+            found[name] = Way(forward, kept, again, saved, backward, hosted=work.hosted, held=held, remade=remade)
             unknown |= work.unit_run.unknown
         return {**found, "unknown": tuple(sorted(unknown))}, grads
 
     def walk_parts(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
-        order: Sequence[int], ways: Mapping[str, Any],
+        order: Sequence[int], ways: Mapping[str, Any], others: Mapping[int, int],
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the ways completed by the peaks of the two parts of a backward, and ``input_gradients``."""
+        """Return the ways completed by the peaks of the two parts of a backward, and ``input_gradients``; the storages
+        of ``others`` belong to gradients that are pending elsewhere."""
         found: dict[str, Any] = {}
         for name, recompute in self.ways.items():
             work, held = UnitWork(self.step, unit, arguments), deque[GradientFactors]()
             if recompute == "selective":
                 work.forward("record")
             work.forward("save" if recompute == "none" else "again")
+            if unit.passing:
+                work.drop()
             with work.tracker:  # the second part may free what the first was given
                 own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
+            theirs = storages(own[n] for n, g in given.items() if storage_key(g) in others)
             peak, grads = work.backward(own, before, held)
             tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
             elsewhere = storages([*arguments, *work.live])
             deferred = without(storages(tensors), elsewhere)
             found["input_gradients"] = _owned(unit, grads, order, {**elsewhere, **deferred})
+            at_once = without(deferred, theirs, storages(g for g in grads if g is not None))
             del tensors, grads, own
             found[name] = replace(
-                ways[name], inputs=peak, deferred=sum(deferred.values()), weights=work.backward_weight(held)
-            )
+                ways[name], inputs=peak, deferred=sum(deferred.values()), at_once=sum(at_once.values()),
+                weights=work.backward_weight(held),
+            )  # fmt: skip
         return found
 
 

@@ -20,6 +20,7 @@ from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.flop_counter import DeviceForms
 from shardwise.measure.meta_run import META, MetaRun, UnitRun, failed_op, storages, without
 from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.ops.collectives import Moving
 from shardwise.ops.weight_gradients import GradientFactors, Kernels, accumulate
 from shardwise.units.selective_recompute import Tape, recallable
 from shardwise.units.trace import Trace, Unit
@@ -62,6 +63,7 @@ class UnitWork(UnitBackward):
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: list[Saved] = []
+        self.backs: list[Any] = []  # how the gradients of what was moved go back
         self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
@@ -92,7 +94,8 @@ class UnitWork(UnitBackward):
         assert graph is not None
         own = len(unit.outputs) + len(unit.updates)
         if what != "alone":
-            graph = recallable(expose(graph, find(graph, [n in unit.products for n in unit.parameters])), own)
+            exposed = expose(graph, find(graph, [n in unit.products for n in unit.parameters]))
+            graph = recallable(exposed, own, unit.inner)
         env.tape, self.tape, env.again = self.tape, None, what == "again"
         if what == "record":
             env.tape = self.tape = Tape()
@@ -113,11 +116,56 @@ class UnitWork(UnitBackward):
                 kept = [one._replace(x=self.keep(one.x)) for one in map(Operand._make, operands)]
                 self.saved = [Saved.of(unit, outputs, kept, leaves)]
                 del kept
-            if what != "again":
+            if what != "again" or unit.closed:
                 self.publish(outputs)
         del outputs, operands
         env.tape, env.again = None, False
         return self.tracker.peak - before, self.tracker.current - before
+
+    def move(self) -> tuple[int, int, int]:
+        """Run the FORWARD of a unit of moves, as the interpreter posts it and as it arrives; return the peak of the
+        post, the bytes from there to the arrival, and the peak of the arrival."""
+        unit, env = self.unit, self.unit_run.env
+        assert unit.graph is not None
+        before = self.tracker.mark()
+        env.posts = True
+        with self.forms, self.tracker:
+            moving = list(self.unit_run.forward(unit.graph, self.arguments))
+            peak, posted = self.tracker.peak, self.tracker.mark()
+            found = [one.result() if isinstance(one, Moving) else one for one in moving]
+            self.backs = [one.back if isinstance(one, Moving) else None for one in moving]
+            self.publish(found)
+            arriving = self.tracker.peak
+        env.posts = False
+        return peak - before, posted - before, arriving - before
+
+    def move_back(
+        self, pending: dict[str, Tensor], before: Sequence[Tensor | None]
+    ) -> tuple[int, int, int, list[Tensor | None]]:
+        """Run the BACKWARD of a unit of moves on the ``pending`` gradients of outputs, which it takes; return what
+        :meth:`move` does, and the gradients of inputs, which are added to those ``before``."""
+        unit, env = self.unit, self.unit_run.env
+        assert unit.moves is not None
+        learns = unit.learning(self.arguments)
+        for place, old in zip(learns, before, strict=True):
+            if old is not None:
+                self.pass_on(place, old)
+        start = self.tracker.mark()
+        with self.forms, self.tracker:
+            moving: list[tuple[str, Any]] = []
+            for name, source, back in zip(unit.outputs, unit.moves.inputs, self.backs, strict=True):
+                if name in pending:
+                    gradient = pending.pop(name)
+                    moving.append((source, gradient if back is None else Moving(env, back(gradient))))
+                    del gradient
+            peak, posted = self.tracker.peak, self.tracker.mark()
+            while moving:
+                source, one = moving.pop(0)
+                self.pass_on((source, 0), one.result() if isinstance(one, Moving) else one)
+                del one
+            arriving = self.tracker.peak
+        grads = [self.pending.pop(place, None) for place in learns]
+        return peak - start, posted - start, arriving - start, grads
 
     def keep(self, value: Tensor) -> Any:
         """Return what is kept of ``value`` for backward: what stands for a copy on the host, where it is offloaded."""
@@ -144,8 +192,13 @@ class UnitWork(UnitBackward):
         made = without(storages(self.live), given)
         return sum(made.values()), sum(without(storages(self.updates), given, made).values())
 
+    def drop(self) -> int:
+        """Drop the live outputs; return the bytes of those that nothing else has."""
+        before, self.live = self.tracker.current, []
+        return before - self.tracker.current
+
     def publish(self, outputs: Sequence[Tensor]) -> None:
-        unit = self.unit
+        unit, self.live = self.unit, []
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
             detached = value.detach()
             if name == "loss":
@@ -186,7 +239,7 @@ class UnitWork(UnitBackward):
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Do nothing: the gradient is added to a buffer that the program has."""
 
-    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
+    def solve(self, outputs: Sequence[Any], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:
             return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         except (NotImplementedError, RuntimeError) as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from shardwise.core.layout import axis_ranges
 from shardwise.ops.env import ROWS, Env, Groups
 from shardwise.ops.own_op import Function, OwnOp, facts_of, own_op
 
-Way = Callable[[Env, Tensor, Any], Tensor]
+Steps: TypeAlias = Generator[Any, None, Tensor]
+"""A move that communicates: it posts a collective, gives its handle, goes on when that is complete, and returns."""
+
+Way: TypeAlias = Callable[[Env, Tensor, Any], "Tensor | Steps"]
 """How a value or its gradient is moved: a function of the Env, the tensor, and the axes or the factor to move over."""
 
 DimFactors = Sequence[tuple[int, Groups]]
@@ -131,23 +134,31 @@ def in_memory(x: Tensor) -> Tensor:
 
 def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     """Return the sum of ``x`` over the ranks of ``axes``, of the same shape; no gradient flows through it."""
-    if env.group(axes)[0] == 1:
-        return x
-    own = in_memory(x)
-    out = own.new_empty(own.shape)
-    env.wait(env.comm.all_reduce(own, env.real(axes), lane="compute", what=what, out=out))
-    return out
+    return Moving(env, _sum(env, x, axes, what)).result()
 
 
 def gathered(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     """Return ``x`` of each rank of ``axes``, all of one shape, along a new first dim; no gradient flows through it."""
+    return Moving(env, _together(env, x, axes, what)).result()
+
+
+def _sum(env: Env, x: Tensor, axes: Groups, what: str) -> Steps:
+    if env.group(axes)[0] == 1:
+        return x
     own = in_memory(x)
-    out = own.new_empty((env.group(axes)[0], *own.shape))
-    env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(axes), lane="compute", what=what))
+    out = own.new_empty(own.shape)
+    yield env.comm.all_reduce(own, env.real(axes), lane=env.lane, what=what, out=out)
     return out
 
 
-def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
+def _together(env: Env, x: Tensor, axes: Groups, what: str) -> Steps:
+    own = in_memory(x)
+    out = own.new_empty((env.group(axes)[0], *own.shape))
+    yield env.comm.all_gather(out.view(-1), own.view(-1), env.real(axes), lane=env.lane, what=what)
+    return out
+
+
+def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Steps:
     """Return the pieces of all ranks in order; uneven pieces are padded for the collective."""
     sizes, index, outer, inner = cut.folded(env, x.shape)
     if len(sizes) == 1:
@@ -157,7 +168,7 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     if not even:
         own = x.new_zeros((outer, most, inner))
         own[:, : sizes[index]] = x.reshape(outer, sizes[index], inner)
-    out = gathered(env, own, cut.axes, "all_gather")
+    out = yield from _together(env, own, cut.axes, "all_gather")
     sections = cut.sections(env)
     if even and len(sections) == len(sizes):
         together = out.transpose(0, 1)
@@ -167,9 +178,9 @@ def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
 
-def _filled(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
+def _filled(env: Env, x: Tensor, cut: ShardedFactor) -> Steps:
     """Return the pieces of all ranks in order, and zeros where other microbatches have theirs."""
-    x = _gather(env, x, cut)
+    x = yield from _gather(env, x, cut)
     if env.window is None or ROWS not in cut.axes:
         return x
     (start, stop), outer, inner = env.window, math.prod(x.shape[: cut.dim]) * cut.pre, math.prod(x.shape[cut.dim + 1 :])
@@ -193,7 +204,7 @@ def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim + 1)).reshape(shape)
 
 
-def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
+def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Steps:
     """Return this rank's piece of the sum over ranks; uneven pieces are padded for the collective."""
     sizes, index, outer, inner = cut.folded(env, x.shape)
     if len(sizes) == 1:
@@ -207,13 +218,36 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
         for one in sections:
             pieces[one.rank, :, one.start : one.start + one.size] = whole[:, one.at : one.at + one.size]
     out = x.new_empty((outer, most, inner))
-    env.wait(
-        env.comm.reduce_scatter(
-            out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"
-        )
-    )
+    axes = env.real(cut.axes)
+    yield env.comm.reduce_scatter(out.view(-1), pieces.view(-1), axes, lane=env.lane, what="reduce_scatter")
     shape[cut.dim] = cut.pre * sizes[index] * cut.post
     return out[:, : sizes[index]].reshape(shape)
+
+
+class Moving:
+    """A move under way: its first collective is posted, and ``result`` waits, posts what follows, and returns.
+    ``back`` moves the gradient of the result."""
+
+    def __init__(self, env: Env, found: Tensor | Steps, back: Callable[[Tensor], Tensor | Steps] | None = None) -> None:
+        self.env, self.back = env, back
+        self._found, self._handle = found, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._handle = None
+        if not isinstance(self._found, Tensor):
+            try:
+                self._handle = next(self._found)
+            except StopIteration as end:
+                self._found = end.value
+
+    def result(self) -> Tensor:
+        """Return what is moved, when its collectives are complete."""
+        while self._handle is not None:
+            self.env.wait(self._handle)
+            self._go_on()
+        assert isinstance(self._found, Tensor)
+        return self._found
 
 
 class _Move(torch.autograd.Function):
@@ -223,16 +257,18 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
         # Autograd must not see a view of x: parameters change their memory while a graph holds them.
-        out: Tensor = there(env, x, where).data
-        return out
+        return Moving(env, there(env, x, where)).result().data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
-        return None, ctx.back(ctx.env, grads[0], ctx.where), None, None, None
+        return None, Moving(ctx.env, ctx.back(ctx.env, grads[0], ctx.where)).result(), None, None, None
 
 
-def moved(env: Env, x: Tensor, where: Any, there: Way, back: Way) -> Tensor:
-    """Return ``there(env, x, where)``, whose gradient goes ``back``."""
+def moved(env: Env, x: Tensor, where: Any, there: Way, back: Way) -> Any:
+    """Return ``there(env, x, where)``, whose gradient goes ``back``; if ``env`` posts moves, the move under way."""
+    if env.posts:
+        with torch.no_grad():
+            return Moving(env, there(env, x, where), lambda gradient: back(env, gradient, where))
     result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
     return result
 
@@ -255,8 +291,8 @@ def _part(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return x if share == 1 else x * share
 
 
-def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    return all_sum(env, x, axes, "all_reduce")
+def _reduce(env: Env, x: Tensor, axes: Groups) -> Steps:
+    return _sum(env, x, axes, "all_reduce")
 
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
@@ -267,7 +303,7 @@ _KINDS = {_reduce: "all_reduce", _gather: "all_gather", _filled: "all_gather", _
 def _move_of(**ways: tuple[Way, Way]) -> Callable[[Function], Function]:
     """Declare a move: for each dual of its result, how the value and how the gradient is moved."""
     communicates = any(way in _KINDS for pair in ways.values() for way in pair)
-    return own_op(ways=ways, communicates=communicates, shares=True, blind=True)
+    return own_op(ways=ways, communicates=communicates, moves=communicates, shares=True, blind=True)
 
 
 def kinds(move: Any, dual: str = "I") -> tuple[str, str]:
@@ -286,7 +322,8 @@ def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: s
     axes = where.axes if isinstance(where, ShardedFactor) else where
     if not (env.shares(axes) if cuts else env.group(axes)[0] > 1):
         return x
-    return moved(env, x, where, *facts_of(move).ways[dual])
+    result: Tensor = moved(env, x, where, *facts_of(move).ways[dual])
+    return result
 
 
 @_move_of(I=(_reduce, _same), R=(_reduce, _reduce))

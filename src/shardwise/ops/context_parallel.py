@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import in_memory, moved
+from shardwise.ops.collectives import Steps, in_memory, moved
 from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
 
@@ -55,18 +55,19 @@ def attention_by_heads(
         mask = mask[..., start:stop, :, :]
     q, k, v = (moved(env, x, (part, x.shape[-3]), _to_heads, _to_parts) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return moved(env, out, (part, heads), _to_parts, _to_heads)
+    result: Tensor = moved(env, out, (part, heads), _to_parts, _to_heads)
+    return result
 
 
-def _to_heads(env: Env, x: Tensor, where: tuple[Part, int]) -> Tensor:
+def _to_heads(env: Env, x: Tensor, where: tuple[Part, int]) -> Steps:
     return exchanged(env, x, *where, there=True)
 
 
-def _to_parts(env: Env, x: Tensor, where: tuple[Part, int]) -> Tensor:
+def _to_parts(env: Env, x: Tensor, where: tuple[Part, int]) -> Steps:
     return exchanged(env, x, *where, there=False)
 
 
-def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tensor:
+def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Steps:
     """Return (..., this rank's heads, length, size) for (..., heads, part, size), or the other way round; uneven parts
     are padded for the collective."""
     length, axes = part
@@ -81,7 +82,7 @@ def exchanged(env: Env, x: Tensor, part: Part, heads: int, there: bool) -> Tenso
         piece = x[..., first:last, :, :] if there else _taken(x, of_length[i])
         _corner(sent[i], piece.shape).copy_(piece)
     got = torch.empty_like(sent)
-    env.wait(env.comm.all_to_all(got.view(-1), in_memory(sent).view(-1), env.real(axes), lane="compute", what="heads"))
+    yield env.comm.all_to_all(got.view(-1), in_memory(sent).view(-1), env.real(axes), lane=env.lane, what="heads")
     if not there:
         own_shape = (*x.shape[:-3], each[own], x.shape[-1])
         sizes = [(*own_shape[:-2], last - first, *own_shape[-2:]) for first, last in of_heads]

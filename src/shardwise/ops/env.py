@@ -47,6 +47,8 @@ class Env:
     alone: bool = False  # whether the microbatch is known to be the whole step; used on meta, where weights are unknown
     tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     meanwhile: Callable[[], None] | None = None  # work of a backward that can run during a collective
+    lane: str = "compute"  # the lane of collectives
+    posts: bool = False  # whether moves do not wait, but are returned as they are under way
 
     def of_exchange(self, microbatches: int) -> Env:
         """Return where an exchange runs, given the place of one of ``microbatches``: it has the rows of all of them."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import in_memory, moved
+from shardwise.ops.collectives import Steps, in_memory, moved
 from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
 
@@ -66,15 +66,15 @@ def routes(env: Env, ends: Tensor, axes: Groups) -> Tensor:
     return found
 
 
-@own_op(communicates=True, kept=True)
-def dispatched(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Tensor:
+@own_op(communicates=True, moves=True, kept=True)
+def dispatched(env: Env, rows: Tensor, routes: Tensor, axes: Groups) -> Any:
     """Return the rows of all ranks for this rank's experts, sorted by expert, for this rank's rows (slots, ...). The
     last of these, which have no expert, stay."""
     return moved(env, rows, (routes, axes, len(rows)), _to_experts, _to_tokens)
 
 
-@own_op(communicates=True, kept=True)
-def collected(env: Env, rows: Tensor, routes: Tensor, axes: Groups, order: Tensor) -> Tensor:
+@own_op(communicates=True, moves=True, kept=True)
+def collected(env: Env, rows: Tensor, routes: Tensor, axes: Groups, order: Tensor) -> Any:
     """Return what all experts give for this rank's rows, which are as many as ``order`` (slots), for what this rank's
     experts give for those of all; for rows without an expert it is 0."""
     return moved(env, rows, (routes, axes, len(order)), _to_tokens, _to_experts)
@@ -94,12 +94,12 @@ Where: TypeAlias = tuple[Tensor, Groups, int]
 """The routes, the axes, and the number of this rank's slots."""
 
 
-def _to_experts(env: Env, rows: Tensor, where: Where) -> Tensor:
+def _to_experts(env: Env, rows: Tensor, where: Where) -> Steps:
     routes, axes, _ = where
     if rows.is_meta:
-        return _alike(env, rows, axes)
+        return (yield from _alike(env, rows, axes))
     table, sizes, own = _read(env, routes, axes)
-    got = _exchanged(env, rows[: sum(sizes[own])], sizes, axes)
+    got = yield from _exchanged(env, rows[: sum(sizes[own])], sizes, axes)
     start, stop = shard_range(len(table[0]), len(table), own)
     if start == stop:
         return got
@@ -107,24 +107,24 @@ def _to_experts(env: Env, rows: Tensor, where: Where) -> Tensor:
     return torch.cat([by_rank[i] for i in _transposed(len(table), stop - start)])
 
 
-def _to_tokens(env: Env, rows: Tensor, where: Where) -> Tensor:
+def _to_tokens(env: Env, rows: Tensor, where: Where) -> Steps:
     routes, axes, slots = where
     if rows.is_meta:
-        return _alike(env, rows, axes)
+        return (yield from _alike(env, rows, axes))
     table, sizes, own = _read(env, routes, axes)
     start, stop = shard_range(len(table[0]), len(table), own)
     if start < stop:
         of_experts = rows.split_with_sizes([row[e] for e in range(start, stop) for row in table])
         rows = torch.cat([of_experts[i] for i in _transposed(stop - start, len(table))])
-    got = _exchanged(env, rows, list(zip(*sizes, strict=True)), axes)
+    got = yield from _exchanged(env, rows, list(zip(*sizes, strict=True)), axes)
     rest = slots - len(got)
     return torch.cat([got, got.new_zeros(rest, *got.shape[1:])]) if rest else got
 
 
-def _alike(env: Env, rows: Tensor, axes: Groups) -> Tensor:
+def _alike(env: Env, rows: Tensor, axes: Groups) -> Steps:
     """Return what comes where all experts get as many rows."""
     got = torch.empty_like(rows)
-    env.wait(env.comm.all_to_all(got, rows, env.real(axes), lane="compute", what="experts"))
+    yield env.comm.all_to_all(got, rows, env.real(axes), lane=env.lane, what="experts")
     return got
 
 
@@ -136,13 +136,13 @@ def _read(env: Env, routes: Tensor, axes: Groups) -> tuple[list[list[int]], list
     return table, [[sum(row[start:stop]) for start, stop in parts] for row in table], own
 
 
-def _exchanged(env: Env, rows: Tensor, sizes: Sequence[Sequence[int]], axes: Groups) -> Tensor:
+def _exchanged(env: Env, rows: Tensor, sizes: Sequence[Sequence[int]], axes: Groups) -> Steps:
     """Return what the ranks send to this one, of which rank i sends ``sizes[i][j]`` rows to rank j."""
     own, width = env.group(axes)[1], rows.shape[1:].numel()
     got = rows.new_empty(sum(row[own] for row in sizes), *rows.shape[1:])
     elements = [[n * width for n in row] for row in sizes]
     sent, where = in_memory(rows).view(-1), env.real(axes)
-    env.wait(env.comm.all_to_all(got.view(-1), sent, where, lane="compute", what="experts", sizes=elements))
+    yield env.comm.all_to_all(got.view(-1), sent, where, lane=env.lane, what="experts", sizes=elements)
     return got
 
 

@@ -24,9 +24,11 @@ class OwnOp:
     how by running it. ``ways`` is for moves alone: for each dual of the result, how the value and how its gradient is
     moved. ``shares`` says that its result may share memory with its first operand, ``blind`` that its backward needs
     only the shapes of its arguments, not their values, and ``kept`` that selective recomputation keeps its result.
+    ``moves`` says that all it does is to move its first operand, so that other things can run meanwhile.
     """
 
     communicates: bool = False
+    moves: bool = False
     ways: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     shares: bool = False
     blind: bool = False

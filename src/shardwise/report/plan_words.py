@@ -81,6 +81,8 @@ def _tensors(plan: Plan) -> Iterator[str]:
     experts = plan.mesh.axis_size(EXPERTS)
     if experts > 1:
         yield f"The experts of each layer are shared by {experts} ranks, to which tokens go, and come back."
+    if plan.tensor.overlap == "pairs":
+        yield "Microbatches run in pairs: one computes while what the other one exchanges is under way."
     size = plan.mesh.axis_size(parameter_axes(plan.mesh))
     if size > 1:
         by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")

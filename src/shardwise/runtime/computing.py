@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwise.core.fields import is_kept
-from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.ops.collectives import Moving
 from shardwise.ops.env import Env
 from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.runtime.batch import BatchStates
+from shardwise.runtime.communicator import Handle
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
@@ -24,6 +26,18 @@ from shardwise.units.selective_recompute import Tape
 from shardwise.units.trace import Trace, Unit
 from shardwise.units.unit_backward import Saved, UnitBackward
 from shardwise.units.weight_products import Operand
+
+
+class Arriving:
+    """The handle of what a unit of moves has posted; ``arrive`` waits for that and puts it in its place."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+
+    def wait(self) -> None:
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
 
 
 @dataclass
@@ -44,6 +58,7 @@ class Computing(UnitBackward):
     received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    moved: dict[tuple[int, int], Sequence[Any]] = field(default_factory=dict)  # what units of moves have returned
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     deferred: dict[tuple[int, int], deque[GradientFactors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
@@ -55,7 +70,7 @@ class Computing(UnitBackward):
 
     def drop(self) -> None:
         """Drop all that forwards have left."""
-        for values in (self.live, self.saved, self.tapes):
+        for values in (self.live, self.saved, self.moved, self.tapes):
             values.clear()
 
     def free(self, buffer: Buffer) -> None:
@@ -94,8 +109,11 @@ class Computing(UnitBackward):
         """Return the microbatches whose values a unit takes as an input."""
         return unit.sources(name in self.traces[microbatch].shared, microbatch, len(self.batches.traces))
 
-    def forward(self, one: Instruction) -> None:
+    def forward(self, one: Instruction) -> Handle | None:
+        """Run FORWARD or RECOMPUTE; return a handle where it only posts what other ranks have to do with it."""
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
+        if unit.moves is not None:
+            return self.move(one, unit)
         batch, number = self.batches.place(m)
         batch.version = self.gathered.version = one.version
         env = unit.place(batch.env(number), len(self.batches.traces))
@@ -115,22 +133,29 @@ class Computing(UnitBackward):
         if keep:
             kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
             self.saved[unit.index, m] = Saved.of(unit, outputs, kept, arguments[: len(unit.parameters)])
+        if not again or any(buffer.kind == BufferKind.ACTIVATION for buffer in one.writes):
+            self.publish(unit, m, outputs)
         if again:
-            return
+            return None
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "output", [*outputs])
-        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
-            detached = self.gathered.own(value.detach())
-            if name == "loss":
-                batch.loss += detached.to(batch.wide) * batch.weight(number)
-            else:
-                self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
             new = self.gathered.own(value.detach(), update=True)
             if is_kept(name):
                 batch.keep(name, number, new)
             else:
                 self.update(name, new, m)
+        return None
+
+    def publish(self, unit: Unit, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """Make a unit's outputs live, and add its loss to the batch's."""
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = self.gathered.own(value.detach())
+            if name == "loss":
+                batch, number = self.batches.place(microbatch)
+                batch.loss += detached.to(batch.wide) * batch.weight(number)
+            else:
+                self.live[name, microbatch] = detached.requires_grad_() if grad else detached
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:
@@ -138,8 +163,61 @@ class Computing(UnitBackward):
         with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
             yield
 
-    def backward(self, one: Instruction) -> None:
-        """Run BACKWARD, or, as BACKWARD_INPUT, all of it but the weight gradients of products."""
+    # ---- units of moves --------------------------------------------------------------------------------------------
+
+    def move(self, one: Instruction, unit: Unit) -> Handle | None:
+        """Post the FORWARD or RECOMPUTE of a unit of moves; its outputs are live after the handle's wait."""
+        batch, number = self.batches.place(one.microbatch)
+        env = batch.env(number)
+        env.lane, env.posts = str(one.lane), True
+        moving = unit.function(env, *self.arguments(unit, one.microbatch, env))
+        self.moved[unit.index, one.microbatch] = [x.back if isinstance(x, Moving) else None for x in moving]
+
+        def arrive() -> None:
+            found = [x.result() if isinstance(x, Moving) else x for x in moving]
+            if self.owner.inspect is not None and one.op is Op.FORWARD:
+                self.owner.inspect(position, "output", found)
+            self.publish(unit, one.microbatch, found)
+
+        position = self.position
+        return self.under_way(one, arrive)
+
+    def move_back(self, one: Instruction, unit: Unit) -> Handle | None:
+        """Post the BACKWARD of a unit of moves."""
+        assert unit.moves is not None
+        m, position = one.microbatch, self.position
+        batch, number = self.batches.place(m)
+        env = batch.env(number)
+        ways = self.moved.pop((unit.index, m))
+        moving: list[tuple[str, Any]] = []
+        for name, source, back, learns in zip(unit.outputs, unit.moves.inputs, ways, unit.output_grads, strict=True):
+            if learns and (gradient := self.pending.pop((name, m), None)) is not None:
+                moving.append((source, gradient if back is None else Moving(env, back(gradient))))
+            gradient = None
+
+        def arrive() -> None:
+            while moving:
+                name, x = moving.pop(0)
+                gradient = x.result() if isinstance(x, Moving) else x
+                if self.owner.inspect is not None:
+                    self.owner.inspect(position, "gradient", [gradient])
+                self.pass_on((name, m), gradient)
+
+        return self.under_way(one, arrive)
+
+    @staticmethod
+    def under_way(one: Instruction, arrive: Callable[[], None]) -> Handle | None:
+        """Return a handle for what a unit of moves has posted; on the compute lane it ends at once."""
+        if one.lane is not Lane.COMPUTE:
+            return Arriving(arrive)
+        arrive()
+        return None
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, one: Instruction) -> Handle | None:
+        """Run BACKWARD, or, as BACKWARD_INPUT, all of it but the weight gradients of products; return a handle where it
+        only posts what other ranks have to do with it."""
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         self.gathered.version, self.microbatch = one.version, m
         self.gradients.begin(one)
@@ -147,16 +225,17 @@ class Computing(UnitBackward):
             if buffer.kind == BufferKind.RECEIVED:
                 for name, grad in self.received[buffer].items():
                     self.pass_on((name, m), grad)
+        if unit.moves is not None:
+            return self.move_back(one, unit)
         defer = None
         if one.op is not Op.BACKWARD:
             defer = self.defer(self.deferred.setdefault((unit.index, m), deque()))
         wanted = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
         live = {(n, k): self.live[n, k] for n in wanted for k in self.sources(unit, n, m)}
         self.run_backward(unit, partial(self.take, unit.index, m), live, self.seed, defer)
+        return None
 
-    def solve(
-        self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+    def solve(self, outputs: Sequence[Any], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
         # Otherwise autograd would run a device's work in a thread of its own, to which each Python hook would have to
         # hand the interpreter's lock.
         with torch.autograd.set_multithreading_enabled(False):

@@ -105,8 +105,8 @@ class Run:
         """Map each kind of instruction to the function that executes it."""
         computing = self.computing
         return {
-            Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward,
-            Op.BACKWARD_INPUT: computing.backward,
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward,
             Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather,
             Op.ROUND: self.gradients.round,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide,
@@ -168,6 +168,16 @@ class Run:
                 self.computing.free(buffer)
             elif buffer.kind == BufferKind.RECEIVED:
                 self.messages.free(buffer)
+
+    # ---- units ------------------------------------------------------------------------------------------------------
+
+    def forward(self, one: Instruction) -> None:
+        if (handle := self.computing.forward(one)) is not None:
+            self.handles[self.computing.position] = (one, handle)
+
+    def backward(self, one: Instruction) -> None:
+        if (handle := self.computing.backward(one)) is not None:
+            self.handles[self.computing.position] = (one, handle)
 
     # ---- messages, reductions, the update ----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ backward reads (:func:`unread`), such as the all-reduce after the last product o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,15 +45,15 @@ MOVES = own_op.named((collectives,), collectives.communicates_forward)
 """The moves that communicate in forward, by the names that stand for them in a graph."""
 
 
-def recallable(graph: fx.Graph, own: int) -> fx.Graph:
+def recallable(graph: fx.Graph, own: int, inner: Collection[int] = ()) -> fx.Graph:
     """Copy a unit's training graph so that it calls ops to be kept through :func:`recalled`, and moves whose results
     nobody reads through :func:`unread`.
 
     The first ``own`` outputs are those of the unit. RECOMPUTE makes them only for their autograd graphs: nobody reads
-    their values then.
+    their values then, but for those of ``inner`` numbers, which other units of the block read.
     """
     names = {function: name for name, function in (*OWN.items(), *MOVES.items())}
-    read = _read(graph, own)
+    read = _read(graph, own, inner)
     new = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     env: Any = None
@@ -74,22 +74,22 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
     return new
 
 
-def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
+def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int, inner: Collection[int] = ()) -> None:
     """Note in the metadata of each move of a unit's graph whether its recomputation leaves it out; ``exposed`` is the
     unit's training graph, which has the same moves.
     """
-    read = _read(exposed, own)
+    read = _read(exposed, own, inner)
     moves = ((n for n in g.nodes if n.target in MOVES.values()) for g in (graph, exposed))
     for mine, theirs in zip(*moves, strict=True):
         mine.meta["unread"] = theirs not in read
 
 
-def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
+def _read(graph: fx.Graph, own: int, inner: Collection[int]) -> set[fx.Node]:
     """Return the nodes whose values, and not only their shapes, RECOMPUTE or backward may need."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output":
-            fx.map_arg(node.args[0][own:], read.add)
+            fx.map_arg([out for i, out in enumerate(node.args[0]) if i >= own or i in inner], read.add)
         elif (
             node.op == "call_function"
             and (node in read or not is_blind(node))

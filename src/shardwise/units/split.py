@@ -1,7 +1,8 @@
 """Cut a local graph into units at the model's repeated blocks; each unit is a function of tensors alone.
 
 Every block is a unit, as are the ops before the first block ("head") and after the last ("tail"); ops between two
-blocks belong to the block before them. Values that follow from batch fields and constants alone (masks, positions,
+blocks belong to the block before them. A block that exchanges something inside may be several units, its segments
+(``segments.py``). Values that follow from batch fields and constants alone (masks, positions,
 rotary tables) and are read by several units form the unit "inputs", which has no parameters: a pipeline runs it on
 every stage instead of sending its results. Units with the same code share one function.
 """
@@ -9,7 +10,7 @@ every stage instead of sending its results. Units with the same code share one f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +23,29 @@ from shardwise.graph.schema import outputs_of
 from shardwise.ops import collectives, norms
 from shardwise.ops.own_op import argument_at, facts_of
 from shardwise.shard.sharded import Sharded
+from shardwise.units import segments
 from shardwise.units.exchanges import Merge, merge_of, phases
 from shardwise.units.selective_recompute import note_unread, recallable
 from shardwise.units.trace import Unit
 from shardwise.units.weight_products import expose, find, held, inside
 
 
-def split(sharded: Sharded, exchanges: Sequence[fx.Node] = ()) -> list[Unit]:
-    """Cut a local graph into units; return them in the order in which they run. Each of the ``exchanges``, together
-    with those that do not depend on it, is a unit, and no other unit has nodes before and after it."""
+def split(sharded: Sharded, exchanges: Sequence[fx.Node] = (), inside: bool = False) -> list[Unit]:
+    """Cut a local graph into units, and blocks ``inside`` too; return them in the order in which they run. Each of the
+    ``exchanges``, together with those that do not depend on it, is a unit, and no other unit has nodes before and after
+    it."""
     graph = sharded.graph
     loss, *rest = outputs_of(graph)
     updates = list(zip(rest, sharded.normal.updates, strict=True))
     useful = gradient_paths([loss])
     assigned, keys = _assign(graph, sharded, exchanges, [n for n, name in updates if is_output(name)])
-    first = _read_first(graph, sharded, assigned)
-    assigned |= dict.fromkeys(first, -1)
-    order = sorted(set(assigned.values()))
+    whole = {key for key in assigned.values() if key < 0 or keys.exchanges(key) or not inside}
+    placed, moves = segments.cut(graph, assigned, whole, _sources)
+    first = _read_first(graph, sharded, placed)
+    placed |= dict.fromkeys(first, (-1, 0))
+    order = sorted(set(placed.values()))
     own = frozenset(exchanges)
-    builder = _Builder(sharded, assigned, own, useful, loss, updates)
+    builder = _Builder(sharded, placed, own, moves, useful, loss, updates)
     shared: dict[str, Callable[..., Any]] = {}
     return [builder.unit(i, key, keys, shared) for i, key in enumerate(order)]
 
@@ -84,7 +89,7 @@ def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> li
     return list(found)
 
 
-def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
+def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, segments.Key]) -> list[fx.Node]:
     """Return the buffers that forward writes and whose old values the loss, a kept value, or several units read.
 
     They become outputs of the unit "inputs", which is never run again: a later unit, and a unit that is recomputed,
@@ -275,17 +280,19 @@ class _Builder:
     def __init__(
         self,
         sharded: Sharded,
-        assigned: dict[fx.Node, int],
+        assigned: dict[fx.Node, segments.Key],
         exchanges: Container[fx.Node],
+        moves: Mapping[segments.Key, segments.Moves],
         useful: set[fx.Node],
         loss: fx.Node,
         updates: list[tuple[fx.Node, str]],
     ) -> None:
         self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
-        self.exchanges = exchanges
+        self.exchanges, self.moves = exchanges, moves
+        self.last = dict(sorted(assigned.values()))  # the last segment of each block
         self.captured = sharded.normal.captured
 
-    def unit(self, index: int, key: int, keys: _Keys, shared: dict[str, Callable[..., Any]]) -> Unit:
+    def unit(self, index: int, key: segments.Key, keys: _Keys, shared: dict[str, Callable[..., Any]]) -> Unit:
         own = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
         mine = [n for n in own if n.op != "placeholder"]
         kinds: dict[str, list[fx.Node]] = {"parameters": [], "buffers": [], "constants": [], "fields": [], "inputs": []}
@@ -298,19 +305,25 @@ class _Builder:
         if code not in shared:
             module = fx.GraphModule(torch.nn.Module(), graph)
             shared[code] = module.forward
-        captured = self.captured
+        captured, (block, _) = self.captured, key
+        moves = self.moves.get(key)
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
         trainable = [captured.trainable[n] for n in parameters]
         products = find(graph, trainable)
         exposed, own_outputs = expose(graph, products), len(outputs) + len(updated)
-        note_unread(graph, exposed, own_outputs)
-        exposed = recallable(exposed, own_outputs)
+        inner = tuple(
+            i for i, n in enumerate(outputs) if any(key < self.assigned.get(r, key) < (block + 1,) for r in _readers(n))
+        )
+        readers = {self.assigned.get(r, key) for n in outputs for r in _readers(n)} - {key}
+        note_unread(graph, exposed, own_outputs, inner)
+        exposed = recallable(exposed, own_outputs, inner)
         key_code = exposed.python_code("self").src
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
         return Unit(
             index=index,
-            name=keys.of(key),
+            name=self._name(key, keys.of(block), moves is not None),
+            block=keys.of(block),
             function=shared[code],
             code=code,
             graph=graph,
@@ -332,8 +345,18 @@ class _Builder:
             inside=tuple(parameters[i] for i in inside(graph, trainable, products)),
             held=self._names(held(graph, products), kinds["inputs"], outputs),
             merges=self._merges(mine, kinds["inputs"]),
-            phase=keys.phase(key),
+            phase=keys.phase(block),
+            moves=moves,
+            inner=inner,
+            closed=(closed := all(r < (block + 1,) for r in readers) and self.loss not in outputs),
+            passing=closed and moves is None and bool(readers) and all(r in self.moves for r in readers),
         )
+
+    def _name(self, key: segments.Key, block: str, moves: bool) -> str:
+        """Return a name that tells a segment from others of its ``block``."""
+        if self.last[key[0]] == 0:
+            return block
+        return f"{block}, {'move' if moves else 'segment'} {key[1] + 1}"
 
     def _merges(self, mine: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[Merge, ...]:
         """Return how an exchange takes each of its ``inputs``; nothing for any other unit."""
@@ -345,7 +368,7 @@ class _Builder:
         """Return the names of live tensors by their places in a unit; new values of buffers are left out."""
         return tuple(nodes[i].name for kind, i in places if i < len(nodes := inputs if kind == "input" else outputs))
 
-    def _kind(self, node: fx.Node, key: int) -> str:
+    def _kind(self, node: fx.Node, key: segments.Key) -> str:
         if node.op != "placeholder" or self.assigned.get(node, key) != key:
             return "inputs"
         for kind in ("parameters", "buffers", "constants", "fields"):

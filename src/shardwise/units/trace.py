@@ -29,6 +29,7 @@ from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.batch_sums import BatchSums
 from shardwise.units.exchanges import Merge
+from shardwise.units.segments import Moves
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
@@ -163,6 +164,9 @@ class Unit:
     A unit with ``merges`` is an exchange: it runs once a batch, on the inputs of all microbatches, which ``merges`` put
     together, and its outputs are the same for all of them. Units run in phases: all microbatches finish one before
     any begins the next, and an exchange comes first in its ``phase``.
+
+    Units of the same ``block`` are its segments (``units/segments.py``): they are recomputed together, and their
+    parameters share buckets. One with ``moves`` only moves live tensors between ranks.
     """
 
     index: int
@@ -192,6 +196,14 @@ class Unit:
     held: tuple[str, ...] = ()
     merges: tuple[Merge, ...] = ()
     phase: int = 0
+    block: str = ""
+    moves: Moves | None = None
+    inner: tuple[int, ...] = ()  # the numbers of the outputs that other units of the block read
+    closed: bool = False  # whether no unit of another block reads an output
+    passing: bool = False  # whether only moves read its outputs, which then need not last until its backward
+
+    def __post_init__(self) -> None:
+        self.block = self.block or self.name
 
     @property
     def exchanges(self) -> bool:
@@ -313,6 +325,15 @@ class Trace:
     def shared(self) -> frozenset[str]:
         """The live tensors that are the same for all microbatches: exchanges make them."""
         return frozenset(name for unit in self.units if unit.exchanges for name in unit.outputs)
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """The number of each unit's block; units of a block follow each other."""
+        found: list[int] = []
+        for unit in self.units:
+            same = bool(found) and unit.block == self.units[unit.index - 1].block
+            found.append(found[-1] + (not same) if found else 0)
+        return tuple(found)
 
     @property
     def weighs_targets(self) -> bool:

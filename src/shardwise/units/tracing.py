@@ -77,6 +77,7 @@ def trace(
     loss_weight: str | None = None,
     over_batch: bool = False,
     wanted: Wanted = "loss",
+    segments: bool = False,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -92,6 +93,7 @@ def trace(
         loss_weight: what the loss of a model that is not captured is of its rows, if a trial is not to find that.
         over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
         wanted: whether units give the model's outputs too, for an evaluation.
+        segments: whether blocks are cut where they exchange something (``units/segments.py``).
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
@@ -132,7 +134,7 @@ def trace(
             legal = APART if one.divisible and not one.unknown_buffers else f"dp = 1 and {ALONE}"
             raise ConfigError.on("rows", wrong, legal) from error
         return one
-    units = split(sharded, exchanges)
+    units = split(sharded, exchanges, segments)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units)
     if training and not learning:
@@ -214,9 +216,13 @@ def _buckets(
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
+    blocks: dict[str, dict[int, None]] = {}  # the blocks that use each parameter, by their first units
+    first: dict[str, int] = {}
     for unit in units:
+        block = first.setdefault(unit.block, unit.index)
         for name in unit.parameters:
             users[name] = (*users.get(name, ()), unit.index)
+            blocks.setdefault(name, {})[block] = None
     groups: dict[tuple[Any, ...], list[Parameter]] = {}
     for name in own:  # the module's own order
         if name in users:
@@ -227,7 +233,7 @@ def _buckets(
             dtype = shadow_dtype(module, name, own[name], precision)
             one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
             key = (
-                users[name],
+                tuple(blocks[name]),
                 dtype,
                 name in learning,
                 one.axes,
@@ -235,9 +241,10 @@ def _buckets(
                 group(name) if group is not None else None,
             )
             groups.setdefault(key, []).append(one)
-    # The buckets of one unit are in the order of the module, so that all processes agree.
+    # The buckets of one block are in the order of the module, so that all processes agree.
     ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
-    return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
+    used = [tuple(sorted({u for one in groups[k] for u in one.units})) for k in ordered]
+    return [Bucket(i, tuple(groups[k]), used[i], *k[1:5]) for i, k in enumerate(ordered)]
 
 
 def _loss_note(found: LossWeight | None, why: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.units.trace import Unit
@@ -17,16 +18,19 @@ Place = tuple[str, int]
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: outputs with gradients, operands of products, parameters as leaves."""
+    """What a forward leaves for its backward: outputs with gradients, operands of products, parameters as leaves.
 
-    outputs: list[Tensor]
+    Of outputs that may end before the backward it leaves only where their gradients enter the graph."""
+
+    outputs: list[Tensor | GradientEdge]
     operands: list[Operand]  # on a rank they refer to gathered parameters
     leaves: Sequence[Tensor]
 
     @staticmethod
     def of(unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor]) -> Saved:
         """Return what to save of all ``outputs`` of a unit's forward."""
-        return Saved([o for o, g in zip(outputs, unit.output_grads, strict=False) if g], [*operands], leaves)
+        good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
+        return Saved([get_gradient_edge(o) for o in good] if unit.passing else [*good], [*operands], leaves)
 
 
 class UnitBackward(Multiplier):
@@ -42,9 +46,7 @@ class UnitBackward(Multiplier):
         self.microbatch = 0
 
     @abstractmethod
-    def solve(
-        self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+    def solve(self, outputs: Sequence[Any], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradients of ``wanted``, as ``torch.autograd.grad`` does."""
 
     @abstractmethod
@@ -58,7 +60,7 @@ class UnitBackward(Multiplier):
 
     def run_backward(
         self, unit: Unit, take: Callable[[], Saved], live: Mapping[Place, Tensor],
-        seed: Callable[[str, Tensor], Tensor | None],
+        seed: Callable[[str, Any], Tensor | None],
         defer: Callable[[GradientFactors], None] | None = None,
     ) -> None:  # fmt: skip
         """Run BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the factors of the

@@ -11,7 +11,7 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
-from shardwise.core.tensor_options import Context, Tensor, TensorPlan
+from shardwise.core.tensor_options import Context, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
 
 from ..rules import (
@@ -110,6 +110,11 @@ class ParallelConfig:
         choice(*plan.CHOICES["context"]),
         "gathered",
         does="how attention joins the parts of a sequence: it gathers keys and values, or it has parts of the heads",
+    )
+    overlap: Overlap = key(
+        choice(*plan.CHOICES["overlap"]),
+        "none",
+        does="what hides the exchanges of `tp`, `cp` and `ep`: nothing, or the computing of another microbatch",
     )
     dp: int = key(
         integer(1),
