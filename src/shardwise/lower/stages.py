@@ -16,12 +16,13 @@ from shardwise.graph.sizes import depends_on_data
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE, balance, carried
 from shardwise.parallel.schedule import stage_ranks, timetable
-from shardwise.units.trace import Bucket, Trace, Unit
+from shardwise.units.trace import INPUTS_OF, Bucket, Trace, Unit
 
 Weights = Mapping[int, float]
 """The cost of each unit in FLOPs, by its index."""
 EVERYWHERE = -1
-"""The stage of the unit "inputs", which depends on batch fields alone: every rank computes it for itself."""
+"""The stage of units of inputs, which depend on batch fields and buffers alone: every rank that reads them computes
+them for itself."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class StageSplit:
         for rank in range(self.ranks):
             own = {u for u, s in enumerate(self.stage) if s != EVERYWHERE and self.rank(u) == rank}
             for u in reversed(range(len(self.units))):
-                if self.stage[u] == EVERYWHERE and (rank == 0 or any(u in self.producers[r] for r in own)):
+                always = rank == 0 and not self.units[u].name.startswith(INPUTS_OF)
+                if self.stage[u] == EVERYWHERE and (always or any(u in self.producers[r] for r in own)):
                     own.add(u)
             found.append(tuple(sorted(own)))
         return tuple(found)
@@ -231,7 +233,7 @@ class StageSplit:
 
 
 def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
-    everywhere = {u.index for u in trace.units if u.name == "inputs"}
+    everywhere = {u.index for u in trace.units if u.is_inputs}
     units = [u.index for u in trace.units if u.index not in everywhere]
     if sizes and sum(sizes) != len(units):
         names = ", ".join(trace.units[u].name for u in units)
