@@ -133,6 +133,11 @@ class MoE(nn.Module):
             found = found + self.shared_down(self._inside(self.shared_up(tokens)))
         return found.view(x.shape), loss
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is something to add to the model's loss."""
+        return bool(self.z_weight or (self.balance is not None and self.balance_weight))
+
     def route(self, scores: Tensor) -> Tensor:
         """Return the experts that each token gets, (..., top_k) integers, the first choice first, for ``scores`` (...,
         experts).  A subclass may choose in another way."""
@@ -143,12 +148,12 @@ class MoE(nn.Module):
     def loss(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
         """Return what is to be added to the loss for ``logits`` and ``scores`` (..., S, experts) and the experts that
         the tokens have chosen, ``ids`` (..., S, top_k)."""
-        found = logits.new_zeros(())
+        found = []
         if self.balance is not None and self.balance_weight:
-            found = found + self.balance_weight * self._balance_loss(scores, ids)
+            found.append(self.balance_weight * self._balance_loss(scores, ids))
         if self.z_weight:
-            found = found + self.z_weight * logits.logsumexp(-1).square().mean()
-        return found
+            found.append(self.z_weight * logits.logsumexp(-1).square().mean())
+        return sum(found[1:], found[0]) if found else logits.new_zeros(())
 
     def _balance_loss(self, scores: Tensor, ids: Tensor) -> Tensor:
         probabilities = scores if self.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
