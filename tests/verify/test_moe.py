@@ -20,6 +20,7 @@ from processes import run_processes
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.models import GPT, Llama
 from shardwise.nn import MoE
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
@@ -140,6 +141,49 @@ def test_a_bias_moves() -> None:
     """It is that of one device in :func:`test_together`, which would also hold if it stayed."""
     last = truth("bias", 1)[-1].buffers["blocks.0.moe.bias"]
     assert last.abs().max() > 0.04 and last.abs().unique().numel() > 1
+
+
+# ---- the own models --------------------------------------------------------------------------------------------------
+
+OWN = list(
+    itertools.product(
+        ("gpt", "llama"),
+        (1, 2, 4),
+        ((1, "gathered"), (2, "ring")),
+        (("1d", 1), ("1d", 2), ("1d-sp", 2)),
+        ((1, 0), (2, 1), (2, 3)),
+        ((1, "1f1b"), (2, "1f1b")),
+        ("none", "full", "selective"),
+        (1, 2),
+    )
+)
+
+
+@functools.cache
+def own(kind: str) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
+    """Labels are spread unevenly; without a bias, microbatches make no difference."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocabulary": 24, "width": 16, "layers": 2, "heads": 4, "context": 8, "hidden": 24}
+    moe = {"experts": 4, "capacity_factor": 1.0, "z_weight": 0.01, "shared": 1}
+    made = GPT(**sizes, dropout=0.1, moe=moe) if kind == "gpt" else Llama(**sizes, kv_heads=2, moe=moe)
+    batches = []
+    for rows in (8, 3):
+        ids, labels = (torch.randint(0, 24, (rows, 8), generator=torch.Generator().manual_seed(i)) for i in (rows, 9))
+        labels[0, 2:], labels[-1, :5] = -100, -100
+        batches.append({"input_ids": ids, "labels": labels})
+    module = made.double().train()
+    return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.few(12)
+@pytest.mark.parametrize("case", list(covering(OWN)), ids=str)
+def test_own_models(case: tuple[Any, ...]) -> None:
+    kind, *options = case
+    one, batches, expected = own(kind)
+    compiled = one.under(composed(*options))
+    check(compiled, batches, expected, PLAIN)
+    assert not compiled.general.replicated and not compiled.general.meets
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
