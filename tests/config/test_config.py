@@ -553,7 +553,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "ep cp context dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
-        "sample_every "
+        "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every best goal staging_mib",
         "validation": "share source factory arguments every batches metrics patience watch goal",
