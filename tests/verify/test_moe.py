@@ -143,6 +143,14 @@ def test_a_bias_moves() -> None:
     assert last.abs().max() > 0.04 and last.abs().unique().numel() > 1
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("dp", "recompute"), [(1, "full"), (2, "none")])
+def test_a_bias_moves_once_a_step_where_microbatches_exchange(dp: int, recompute: Any) -> None:
+    one, batches, _ = model("bias")
+    plan = data_parallel(ALONE.replace(microbatches=2, rows="batch", recompute=recompute), dp)
+    check(one.under(plan), batches, truth("bias", 1), PLAIN)
+
+
 # ---- the own models --------------------------------------------------------------------------------------------------
 
 OWN = list(

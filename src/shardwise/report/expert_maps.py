@@ -127,8 +127,8 @@ def _legend(found: Sheet) -> None:
 
 def _draw(found: Sheet, one: ExpertMap, y: float) -> float:
     """Draw a map from ``y`` down, and return where it ends."""
-    columns, experts = one.columns(COLUMNS), one.loads.shape[1]
-    height, wide = max(LEAST, min(ROW, HEIGHT / experts)), WIDTH / len(columns)
+    columns, experts = one.columns(COLUMNS), int(one.loads.shape[1])
+    height, wide = max(float(LEAST), min(ROW, HEIGHT / experts)), WIDTH / len(columns)
     found.items.append(Words(LEFT, y - 6, one.name, 12, bold=True))
     every = max(1, math.ceil(12 / height))
     for expert in range(experts):
