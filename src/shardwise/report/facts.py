@@ -104,7 +104,7 @@ def gathered(folder: Path) -> Facts:
         if run.found else Part(note=run.note),
         plan=_part(lambda: _plan(folder), folder / PLAN, "the run has not written its plan"),
         memory=_part(lambda: _memory(folder), folder / MEMORY, "the run has not predicted its memory"),
-        experts=_part(lambda: _experts(run.found), folder / METRICS, "") if run.found else Part(""),
+        experts=_part(lambda: _experts(run.found), folder / METRICS, ""),
         step=_part(lambda: _step(folder), folder / TRACE, "no step has been recorded; train.trace_steps says which"),
         evaluations=_part(
             lambda: _evaluations(folder), folder / EVALUATIONS, "nothing has been evaluated; validation.every says when"
@@ -226,8 +226,8 @@ def _more(before: int, after: int | None) -> str:
     )
 
 
-def _experts(run: PlottedRun) -> str:
-    maps = expert_maps(run)
+def _experts(run: PlottedRun | None) -> str:
+    maps = [] if run is None else expert_maps(run)
     return sheet(maps, "Over the steps").svg() if maps else ""
 
 
