@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 MARK = "<!-- What follows is written by scripts/python_reference.py. -->\n"
 LEADING = ("distribute", "Trainer", "Checkpoints", "Plan")  # of the names in shardwise.__all__; the others follow
 BESIDE = (
+    "shardwise.nn.MoE",
     "shardwise.parallel.data.data_parallel", "shardwise.parallel.pipeline.pipeline",
     "shardwise.parallel.tensor.tensor_parallel", "shardwise.train.distribute.DistributedModel",
     "shardwise.train.distribute.Optimizer", "shardwise.runtime.batch.StepResult",

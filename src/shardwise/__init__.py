@@ -41,10 +41,12 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import on first use: ``shardwise --help`` and config errors need no torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "nn":
+        return import_module("shardwise.nn")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     from shardwise.core.garbage import without_gc
 
     with without_gc():

@@ -25,6 +25,7 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Loader
 from shardwise.data.windows import PackedWindows
 from shardwise.models import GPT, Llama
+from shardwise.nn import MoE
 
 torch.set_num_threads(1)
 
@@ -164,6 +165,23 @@ def test_own_models_have_the_sizes_asked_for() -> None:
     assert llama.blocks[2].attention.k_proj.weight.shape == (8, 24)
     assert llama.rotary.shape == (2, 200, 4)
     assert llama.lm_head.weight is llama.embedding.weight
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_own_models_have_the_experts_asked_for(name: str) -> None:
+    words = ["model.width=24", "model.heads=6", "model.hidden=40", "model.layers=2", f"model.name={name}"]
+    plain = make(load(*words, "model.experts=5")).blocks[1].mlp
+    assert isinstance(plain, MoE) and plain.up.shape == (5, 40 * (2 if name == "llama" else 1), 24)
+    assert (plain.top_k, plain.balance, plain.balance_weight, plain.capacity_factor) == (2, "switch", 0.01, None)
+    more = make(
+        load(
+            *words, "model.experts=5", "model.experts_per_token=3", "model.shared_experts=2", "model.z_weight=0.1",
+            "model.capacity_factor=1.25", "model.balance=none", "model.balance_weight=0.2", "model.bias_rate=0.001",
+        )
+    ).blocks[0].mlp  # fmt: skip
+    assert (more.top_k, more.shared, more.balance, more.balance_weight) == (3, 2, None, 0.2)
+    assert (more.capacity_factor, more.z_weight, more.bias_rate) == (1.25, 0.1, 0.001)
+    assert make(load(*words, "model.experts=1")).blocks[0].mlp.top_k == 1
 
 
 def test_default_sizes_are_those_of_the_models() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardwise.backend import Backend
 from shardwise.config import Config, Hardware, load_config
 from shardwise.config.build import build_plan
+from shardwise.config.defaults import EXPERTS
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
 from shardwise.core.errors import ConfigError
@@ -258,6 +259,8 @@ REFUSED = [
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
     # what does not go together, or is not there
     ("model.kv_heads=2", ["model.kv_heads", "left out", 'model.name = "llama"']),
+    ("model.experts=0", ["model.experts", "legal: an integer"]),
+    ("model.z_weight=0.1", ["model.z_weight", "left out, or model.experts beside it"]),
     ("model.config={a = 1}", ["model.config", "left out", "model.transformers"]),
     ("model.arguments={a = 1}", ["model.arguments", "left out", "model.factory"]),
     ("data.arguments={a = 1}", ["data.arguments", "left out", "data.factory"]),
@@ -347,6 +350,11 @@ TOGETHER = [
     (["model.transformers=A", "model.width=8"], ["model.width", "left out", "[model.config]"]),
     (["model.factory=a:b", "model.heads=8"], ["model.heads", "left out"]),
     (["model.name=llama", "model.dropout=0.1"], ["model.dropout", "left out", 'model.name = "gpt"']),
+    (["model.experts=4", "model.experts_per_token=5"], ["model.experts_per_token", "1 to model.experts = 4"]),
+    (["model.experts=4", "model.capacity_factor=0"], ["model.capacity_factor", "above 0"]),
+    (["model.experts=4", "model.balance=bias"], ["model.balance", '"switch", "gshard", "none"']),
+    (["model.transformers=MixtralForCausalLM", "model.experts=4"],
+     ["model.experts", "left out, for it belongs to"]),
     (["model.name=llama", "model.heads=8", "model.width=256", "model.kv_heads=3"],
      ["model.kv_heads", "a divisor of model.heads = 8"]),
     (["model.name=llama", "model.width=24", "model.heads=8"], ["model.heads", "even size", "is 3"]),
@@ -536,7 +544,8 @@ def test_values_in_messages_are_short_and_on_one_line() -> None:
 def test_every_key_of_the_issue_is_there() -> None:
     expected = {
         "model": "name factory transformers loss loss_weight vocabulary width layers heads kv_heads hidden context "
-        "dropout tied config arguments weights pretrained lora",
+        "dropout tied config arguments weights pretrained lora experts experts_per_token shared_experts "
+        "capacity_factor balance balance_weight z_weight bias_rate",
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
@@ -544,7 +553,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "ep cp context dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
-        "sample_every "
+        "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every best goal staging_mib",
         "validation": "share source factory arguments every batches metrics patience watch goal",
@@ -799,6 +808,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.weights",
         "model.pretrained",
         "model.lora",
+        *(f"model.{key}" for key in EXPERTS),
         "data.mix",
         "data.sft",
         "data.end_token",

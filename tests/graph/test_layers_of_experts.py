@@ -35,7 +35,11 @@ class Layer(nn.Module):
         numbers, order = torch.sort(numbers, descending=self.change == "descending")
         counts = torch.histc(numbers.float(), EXPERTS, 0, EXPERTS - 1 + (self.change == "other bounds"))
         ends = counts.cumsum(0, dtype=torch.int32)
-        product = torch.ops.transformers.grouped_mm_fallback
+        if self.change in SEARCHED:
+            every = torch.arange(EXPERTS) if self.change != "even numbers" else torch.arange(0, 2 * EXPERTS, 2)
+            ends = torch.searchsorted(numbers, every, right=self.change != "from the left").int()
+        known = torch.ops.shardwise.grouped_mm, torch.ops.transformers.grouped_mm_fallback
+        product = known[self.change not in SEARCHED]
         rows = product(tokens[order // 2], self.up, ends)
         rows = self.between(rows, numbers, tokens)
         rows = product(rows, self.down, ends)
@@ -68,9 +72,12 @@ class Layer(nn.Module):
         return rows.relu()
 
 
-FOUND = ("relu", "bias", "halves", "normed", "masked")
+SEARCHED = ("searched", "from the left", "even numbers")
+"""These find where experts end by a search."""
+FOUND = ("relu", "bias", "halves", "normed", "masked", "searched")
 LEFT = (
-    "descending", "one apart", "other bounds", "over rows", "with others", "cumulated", "counts leave", "another order"
+    "descending", "one apart", "other bounds", "over rows", "with others", "cumulated", "counts leave",
+    "another order", "from the left", "even numbers",
 )  # fmt: skip
 
 

@@ -98,6 +98,42 @@ def test_llama_equals_transformers(kv_heads: int, tied: bool) -> None:
     assert (ours(ids) - theirs(ids).logits).abs().max() < 2e-6
 
 
+def test_llama_with_experts_equals_mixtral() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    ours = make("llama", kv_heads=2, hidden=48, moe={"experts": 5, "top_k": 2}).double()
+    config = MixtralConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_local_experts=5, num_experts_per_tok=2,
+        sliding_window=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+    )  # fmt: skip
+    theirs = MixtralForCausalLM(config).double()
+    theirs.set_experts_implementation("eager")
+    names = {
+        "embed_tokens": "embedding", "layers": "blocks", "self_attn": "attention", "input_layernorm": "norm1",
+        "post_attention_layernorm": "norm2", "model.": "", "experts.gate_up_proj": "up", "experts.down_proj": "down",
+    }  # fmt: skip
+    state = ours.state_dict()
+    for name, parameter in theirs.named_parameters():
+        here = name
+        for old, new in names.items():
+            here = here.replace(old, new)
+        parameter.data.copy_(state[here])
+    ids = tokens()
+    assert (ours(ids) - theirs(ids).logits).abs().max() < 5e-6  # their norm and router are in fp32
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_experts_add_to_the_loss_in_training_alone(kind: str) -> None:
+    model = make(kind, moe={"experts": 4, "z_weight": 0.1}).double()
+    ids, labels = tokens(), tokens(seed=1)
+    plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    assert model.training and model(ids, labels) > plain + 0.02
+    assert abs(model.eval()(ids, labels) - plain) < 1e-12
+    quiet = make(kind, moe={"experts": 4, "balance": None}).double()
+    assert abs(quiet(ids, labels) - F.cross_entropy(quiet(ids).flatten(0, 1), labels.flatten())) < 1e-12
+
+
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_loss_is_the_mean_over_the_targets_that_count(kind: str) -> None:
     model, ids, labels = make(kind).double(), tokens(), tokens(seed=1)

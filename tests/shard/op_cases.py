@@ -282,6 +282,11 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "cumsum": lambda m, h, b: h.cumsum(-1) + h.cumprod(1) + h.logcumsumexp(-1) + h.cummax(-1).values,
     "sort": lambda m, h, b: [*h.sort(-1, descending=True), h.argsort(1), *h.sort(stable=True, dim=1)],
     "topk": lambda m, h, b: h.topk(2, -1),
+    "searchsorted": lambda m, h, b: [
+        torch.searchsorted(m.average, h.contiguous()),
+        torch.searchsorted(h.sort(-1).values, b["target"].contiguous(), right=True),
+        torch.searchsorted(torch.linspace(-1, 1, 5, dtype=h.dtype), h[:, 0, 0].contiguous()),
+    ],
     "cosine_similarity": lambda m, h, b: F.cosine_similarity(h, b["target"], -1),
     "pairwise_distance": lambda m, h, b: F.pairwise_distance(h, b["target"]),
     "cdist": lambda m, h, b: torch.cdist(h, b["target"]),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.graph.sizes import expression
 
-Wanted = Literal["loss", "both", "outputs"]
-"""What is computed of a batch: the loss, the loss and the outputs, or the outputs alone."""
+Wanted = Literal["loss", "both", "outputs", "load"]
+"""What is computed of a batch: the loss, the loss and the outputs, the outputs alone, or the loss and the load of
+experts."""
 
 LABELS = "labels"
 """The field that a model which returns its loss alone is called without, to get its outputs."""

@@ -169,13 +169,16 @@ def plot(
         Path | None, typer.Option(metavar="FILE.png", help="By default RUN_DIR/plot.png; plot.png for several runs.")
     ] = None,
     over: Annotated[str, typer.Option(metavar="steps|seconds", help="What the curves are drawn over.")] = "steps",
+    experts: Annotated[
+        bool, typer.Option("--experts", help="The load of a run's experts over its steps, here and in experts.png.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Draw the curves of runs as a picture: loss, learning rate, gradient norm, throughput, memory, metrics."""
     with reported(json):
-        from .plot import run
+        from .plot import run, run_experts
 
-        run(run_dirs, out, json, over)
+        run_experts(run_dirs, out, json) if experts else run(run_dirs, out, json, over)
 
 
 def report(

@@ -36,7 +36,7 @@ from shardwise.train.metrics import Metric
 from shardwise.train.torch_metrics import is_torch_metric
 
 from .config import Config
-from .defaults import KEYS_OF_KIND
+from .defaults import EXPERTS, KEYS_OF_KIND
 from .factories import call, load_function
 from .lora import with_adapters
 from .pretrained import PretrainedFolder
@@ -63,7 +63,10 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
         load_function("model.factory", model.factory)
         documents = config.data.attention == "document"
         return _factory_constructor(model, aligned=config.data.is_text and loss is None, documents=documents), loss
-    sizes = {name: getattr(model, name) for name in KEYS_OF_KIND[str(model.name)]}
+    sizes = {name: getattr(model, name) for name in KEYS_OF_KIND[str(model.name)] if name not in EXPERTS}
+    if model.experts is not None:
+        sizes["moe"] = {argument: getattr(model, name) for name, argument in EXPERTS.items()}
+        sizes["moe"]["balance"] = None if model.balance == "none" else model.balance
     return lambda: GPT(**sizes) if model.name == "gpt" else Llama(**sizes), loss
 
 

@@ -31,9 +31,15 @@ KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained"
 SAME_ROWS = ("parallel.pp", "parallel.ep", "parallel.cp", "parallel.tp")
 """The keys with numbers of ranks that read the same rows: those of a pipeline, and those that share a layer."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
+EXPERTS = {
+    "experts": "experts", "experts_per_token": "top_k", "shared_experts": "shared",
+    "capacity_factor": "capacity_factor", "balance": "balance", "balance_weight": "balance_weight",
+    "z_weight": "z_weight", "bias_rate": "bias_rate",
+}  # fmt: skip
+"""The keys of a model with experts, and the arguments of ``shardwise.nn.MoE`` that they are."""
 KEYS_OF_KIND = {
-    "gpt": (*SIZES, "dropout"),
-    "llama": (*SIZES, "kv_heads", "tied"),
+    "gpt": (*SIZES, "dropout", *EXPERTS),
+    "llama": (*SIZES, "kv_heads", "tied", *EXPERTS),
     "model.factory": ("arguments",),
     "model.transformers": ("config", "lora"),
     "model.pretrained": ("config", "lora"),
@@ -72,6 +78,7 @@ def _model(draft: ConfigDraft, vocabulary: int | None) -> None:
         _foreign_keys(draft, kind)
         if kind in ("gpt", "llama"):
             _sizes(draft, kind, vocabulary)
+            _experts(draft)
 
 
 def _foreign_keys(draft: ConfigDraft, kind: str) -> None:
@@ -122,6 +129,26 @@ def _llama_heads(draft: ConfigDraft) -> None:
     if draft.sound("model.width") and draft["model.width"] // heads % 2:
         size = draft["model.width"] // heads
         draft.refuse("model.heads", "heads of an even size", f"model.width / model.heads is {size}")
+
+
+def _experts(draft: ConfigDraft) -> None:
+    """Fill in and check the keys of a model with experts."""
+    if not draft.given("model.experts"):
+        for key in (f"model.{name}" for name in EXPERTS):
+            if draft.given(key) and draft.sound(key):
+                draft.refuse(key, "left out, or model.experts beside it")
+        return
+    if not draft.sound("model.experts"):
+        return
+    experts = draft["model.experts"]
+    defaults = {
+        "experts_per_token": min(2, experts), "shared_experts": 0, "balance": "switch", "balance_weight": 0.01,
+        "z_weight": 0.0, "bias_rate": 0.0,
+    }  # fmt: skip
+    for name, value in defaults.items():
+        draft.default(f"model.{name}", value)
+    if draft.sound("model.experts_per_token") and draft["model.experts_per_token"] > experts:
+        draft.refuse("model.experts_per_token", f"1 to model.experts = {experts}")
 
 
 def _optimizer(draft: ConfigDraft) -> None:

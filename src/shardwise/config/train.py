@@ -32,6 +32,7 @@ def complete_train(draft: ConfigDraft) -> None:
     if draft.sound(key) and there(draft[key], os.path.lexists) and not there(draft[key], os.path.isdir):
         draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
     _sample_prompt(draft)
+    draft.default("train.expert_load_every", 10 if draft.given("model.experts") else 0)
     for reference in draft["train.callbacks"] if draft.sound("train.callbacks") else ():
         place = reference.rpartition(":")[0]
         if draft.sound("train.callbacks") and place.endswith(".py") and not there(place, os.path.isfile):

@@ -5,6 +5,7 @@ from __future__ import annotations
 WHOLE = "whole "
 KEPT = "kept "
 OUTPUT = "output "
+LOAD = "load "
 
 
 def has_rows(field: str) -> bool:
@@ -13,8 +14,9 @@ def has_rows(field: str) -> bool:
 
 
 def is_kept(name: str) -> bool:
-    """Return whether a result is a value that the user's loop looks at, or an output of the model, and no buffer."""
-    return name.startswith((KEPT, OUTPUT))
+    """Return whether a result is no buffer: a value that the user's loop looks at, an output of the model, or the load
+    of its experts."""
+    return name.startswith((KEPT, OUTPUT, LOAD))
 
 
 def is_output(name: str) -> bool:

@@ -92,7 +92,7 @@ def _table() -> Mapping[str, Fact]:
         "linalg_vecdot": f.LOW | f.ALIKE,
         "outer ger kron": f.ALIKE,
         "_grouped_mm": f.GROUPED_PRODUCT | f.LOW,
-        "transformers::grouped_mm_fallback": f.GROUPED_PRODUCT | f.HOST_READ,  # one expert after the other
+        "transformers::grouped_mm_fallback shardwise::grouped_mm": f.GROUPED_PRODUCT | f.HOST_READ,  # in turn
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d": f.CONVOLUTION | f.LOW | f.ALIKE,
         "convolution": f.CONVOLUTION | f.LOW,
         "scaled_dot_product_attention": f.ATTENTION | f.LOW,

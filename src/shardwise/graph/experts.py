@@ -153,6 +153,8 @@ class _Region:
             return self._counted(node, name)
         if own == [IDS] and self.experts > 0 and (known := self._of_missing(node, name)) is not None:
             return known
+        if own == [IDS] and name == "searchsorted":
+            return self._ends_found(node)
         if own == [COUNTS]:
             return OFFSETS if name == "cumsum" and given(node, "dim") == 0 else None
         if name == "index_put" and own == [BLANK, ORDER] and not given(node, "accumulate", False):
@@ -195,6 +197,16 @@ class _Region:
             experts, fits = given(node, "minlength", 0), given(node, "weights") is None
         self.experts = experts if self.experts in (0, experts) else -1
         return COUNTS if fits and self.experts > 0 else None
+
+    def _ends_found(self, node: fx.Node) -> int | None:
+        """Return the kind of the places before which all numbers up to 0, 1, 2 and so on are: where experts end."""
+        wanted = node.args[1]
+        if not isinstance(wanted, fx.Node) or wanted.target is not torch.ops.aten.arange.default:
+            return None
+        experts = wanted.meta["val"].shape[0]
+        fits = given(node, "right", False) and given(node, "sorter") is None and isinstance(experts, int)
+        self.experts = experts if fits and self.experts in (0, experts) else -1
+        return OFFSETS if self.experts > 0 else None
 
     def _all_numbers(self, node: Any) -> bool:
         """Return whether a value is 0, 1, 2 and so on for all rows."""

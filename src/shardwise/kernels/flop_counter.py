@@ -109,8 +109,11 @@ FLOPS: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "addmv": lambda args, _: 2 * args[1].numel(),
     **dict.fromkeys(("dot", "vdot"), lambda args, _: 2 * args[0].numel()),
     "_grouped_mm": _grouped,
-    "transformers::grouped_mm_fallback": _grouped,
-    "transformers::grouped_mm_fallback_backward": lambda args, _: 2 * _product(args[0], args[1]),
+    **dict.fromkeys(("transformers::grouped_mm_fallback", "shardwise::grouped_mm"), _grouped),
+    **dict.fromkeys(
+        ("transformers::grouped_mm_fallback_backward", "shardwise::grouped_mm_backward"),
+        lambda args, _: 2 * _product(args[0], args[1]),
+    ),
     "convolution": lambda args, result: _convolution(args[0], args[1], result, args[6]),
     "convolution_backward": _convolution_backward,
     **{f"_scaled_dot_product_{n}": lambda args, _: _attention(args[:3], 1, 1) for n in _KERNELS},

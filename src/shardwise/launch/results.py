@@ -51,7 +51,7 @@ class MetricsWriter:
     warn: Callable[[str], object] = print
     utilisation: Callable[[int, float], Metrics] | None = None
     observers: Observers = field(default_factory=Observers)
-    _pending: tuple[int, int, StepResult, float] | None = None
+    _pending: tuple[int, int, StepResult, float, Metrics] | None = None
     _failed: bool = False
     _earlier: int = 0
     _waiting: list[Metrics] = field(default_factory=list)
@@ -65,9 +65,10 @@ class MetricsWriter:
         """Return the key of the speed: that of tokens, or of samples if the data is no text."""
         return speed.SAMPLES if self.tokens_per_row is None else speed.TOKENS
 
-    def add(self, step: int, rows: int, result: StepResult, seconds: float) -> None:
-        """Take a step of ``rows`` rows that has been issued and took ``seconds``, and write the step before it."""
-        before, self._pending = self._pending, (step, rows, result, seconds)
+    def add(self, step: int, rows: int, result: StepResult, seconds: float, more: Metrics | None = None) -> None:
+        """Take a step of ``rows`` rows that has been issued and took ``seconds``, with ``more`` numbers of its own, and
+        write the step before it."""
+        before, self._pending = self._pending, (step, rows, result, seconds, more or {})
         self._write(before)
 
     def flush(self) -> None:
@@ -84,10 +85,10 @@ class MetricsWriter:
             with suppress(OSError):
                 self.file.close()
 
-    def _write(self, item: tuple[int, int, StepResult, float] | None) -> None:
+    def _write(self, item: tuple[int, int, StepResult, float, Metrics] | None) -> None:
         if item is None:
             return
-        step, rows, result, seconds = item
+        step, rows, result, seconds, more = item
         self._peak = max(self._peak, peak_memory(self.device))
         found = result.on_host()
         if found.skipped and found.scale is None:
@@ -107,6 +108,7 @@ class MetricsWriter:
             values["repeated"] = int(result.repeated)
         if self.utilisation is not None:
             values |= self.utilisation(rows, seconds)
+        values |= more
         self.history.append(values)
         self._waiting.append(values)
         self._tell()

@@ -39,6 +39,7 @@ from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.expert_loads import expert_loads, in_metrics
 from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import facts, write_about
@@ -188,8 +189,10 @@ class Run(Ready):
             # If batches overlap, their results come late, and several at once.
             end = begun[0][0] if begun else time.perf_counter()
             self._clock = end
+            every = self.config.train.expert_load_every
+            more = in_metrics(expert_loads(result, self.trainer.comm)) if every and at % every == 0 else {}
             if self.metrics is not None:
-                self.metrics.add(at, rows, result, end - start)
+                self.metrics.add(at, rows, result, end - start, more)
 
     @contextmanager
     def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
+from shardwise.capture.outputs import Wanted
 from shardwise.checkpoint.weights import check_weights, fit_weights
 from shardwise.config import Config, Hardware, build_data, build_model, build_plan, load_config
 from shardwise.config.build import Constructor, LossFunction, build_base_model
 from shardwise.config.lora import UnderAdapters
 from shardwise.core.devices import DeviceModel
+from shardwise.core.errors import ConfigError
 from shardwise.core.garbage import without_gc
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
@@ -26,6 +28,7 @@ from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady_batches
+from shardwise.train.expert_loads import layers_of_experts
 
 from .forecast import Forecast
 from .left_open import left_open
@@ -134,7 +137,20 @@ def compiled_here(
         model=there.model,
         per_host=per_host,
         loss_weight=config.model.loss_weight,
+        wanted=wanted_of(config),
     )
+
+
+def wanted_of(config: Config) -> Wanted:
+    """Return what units give for a step of training."""
+    return "load" if config.train.expert_load_every else "loss"
+
+
+def check_loads(config: Config, compiled: Compiled) -> None:
+    """Raise :class:`ConfigError` where loads are asked for and no layer of experts was found."""
+    if config.train.expert_load_every and not layers_of_experts(compiled.general):
+        wrong = "no layer of experts was found in the model"
+        raise ConfigError.on(f"train.expert_load_every = {config.train.expert_load_every}", wrong, "0")
 
 
 def default_ranks_per_host(mesh: Mesh) -> int:
@@ -204,4 +220,5 @@ def _compiled(
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
             model=model, per_host=default_ranks_per_host(plan.mesh), loss_weight=config.model.loss_weight,
+            wanted=wanted_of(config),
         )  # fmt: skip

@@ -48,7 +48,7 @@ from .ordering import settle, unordered
 from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
-from .subject import example_of, start_values
+from .subject import check_loads, example_of, start_values, wanted_of
 from .utilisation import utilisation
 
 DEVICE_TIMEOUT = 600.0
@@ -158,7 +158,9 @@ def _build(
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
             per_host=per_host, model=_slowest(cards), loss_weight=config.model.loss_weight,
+            wanted=wanted_of(config),
         )  # fmt: skip
+    check_loads(config, compiled)
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm, cards)
     if unordered(config):

@@ -16,12 +16,13 @@ from shardwise.graph.sizes import depends_on_data
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE, balance, carried
 from shardwise.parallel.schedule import stage_ranks, timetable
-from shardwise.units.trace import Bucket, Trace, Unit
+from shardwise.units.trace import INPUTS_OF, Bucket, Trace, Unit
 
 Weights = Mapping[int, float]
 """The cost of each unit in FLOPs, by its index."""
 EVERYWHERE = -1
-"""The stage of the unit "inputs", which depends on batch fields alone: every rank computes it for itself."""
+"""The stage of units of inputs, which depend on batch fields and buffers alone: every rank that reads them computes
+them for itself."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class StageSplit:
         for rank in range(self.ranks):
             own = {u for u, s in enumerate(self.stage) if s != EVERYWHERE and self.rank(u) == rank}
             for u in reversed(range(len(self.units))):
-                if self.stage[u] == EVERYWHERE and (rank == 0 or any(u in self.producers[r] for r in own)):
+                always = rank == 0 and not self.units[u].name.startswith(INPUTS_OF)
+                if self.stage[u] == EVERYWHERE and (always or any(u in self.producers[r] for r in own)):
                     own.add(u)
             found.append(tuple(sorted(own)))
         return tuple(found)
@@ -234,7 +236,7 @@ class StageSplit:
 def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
     blocks: dict[str, list[int]] = {}  # a block is not cut, whatever its segments
     for u in trace.units:
-        if u.name != "inputs":
+        if not u.is_inputs:
             blocks.setdefault(u.block, []).append(u.index)
     if sizes and sum(sizes) != len(blocks):
         wrong = f"{list(sizes)} are {sum(sizes)} units"
@@ -247,7 +249,7 @@ def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable
         sizes = balance([sum(each[u] for u in units) for units in blocks.values()], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
     found = dict(zip(blocks, stages, strict=True))
-    return tuple(EVERYWHERE if u.name == "inputs" else found[u.block] for u in trace.units)
+    return tuple(EVERYWHERE if u.is_inputs else found[u.block] for u in trace.units)
 
 
 def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> Weights:

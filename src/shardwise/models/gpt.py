@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardwise.nn import MoE
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,20 +67,39 @@ class MLP(nn.Module):
         return self.proj(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
-    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width)."""
+def apply_mlp(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what an MLP, or a mixture of experts, gives for ``x``, and what it adds to the loss, if it adds any."""
+    if not isinstance(mlp, MoE):
+        return mlp(x), None
+    found, loss = mlp(x)
+    return found, loss if mlp.has_loss else None
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+
+def with_losses(loss: Tensor, added: Sequence[Tensor | None]) -> Tensor:
+    """Return the loss with those that the blocks add to it."""
+    return sum((one for one in added if one is not None), loss)
+
+
+class Block(nn.Module):
+    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width).
+
+    ``moe`` are arguments of :class:`~shardwise.nn.MoE`, which is then in place of the MLP.
+    """
+
+    def __init__(
+        self, width: int, heads: int, hidden: int, dropout: float, moe: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width, hidden)
+        self.mlp = MLP(width, hidden) if moe is None else MoE(width, hidden, activation="gelu", **moe)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = x + self.drop(self.attention(self.norm1(x), mask))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        found, loss = apply_mlp(self.mlp, self.norm2(x))
+        return x + self.drop(found), loss
 
 
 class GPT(nn.Module):
@@ -84,7 +107,8 @@ class GPT(nn.Module):
 
     ``hidden`` is the MLP's width (default 4 x width), ``context`` the longest sequence in tokens, ``dropout`` the
     probability in the residual branches, the embedding and the attention weights.  ``width`` must be a multiple of
-    ``heads``.
+    ``heads``.  ``moe`` are arguments of :class:`~shardwise.nn.MoE`, such as ``{"experts": 8, "top_k": 2}``: then each
+    block has experts, of ``hidden`` elements each, in place of its MLP.
     """
 
     def __init__(
@@ -97,6 +121,7 @@ class GPT(nn.Module):
         hidden: int | None = None,
         context: int = 256,
         dropout: float = 0.0,
+        moe: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -105,7 +130,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden or 4 * width, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, hidden or 4 * width, dropout, moe) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
@@ -114,7 +139,7 @@ class GPT(nn.Module):
     def _initialise(self, layers: int) -> None:
         """Make weights normal with deviation 0.02, less for those of the 2 x layers sums into the residual stream."""
         for name, parameter in self.named_parameters():
-            if name.endswith("proj.weight"):
+            if name.endswith(("proj.weight", "mlp.down", "shared_down.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
             elif parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -124,8 +149,9 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or with ``labels`` the scalar loss.
 
-        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored.  ``documents`` (B, S), growing along S,
-        says to which document each token belongs: attention stays inside documents, and positions begin anew in each.
+        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored.  In training the losses of experts are
+        added.  ``documents`` (B, S), growing along S, says to which document each token belongs: attention stays inside
+        documents, and positions begin anew in each.
         """
         mask = None if documents is None else document_mask(documents)
         if mask is None:
@@ -133,7 +159,11 @@ class GPT(nn.Module):
         else:
             positions = mask.squeeze(1).sum(-1) - 1  # tokens of the same document before this one
         x = self.drop(self.wte(input_ids) + self.wpe(positions))
+        added = []
         for block in self.blocks:
-            x = block(x, mask)
+            x, loss = block(x, mask)
+            added.append(loss)
         logits: Tensor = self.lm_head(self.norm(x))
-        return logits if labels is None else token_loss(logits, labels)
+        if labels is None:
+            return logits
+        return with_losses(token_loss(logits, labels), added if self.training else ())

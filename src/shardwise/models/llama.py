@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpt import attend, document_mask, token_loss
+from shardwise.nn import MoE
+
+from .gpt import apply_mlp, attend, document_mask, token_loss, with_losses
 
 
 class RMSNorm(nn.Module):
@@ -86,25 +91,33 @@ def swiglu_hidden(width: int) -> int:
 
 
 class Block(nn.Module):
-    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width)."""
+    """Add attention and an MLP, each normed before, to what came in, (B, S, width) -> (B, S, width).
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    ``moe`` are arguments of :class:`~shardwise.nn.MoE`, which is then in place of the MLP.
+    """
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, hidden: int, moe: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.norm1 = RMSNorm(width)
         self.attention = Attention(width, heads, kv_heads)
         self.norm2 = RMSNorm(width)
-        self.mlp = SwiGLU(width, hidden)
+        self.mlp = SwiGLU(width, hidden) if moe is None else MoE(width, hidden, **moe)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = x + self.attention(self.norm1(x), rotary, mask)
-        return x + self.mlp(self.norm2(x))
+        found, loss = apply_mlp(self.mlp, self.norm2(x))
+        return x + found, loss
 
 
 class Llama(nn.Module):
     """This has Llama's architecture (Touvron et al., 2023).
 
     ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size; ``hidden`` is
-    the MLP's width (default: :func:`swiglu_hidden`); with ``tied`` the head is the embedding.
+    the MLP's width (default: :func:`swiglu_hidden`); with ``tied`` the head is the embedding.  ``moe`` are arguments of
+    :class:`~shardwise.nn.MoE`, such as ``{"experts": 8, "top_k": 2}``: then each block has experts, of ``hidden``
+    elements each, in place of its MLP.
     """
 
     rotary: Tensor
@@ -120,6 +133,7 @@ class Llama(nn.Module):
         hidden: int | None = None,
         context: int = 256,
         tied: bool = False,
+        moe: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         kv_heads = kv_heads or heads
@@ -128,7 +142,7 @@ class Llama(nn.Module):
         self.context, hidden = context, hidden or swiglu_hidden(width)
         self.embedding = nn.Embedding(vocabulary, width)
         self.register_buffer("rotary", rotary_table(context, width // heads), persistent=False)
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden, moe) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -140,13 +154,18 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return logits (B, S, vocabulary) of ``input_ids`` (B, S), or with aligned ``labels`` the scalar mean loss.
 
-        ``documents`` (B, S) says to which document each token belongs: attention stays inside it.  Positions need not
-        begin anew, because rotary attention sees their differences only.
+        In training the losses of experts are added to it.  ``documents`` (B, S) says to which document each token
+        belongs: attention stays inside it.  Positions need not begin anew, because rotary attention sees their
+        differences only.
         """
         mask = None if documents is None else document_mask(documents)
         x = self.embedding(input_ids)
         rotary = self.rotary[:, : input_ids.shape[1]].to(x.dtype)
+        added = []
         for block in self.blocks:
-            x = block(x, rotary, mask)
+            x, loss = block(x, rotary, mask)
+            added.append(loss)
         logits: Tensor = self.lm_head(self.norm(x))
-        return logits if labels is None else token_loss(logits, labels)
+        if labels is None:
+            return logits
+        return with_losses(token_loss(logits, labels), added if self.training else ())

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import shardwise.nn.grouped  # noqa: F401 - it registers the product
 from shardwise.backend import Backend, Kind
 from shardwise.ops.own_op import own_op
 from shardwise.wide import WideProduct
@@ -48,7 +49,7 @@ class Kernels(NamedTuple):
 
 @own_op(kept=True)
 def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
-    """Compute transformers' product of groups of rows (n, in) with a matrix for each group (groups, in, out).
+    """Compute the product of groups of rows (n, in) with a matrix for each group (groups, in, out).
 
     ``offs`` are the ends of the groups. The backward gives the gradient of the rows alone.
     """
@@ -60,12 +61,12 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
         ctx.save_for_backward(weight, offsets)
-        return torch.ops.transformers.grouped_mm_fallback(x, weight, offsets)
+        return torch.ops.shardwise.grouped_mm(x, weight, offsets)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, offsets = ctx.saved_tensors
-        return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
+        return torch.ops.shardwise.grouped_mm(grads[0], weight.mT, offsets), None, None
 
 
 @own_op(kept=True)

@@ -22,6 +22,7 @@ from shardwise.runtime.recorder import TRACE
 from . import happened, plan_words, speed
 from .chart import memory_chart, run_charts
 from .display import printable
+from .expert_maps import expert_maps, sheet
 from .files import ABOUT, CONFIG, EVALUATIONS, MEMORY, METRICS, PLAN, RESULT, SAMPLE, SAMPLES, parsed_line
 from .memory import present, read_memory
 from .panels import OVER, panels
@@ -70,6 +71,7 @@ class Facts:
     charts: Part[list[str]]
     plan: Part[tuple[list[str], Rows]]
     memory: Part[MemoryFacts]
+    experts: Part[str]  # empty for a model without experts
     step: Part[str]
     evaluations: Part[tuple[tuple[str, ...], Rows]]
     samples: Part[list[tuple[str, str]]]
@@ -102,6 +104,7 @@ def gathered(folder: Path) -> Facts:
         if run.found else Part(note=run.note),
         plan=_part(lambda: _plan(folder), folder / PLAN, "the run has not written its plan"),
         memory=_part(lambda: _memory(folder), folder / MEMORY, "the run has not predicted its memory"),
+        experts=_part(lambda: _experts(run.found), folder / METRICS, ""),
         step=_part(lambda: _step(folder), folder / TRACE, "no step has been recorded; train.trace_steps says which"),
         evaluations=_part(
             lambda: _evaluations(folder), folder / EVALUATIONS, "nothing has been evaluated; validation.every says when"
@@ -221,6 +224,11 @@ def _more(before: int, after: int | None) -> str:
     return (
         f"{(after - before) / before:+.1%}".replace("-0.0%", "0.0%").replace("+0.0%", "0.0%") if before else size(after)
     )
+
+
+def _experts(run: PlottedRun | None) -> str:
+    maps = [] if run is None else expert_maps(run)
+    return sheet(maps, "Over the steps").svg() if maps else ""
 
 
 def _step(folder: Path) -> str:

@@ -5,7 +5,7 @@ picture of matplotlib and a page of HTML draw it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,12 @@ from .runs import VALIDATION, Floats, PlottedRun
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 OVER = {"steps": "Step", "seconds": "Training time (s)"}
 """What curves can be drawn over, and the label of that axis."""
+EXPERTS = (
+    ("Entropy of the load of experts (1: even)", "expert_entropy", 1.0),
+    ("Largest load of an expert (means)", "expert_load_highest", 1.0),
+    ("Choices dropped (%)", "expert_dropped", 0.01),
+)
+"""What is drawn of experts, as means over layers: the title, the key, and what the value is divided by."""
 FEW = 30  # up to this number of steps are drawn as points, and are not smoothed
 DRAWN = 400  # points of a smoothed curve
 
@@ -91,10 +97,18 @@ def panels(runs: Sequence[PlottedRun], over: str = "steps") -> list[Panel]:
     for title, key, factor in (use, ("Loss scale", "loss_scale", 1.0)):
         if any(key in one for run in runs for one in run.metrics):
             found += [Panel(title, tuple(curves(key, "training", scaled=factor)), from_zero=True)]
+    for title, key, factor in EXPERTS:
+        found += [Panel(title, tuple(_finite(one) for one in curves(key, "training", scaled=factor)))]
     for key in dict.fromkeys(key for run in runs for key in run.evaluation_keys):
         title = key.replace("_", " ").capitalize()
         found += [Panel(f"{title} (validation)", tuple(curves(key, "validation", "points")))]
     return [one for one in found if not one.empty or one.title == "Loss"]
+
+
+def _finite(curve: Curve) -> Curve:
+    """Return a curve without the steps in which nothing was measured."""
+    good = np.isfinite(curve.values)
+    return replace(curve, places=curve.places[good], values=curve.values[good])
 
 
 def _throughput(runs: Sequence[PlottedRun], over: str) -> Panel:

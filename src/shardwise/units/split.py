@@ -26,8 +26,11 @@ from shardwise.shard.sharded import Sharded
 from shardwise.units import segments
 from shardwise.units.exchanges import Merge, merge_of, phases
 from shardwise.units.selective_recompute import note_unread, recallable
-from shardwise.units.trace import Unit
+from shardwise.units.trace import INPUTS_OF, Unit
 from shardwise.units.weight_products import expose, find, held, inside
+
+INPUTS = -1
+"""The key of the unit "inputs"."""
 
 
 def split(sharded: Sharded, exchanges: Sequence[fx.Node] = (), inside: bool = False) -> list[Unit]:
@@ -41,8 +44,9 @@ def split(sharded: Sharded, exchanges: Sequence[fx.Node] = (), inside: bool = Fa
     assigned, keys = _assign(graph, sharded, exchanges, [n for n, name in updates if is_output(name)])
     whole = {key for key in assigned.values() if key < 0 or keys.exchanges(key) or not inside}
     placed, moves = segments.cut(graph, assigned, whole, _sources)
-    first = _read_first(graph, sharded, placed)
-    placed |= dict.fromkeys(first, (-1, 0))
+    for node in _read_first(graph, sharded, placed):
+        readers = {placed[r][0] for r in _readers(node) if r in placed}
+        placed[node] = keys.inputs_of(readers.pop()) if len(readers) == 1 else INPUTS, 0
     order = sorted(set(placed.values()))
     own = frozenset(exchanges)
     builder = _Builder(sharded, placed, own, moves, useful, loss, updates)
@@ -92,8 +96,9 @@ def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> li
 def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, segments.Key]) -> list[fx.Node]:
     """Return the buffers that forward writes and whose old values the loss, a kept value, or several units read.
 
-    They become outputs of the unit "inputs", which is never run again: a later unit, and a unit that is recomputed,
-    read what the buffer held when the microbatch began. (BatchNorm's running statistics are not among them: only their
+    They become outputs of the unit "inputs", or of one for the only unit that reads them, so that a pipeline has each
+    on one stage. Those are never run again: a later unit, and a unit that is recomputed, read what the buffer held when
+    the microbatch began. (BatchNorm's running statistics are not among them: only their
     own updates read them.)
     """
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
@@ -140,15 +145,19 @@ def block_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The units' sortable keys. -1 is "inputs". Each phase has the same ``names``: place 0 is before the first block, i
-    is the i-th block, counted from 1, then comes what is after the last block, and then the exchange that ends the
-    phase."""
+    """The units' sortable keys. -1 is "inputs", and lower ones are the inputs of single units. Each phase has the same
+    ``names``: place 0 is before the first block, i is the i-th block, counted from 1, then comes what is after the last
+    block, and then the exchange that ends the phase."""
 
     names: Sequence[str]
 
     def key(self, phase: int, place: int) -> int:
         """Return the key of a place in a phase."""
         return phase * (len(self.names) + 1) + place
+
+    def inputs_of(self, key: int) -> int:
+        """Return the key of the inputs of a unit, and the key of the unit for that of its inputs."""
+        return INPUTS - 1 - key
 
     def exchange(self, phase: int) -> int:
         """Return the key of the exchange before a phase."""
@@ -165,7 +174,7 @@ class _Keys:
     def of(self, key: int) -> str:
         """Return the name of a unit."""
         if key < 0:
-            return "inputs"
+            return "inputs" if key == INPUTS else f"{INPUTS_OF}{self.of(self.inputs_of(key))}"
         phase, place = divmod(key, len(self.names) + 1)
         if place == len(self.names):
             return f"exchange {phase + 1}"
@@ -214,7 +223,7 @@ def _assign(
                 place = min(users, default=0)
                 place = 0 if place == 1 and early[node] else place
             else:
-                place = users.pop() if len(users) == 1 else -1
+                place = users.pop() if len(users) == 1 else INPUTS
             if keys.exchanges(place):  # nothing but the exchange itself is in its unit
                 place -= 1
             unit.update(dict.fromkeys((node, *items), place))

@@ -33,6 +33,8 @@ from shardwise.units.segments import Moves
 
 DECAY = "decay"
 """The name of the group of parameters with weight decay in a flat buffer."""
+INPUTS_OF = "inputs of "
+"""The name of a unit of inputs that one other unit reads begins so, and goes on with the name of that one."""
 
 
 NOT_CAPTURED = "the whole model: it was not captured"
@@ -204,6 +206,11 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.block = self.block or self.name
+
+    @property
+    def is_inputs(self) -> bool:
+        """Whether the unit gives what follows from batch fields and buffers alone."""
+        return self.name == "inputs" or self.name.startswith(INPUTS_OF)
 
     @property
     def exchanges(self) -> bool:

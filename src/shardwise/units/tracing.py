@@ -19,6 +19,7 @@ from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.shard.assignment import TensorParallelSpec
@@ -92,7 +93,7 @@ def trace(
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
         loss_weight: what the loss of a model that is not captured is of its rows, if a trial is not to find that.
         over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
-        wanted: whether units give the model's outputs too, for an evaluation.
+        wanted: whether units give the model's outputs too, for an evaluation, or the load of experts.
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
@@ -127,7 +128,7 @@ def trace(
             group,
             device or torch.device("cpu"),
             loss_weight,
-            wanted,
+            "loss" if wanted == "load" else wanted,
         )
         if over_batch:
             wrong = f'"batch" is not possible: the model could not be captured, so it cannot be cut: {error}'
@@ -175,10 +176,13 @@ def _normal(
         precision, training, ones, rows, wanted = key
         normal = functionalise(
             capture(
-                module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows, wanted=wanted
+                module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
+                wanted="loss" if wanted == "load" else wanted,
             )
-        )
+        )  # fmt: skip
         normalise(normal)
+        if wanted == "load":
+            keep_loads(normal)
         captures[key] = normal
     return captures[key]
 

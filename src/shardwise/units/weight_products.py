@@ -268,7 +268,7 @@ PRODUCTS: Mapping[str, _Rule] = {
     "linear": _Rule(_left),
     **dict.fromkeys(("mm", "matmul", "bmm", "addmm", "baddbmm"), _Rule(_right)),
     "_grouped_mm": _Rule(_groups),
-    "transformers::grouped_mm_fallback": _Rule(_groups, grouped),
+    **dict.fromkeys(("transformers::grouped_mm_fallback", "shardwise::grouped_mm"), _Rule(_groups, grouped)),
     **dict.fromkeys(named(Fact.CONVOLUTION), _Rule(_filters, convolved)),
 }
 """The rules by the name of the op; each name is a key of ``FACTORS``."""

@@ -143,6 +143,53 @@ class ModelConfig:
         does="gpt only: the probability that an element is dropped",
         otherwise="0",
     )
+    experts: int | None = key(
+        integer(1),
+        does="the number of experts in each block, among which a router chooses for each token (docs/experts.md)",
+        otherwise="none: each block has an MLP",
+    )
+    experts_per_token: int | None = key(
+        integer(1),
+        does="with `experts`: the number of experts that a token gets",
+        otherwise="2, or 1 of a single expert",
+        legal="1 to `experts`",
+    )
+    shared_experts: int | None = key(
+        integer(0),
+        does="with `experts`: the number of further experts, which every token has",
+        otherwise="0",
+    )
+    capacity_factor: float | None = key(
+        number(0, open_=True),
+        does=(
+            "with `experts`: no expert takes more tokens of a sequence than this times their mean number, rounded up; "
+            "others are dropped"
+        ),
+        otherwise="none: no token is dropped",
+    )
+    balance: str | None = key(
+        choice("switch", "gshard", "none"),
+        does="with `experts`: the loss that grows as tokens gather at few experts, after Switch or GShard",
+        otherwise='`"switch"`',
+    )
+    balance_weight: float | None = key(
+        number(0),
+        does="with `experts`: the factor on that loss",
+        otherwise="0.01",
+    )
+    z_weight: float | None = key(
+        number(0),
+        does="with `experts`: the factor on the router's z-loss, which keeps its logits small",
+        otherwise="0",
+    )
+    bias_rate: float | None = key(
+        number(0),
+        does=(
+            "with `experts`: what each step adds to the bias of an expert with fewer tokens than the mean, and takes "
+            "from that of one with more: a balance without a loss"
+        ),
+        otherwise="0: there are no biases",
+    )
     tied: bool | None = key(
         switch(),
         does="llama only: whether embeddings and output projection are one parameter",

@@ -99,6 +99,14 @@ class TrainConfig:
         0,
         does="the number of steps from one sample of generated text to the next; 0: none",
     )
+    expert_load_every: int | None = key(
+        integer(0),
+        does=(
+            "the number of steps from one to the next whose metrics say how many tokens each expert got, and how many "
+            "were dropped; 0: none"
+        ),
+        otherwise="10 with `model.experts`, else 0",
+    )
     max_restarts: int = key(
         integer(0),
         3,

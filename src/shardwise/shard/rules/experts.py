@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Factor, Layout
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Experts
 from shardwise.graph.schema import is_tensor, selects_result
+from shardwise.nn.grouped import ALIGNED
 from shardwise.ops import experts as own
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -30,14 +31,31 @@ from shardwise.shard.rules.table import Table, given, op_name, rank_of, tensors
 RULES = Table()
 
 
-@RULES.rule("_grouped_mm", "transformers::grouped_mm_fallback")
+@RULES.rule("_grouped_mm", "transformers::grouped_mm_fallback", "shardwise::grouped_mm")
 def _grouped_product(context: ShardingContext, node: fx.Node) -> Any:
     x, weight = node.args[:2]
     ends = given(node, "offs")
     if rank_of(context, x) != 2 or rank_of(context, weight) != 3 or tensors(node) != [x, weight, ends]:
         return None
     pairs = [(x, [None, "in"]), (weight, [None, "in", "out"]), (ends, [None])]
-    return context.labelled(node, pairs, ["row", "out"], (0, 1))
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        if op_name(node) != "_grouped_mm" or _in_whole_bytes(emitter, solved.values[1]):
+            return emitter.plain(node, solved)
+        return emitter.emit(node, solved.values, {}, solved.layout, torch.ops.shardwise.grouped_mm.default)
+
+    return context.labelled(node, pairs, ["row", "out"], (0, 1), emit=emit)
+
+
+def _in_whole_bytes(emitter: Emitter, weight: fx.Node) -> bool:
+    """Whether every rank's part of a weight has the sizes that PyTorch's grouped product takes."""
+    axes = emitter.context.tensor.axes
+
+    def local(factor: Factor) -> int:
+        ranks = math.prod(axes[axis] for axis in factor.axes)
+        return factor.size // ranks if factor.size % ranks == 0 else 1
+
+    return all(math.prod(map(local, dim)) % ALIGNED == 0 for dim in weight.meta["layout"].dims[1:])
 
 
 def layer(context: ShardingContext, node: fx.Node) -> OpSharding:

@@ -61,6 +61,20 @@ def _gather(context: ShardingContext, node: fx.Node) -> Any:
     return context.labelled(node, [(o, labels) for o in operands], out)
 
 
+@RULES.rule("searchsorted")
+def _searchsorted(context: ShardingContext, node: fx.Node) -> Any:
+    """Look up values in sequences: in one for all, or each row in its own."""
+    operands = tensors(node)
+    if len(operands) != 2 or given(node, "sorter") is not None:
+        return None
+    sequence, values = operands
+    labels: list[Any] = list(range(rank_of(context, node)))
+    rows = [*labels[:-1], None]  # every value looks at the whole sequence
+    return context.labelled(
+        node, [(sequence, rows if rank_of(context, sequence) > 1 else [None]), (values, labels)], labels
+    )
+
+
 @RULES.rule("take_along_dim")
 def _take_along_dim(context: ShardingContext, node: fx.Node) -> Any:
     operands, dim = tensors(node), given(node, "dim")
