@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.backend import Backend, Kind
+from shardwise.ops.env import Env
 from shardwise.ops.own_op import own_op
 from shardwise.wide import WideProduct
 
 aten = torch.ops.aten
+
+ALIGNMENT = 16
+"""Kernels of grouped products take matrices whose rows, or columns, begin at multiples of so many bytes."""
 
 
 class GradientFactors(NamedTuple):
@@ -66,6 +70,43 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, offsets = ctx.saved_tensors
         return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
+
+
+@own_op(kept=True)
+def grouped_mm(env: Env, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Compute the product of groups of rows (n, in) with a matrix for each group (groups, in, out), of any width.
+
+    torch's own takes operands whose rows, or columns, begin at multiples of 16 bytes: those of a whole model may do
+    so, and those of a rank's part of it not. These are copied to where they do.
+    """
+    y: Tensor = _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+        ctx.save_for_backward(x, weight, offsets)
+        return F.grouped_mm(aligned(x), aligned(weight), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight, offsets), dy = ctx.saved_tensors, aligned(grads[0])
+        dx = F.grouped_mm(dy, aligned(weight.mT), offs=offsets) if ctx.needs_input_grad[0] else None
+        dw = F.grouped_mm(aligned(x.t()), dy, offs=offsets) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return matrices whose rows, or whose columns if these are what lies together, begin where kernels take them."""
+    step = ALIGNMENT // x.element_size()
+    if x.stride(-1) != 1:
+        return aligned(x.mT).mT if x.stride(-2) == 1 else aligned(x.contiguous())
+    size, stride = x.shape[-1], x.stride(-2)
+    if stride % step == 0 and stride >= max(size, step):
+        return x
+    found = x.new_empty(*x.shape[:-1], max(1, -(-size // step)) * step)[..., :size]
+    return found.copy_(x)
 
 
 @own_op(kept=True)

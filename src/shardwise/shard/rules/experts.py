@@ -17,14 +17,16 @@ import torch
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Mesh
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Experts
 from shardwise.graph.schema import is_tensor, selects_result
 from shardwise.ops import experts as own
+from shardwise.ops.weight_gradients import ALIGNMENT, grouped_mm
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, OpSharding, Placement, Shard, Strategy
+from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Placement, Shard, Strategy
 from shardwise.shard.rules.table import Table, given, op_name, rank_of, tensors
 
 RULES = Table()
@@ -37,7 +39,22 @@ def _grouped_product(context: ShardingContext, node: fx.Node) -> Any:
     if rank_of(context, x) != 2 or rank_of(context, weight) != 3 or tensors(node) != [x, weight, ends]:
         return None
     pairs = [(x, [None, "in"]), (weight, [None, "in", "out"]), (ends, [None])]
-    return context.labelled(node, pairs, ["row", "out"], (0, 1))
+    form = context.labelled(node, pairs, ["row", "out"], (0, 1))
+
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        places = {group: strategy.operands[1] for group, strategy in strategies.items()}
+        return None if _aligned(context, weight, places) else OwnCall(grouped_mm, tuple(values))
+
+    if op_name(node) == "_grouped_mm":
+        form.call, form.factors = call, True
+    return form
+
+
+def _aligned(context: ShardingContext, weight: fx.Node, places: Mapping[str, Placement]) -> bool:
+    """Return whether the kernel takes what each rank has of the matrices of experts."""
+    layout, mesh = context.layout_of(context.shape(weight), places), Mesh.spanned(context.tensor.axes)
+    sizes = {size for rank in range(mesh.size) for size in layout.local_shape(mesh, rank)[1:]}
+    return all(size and size * weight.meta["val"].element_size() % ALIGNMENT == 0 for size in sizes)
 
 
 def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
