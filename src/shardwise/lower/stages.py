@@ -90,7 +90,7 @@ class StageSplit:
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
         else:
-            stage = _stages(trace, plan.pipeline.stages, number, weights or (lambda: weights_of(trace)))
+            stage = _stages(trace, plan, number, weights or (lambda: weights_of(trace)))
         return StageSplit(tuple(trace.units), stage, ranks, plan.pipeline.schedule, carried(plan), number)
 
     @property
@@ -230,7 +230,9 @@ class StageSplit:
         )
 
 
-def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
+def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
+    """Return which of ``number`` stages each unit is in."""
+    sizes, each = plan.pipeline.stages, plan.pipeline.stages_per_rank
     everywhere = {u.index for u in trace.units if u.name == "inputs"}
     units = [u.index for u in trace.units if u.index not in everywhere]
     if sizes and sum(sizes) != len(units):
@@ -238,8 +240,10 @@ def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable
         wrong = f"{list(sizes)} are {sum(sizes)} units"
         raise ConfigError.on("stages", wrong, f"{len(units)} in all: {names}")
     if number > len(units):
-        wrong = f"{number} stages of {len(units)} units are not legal"
-        raise ConfigError.on("pp", wrong, f"at most {len(units)} stages")
+        wrong, most = f"{number} stages of {len(units)} units are not legal", f"at most {len(units)} stages"
+        if each > 1:
+            most += f": pp = {max(1, len(units) // each)}, or a schedule with fewer than {each} stages on each rank"
+        raise ConfigError.on("pp", wrong, most)
     if not sizes:
         each = weights()
         sizes = balance([each[u] for u in units], number)
