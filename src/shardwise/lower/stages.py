@@ -245,8 +245,8 @@ def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights
             most += f": pp = {max(1, len(units) // each)}, or a schedule with fewer than {each} stages on each rank"
         raise ConfigError.on("pp", wrong, most)
     if not sizes:
-        each = weights()
-        sizes = balance([each[u] for u in units], number)
+        costs = weights()
+        sizes = balance([costs[u] for u in units], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
     found = dict(zip(units, stages, strict=True))
     return tuple(found.get(u.index, EVERYWHERE) for u in trace.units)

@@ -18,7 +18,7 @@ from shardwise.wide import WideProduct
 aten = torch.ops.aten
 
 ALIGNMENT = 16
-"""Kernels of grouped products take matrices whose rows, or columns, begin at multiples of so many bytes."""
+"""Kernels of grouped products take matrices whose rows are a multiple of so many bytes."""
 
 
 class GradientFactors(NamedTuple):
@@ -74,10 +74,10 @@ class _Grouped(torch.autograd.Function):
 
 @own_op(kept=True)
 def grouped_mm(env: Env, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the product of groups of rows (n, in) with a matrix for each group (groups, in, out), of any width.
+    """Compute the product of groups of rows (n, in) with a matrix for each group (groups, in, out), of any sizes.
 
-    torch's own takes operands whose rows, or columns, begin at multiples of 16 bytes: those of a whole model may do
-    so, and those of a rank's part of it not. These are copied to where they do.
+    torch's own takes matrices whose rows are a multiple of 16 bytes: those of a whole model may be, and those of a
+    rank's part of it not. Zeros are added to these, for some kernels read what lies behind a row.
     """
     y: Tensor = _GroupedMM.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
     return y
@@ -87,26 +87,28 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
         ctx.save_for_backward(x, weight, offsets)
-        return F.grouped_mm(aligned(x), aligned(weight), offs=offsets)
+        return F.grouped_mm(aligned(x, -1), aligned(weight, -2, -1), offs=offsets)[:, : weight.shape[-1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight, offsets), dy = ctx.saved_tensors, aligned(grads[0])
-        dx = F.grouped_mm(dy, aligned(weight.mT), offs=offsets) if ctx.needs_input_grad[0] else None
-        dw = F.grouped_mm(aligned(x.t()), dy, offs=offsets) if ctx.needs_input_grad[1] else None
+        (x, weight, offsets), dy = ctx.saved_tensors, aligned(grads[0], -1)
+        wide, out = weight.shape[-2:]
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = F.grouped_mm(dy, aligned(weight, -2, -1).mT, offs=offsets)[:, :wide]
+        if ctx.needs_input_grad[1]:
+            dw = F.grouped_mm(aligned(x, -1).t(), dy, offs=offsets)[:, :wide, :out]
         return dx, dw, None
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Return matrices whose rows, or whose columns if these are what lies together, begin where kernels take them."""
+def aligned(x: Tensor, *dims: int) -> Tensor:
+    """Return ``x`` with zeros behind it in these dims, counted from the last, so that they are multiples of what
+    kernels take, and in rows that lie together."""
     step = ALIGNMENT // x.element_size()
-    if x.stride(-1) != 1:
-        return aligned(x.mT).mT if x.stride(-2) == 1 else aligned(x.contiguous())
-    size, stride = x.shape[-1], x.stride(-2)
-    if stride % step == 0 and stride >= max(size, step):
-        return x
-    found = x.new_empty(*x.shape[:-1], max(1, -(-size // step)) * step)[..., :size]
-    return found.copy_(x)
+    more = [0, 0, 0, 0]
+    for dim in dims:
+        more[-2 * dim - 1] = max(1, -(-x.shape[dim] // step)) * step - x.shape[dim]
+    return F.pad(x, more).contiguous() if any(more) else x.contiguous()
 
 
 @own_op(kept=True)
