@@ -16,12 +16,16 @@ def covering(
     """Those in which any two columns have every pair of values that some case has: greedily, the case with most new
     ones next.
     """
-    found = {case: set(itertools.combinations(enumerate(columns(case)), 2)) for case in cases}
-    left = set().union(*found.values())
+    numbers: dict[Any, int] = {}  # of the pairs; sets of them are bits, which thousands of cases take
+    found = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(enumerate(columns(case)), 2))
+        for case in cases
+    ]
+    left = (1 << len(numbers)) - 1
     while left:
-        best = max(cases, key=lambda case: len(left & found[case]))
-        left -= found[best]
-        yield best
+        best = max(range(len(cases)), key=lambda i: (left & found[i]).bit_count())
+        left &= ~found[best]
+        yield cases[best]
 
 
 def few(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:

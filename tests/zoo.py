@@ -265,6 +265,12 @@ def own(name: str, words: int) -> Model:
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
+LATENT = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
 
 def hugging(name: str, words: int) -> Model:
     import transformers as t
@@ -304,6 +310,11 @@ def hugging(name: str, words: int) -> Model:
             t.MixtralForCausalLM,
             t.MixtralConfig(**grouped, num_local_experts=4, output_router_logits=variant == "balanced"),
         )
+    elif name == "qwen3 moe":
+        sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
+        build, config = t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**grouped, **sizes)
+    elif kind == "deepseek":
+        build, config = t.DeepseekV3ForCausalLM, t.DeepseekV3Config(**text, **LATENT)
     elif kind == "qwen3":
         build, config = t.Qwen3ForCausalLM, t.Qwen3Config(**grouped, head_dim=8, tie_word_embeddings=True)
     elif kind == "vit":

@@ -21,6 +21,7 @@ from communicating import communicated
 from covering import covering
 from processes import run_processes
 from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.context import context_parallel
@@ -28,6 +29,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import expert_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.verify.verify import verify
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -211,6 +213,29 @@ def test_a_weight_that_all_experts_share(experts: int, ep: int, dp: int, tp: int
     check(compiled, batches, expected, PLAIN)
     (norm,) = (p for p in compiled.general.parameters if p.name.endswith("norm.weight"))
     assert not norm.axes
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("width", [40, 56])
+@pytest.mark.parametrize(("kind", "tp", "ep"), [("1d", 2, 1), ("1d", 3, 2), ("1d-sp", 6, 1), ("2d", 4, 1)])
+def test_parts_that_no_kernel_takes_as_they_are(width: int, kind: Any, tp: int, ep: int) -> None:
+    """In bf16 kernels take experts of widths that divide by 8: the model's does, and a rank's part of it does not."""
+    plan = expert_parallel(tensor_parallel(Plan.of(precision="bf16", mesh=Mesh(())), tp, kind), ep)
+    one, batches = narrow(width)
+    report = verify(one.module, batches, plan, captured=one)
+    assert report.passed, (report.worst[:3], report.low_precision)
+    units = one.under(plan).general.units
+    ops = [node.target for unit in units if unit.graph is not None for node in unit.graph.nodes]
+    assert torch.ops.shardwise.grouped_mm.default in ops
+
+
+@functools.cache
+def narrow(width: int) -> tuple[Compiled, list[dict[str, Tensor]]]:
+    import transformers as t
+
+    torch.manual_seed(0)
+    module = t.MixtralForCausalLM(t.MixtralConfig(**{**SIZES, "intermediate_size": width, "num_local_experts": 4}))
+    return Compiled(module.train(), ALONE, zoo.tokens(words=24), None), [zoo.tokens(words=24)]
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

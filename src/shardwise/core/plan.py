@@ -165,7 +165,8 @@ def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: b
     if not kind.asynchronous:
         return
     if sharded:
-        raise ConfigError.on("zero", f"sharded states are {illegal}, which keeps several versions of weights", "0.")
+        wrong = f"sharded states are {illegal}, which keeps several versions of weights"
+        raise ConfigError.on("zero", wrong, '0, or a schedule with one version, such as "1f1b".')
     if reduce not in ("auto", "fp64", "fp32"):
         raise ConfigError.on("reduce", f'"{reduce}" is {illegal}', '"auto".')
     if kind.stages_alone and precision == "fp16":

@@ -92,7 +92,7 @@ class StageSplit:
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
         else:
-            stage = _stages(trace, plan.pipeline.stages, number, weights or (lambda: weights_of(trace)))
+            stage = _stages(trace, plan, number, weights or (lambda: weights_of(trace)))
         return StageSplit(tuple(trace.units), stage, ranks, plan.pipeline.schedule, carried(plan), number)
 
     @property
@@ -233,8 +233,10 @@ class StageSplit:
         )
 
 
-def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
-    blocks: dict[str, list[int]] = {}  # a block is not cut, whatever its segments
+def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
+    """Return which of ``number`` stages each unit is in; a block is in one, whatever its segments."""
+    sizes, each = plan.pipeline.stages, plan.pipeline.stages_per_rank
+    blocks: dict[str, list[int]] = {}
     for u in trace.units:
         if not u.is_inputs:
             blocks.setdefault(u.block, []).append(u.index)
@@ -242,11 +244,13 @@ def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable
         wrong = f"{list(sizes)} are {sum(sizes)} units"
         raise ConfigError.on("stages", wrong, f"{len(blocks)} in all: {', '.join(blocks)}")
     if number > len(blocks):
-        wrong = f"{number} stages of {len(blocks)} units are not legal"
-        raise ConfigError.on("pp", wrong, f"at most {len(blocks)} stages")
+        wrong, most = f"{number} stages of {len(blocks)} units are not legal", f"at most {len(blocks)} stages"
+        if each > 1:
+            most += f": pp = {max(1, len(blocks) // each)}, or a schedule with fewer than {each} stages on each rank"
+        raise ConfigError.on("pp", wrong, most)
     if not sizes:
-        each = weights()
-        sizes = balance([sum(each[u] for u in units) for units in blocks.values()], number)
+        costs = weights()
+        sizes = balance([sum(costs[u] for u in units) for units in blocks.values()], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
     found = dict(zip(blocks, stages, strict=True))
     return tuple(EVERYWHERE if u.is_inputs else found[u.block] for u in trace.units)
