@@ -189,7 +189,7 @@ def tensor_parallel(
     rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"],
     backend: Literal["auto", "gloo", "alone"] = "auto", **more: Any,
 ) -> Step:  # fmt: skip
-    """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give, some of them ``more``."""
+    """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give, ``more`` of them."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
 

@@ -550,7 +550,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins "
-        "ep cp context dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
+        "ep cp context overlap dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
