@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from shardwise.core.instruction import CATEGORY, Buffer, BufferKind, Category, Instruction, Op
+from shardwise.core.instruction import CATEGORY, Buffer, BufferKind, Category, Instruction, Lane, Op
 from shardwise.estimate.timeline import Made, timeline, total
 
 P, G, S = Buffer("param", 0), Buffer("grad", 0), Buffer("state", 0)
@@ -22,6 +22,9 @@ class Table:
 
     def made(self, one: Instruction) -> Made:
         return self.makes.get(one.op, {})
+
+    def arrived(self, one: Instruction) -> tuple[Made, int]:
+        return ({A: {"": 30}}, 40) if one.lane is Lane.MOVE else ({}, 0)
 
     def peak(self, one: Instruction) -> int:
         return self.peaks.get(one.op, 0)
@@ -89,3 +92,15 @@ def test_the_first_of_equal_peaks_counts() -> None:
 
 def test_every_kind_of_buffer_has_a_category() -> None:
     assert set(CATEGORY) == set(BufferKind)
+
+
+def test_what_is_under_way_is_there_until_it_is_waited_for() -> None:
+    moving = Buffer("moving", 1, 0)
+    post = Instruction(
+        Op.FORWARD, unit=1, microbatch=0, lane=Lane.MOVE, axes=("tp",), writes=(moving,), frees=(moving,)
+    )
+    found = timeline((post, STEP, replace(BACKWARD, waits=(0,))), Table({Op.FORWARD: {moving: {"": 25}}}, {}, {P: 100}))
+    posted, between, arrived = found.moments
+    assert total(posted.after) == total(between.before) == total(between.after) == 125
+    assert total(arrived.peak) == 165  # what has come beside what was under way, and 10 more
+    assert total(arrived.after) == 100  # BACKWARD has freed what came

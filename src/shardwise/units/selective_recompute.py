@@ -84,7 +84,7 @@ def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int, inner: Collection[
         mine.meta["unread"] = theirs not in read
 
 
-def _read(graph: fx.Graph, own: int, inner: Collection[int]) -> set[fx.Node]:
+def _read(graph: fx.Graph, own: int, inner: Collection[int] = ()) -> set[fx.Node]:
     """Return the nodes whose values, and not only their shapes, RECOMPUTE or backward may need."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
