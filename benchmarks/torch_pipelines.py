@@ -39,7 +39,7 @@ class Stage(nn.Module):
         if self.first:
             x = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks.values():
-            x = block(x)
+            x, _ = block(x)
         return self.lm_head(self.norm(x)) if self.last else x
 
 

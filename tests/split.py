@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from shardwise.core.timetable import Task
-from shardwise.lower import step
+from shardwise.lower.compute import Compute
 
 Key = Callable[[int, int], tuple[int, ...]]
 """(microbatch, number of microbatches) → after which microbatch the second part comes; ties are broken by what follows.
@@ -36,5 +36,5 @@ def ordered(microbatches: int, order: str) -> list[Task]:
 def split(order: str) -> Iterator[None]:
     """Programs that are lowered meanwhile have their backwards in two parts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step._Lowering, "tasks", lambda self: ordered(self.plan.microbatches, order))
+        patch.setattr(Compute, "groups", lambda self: [(task,) for task in ordered(self.plan.microbatches, order)])
         yield

@@ -123,7 +123,7 @@ def is_as_an_ordinary_loop(source: Path, ours: Trained, out: Path) -> None:
 
 
 def synchronous(setting: Setting) -> bool:
-    return not traits(setting.pp[1]).asynchronous and setting.divided > 1
+    return not traits(setting.pp[1]).asynchronous and sum(size > 1 for size in setting.sizes) > 1
 
 
 @pytest.mark.quick(1)

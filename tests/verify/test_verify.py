@@ -202,7 +202,7 @@ def test_a_wrong_kept_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_value_that_is_not_kept_though_it_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective_recompute, "_read", lambda graph, own: set())
+    monkeypatch.setattr(selective_recompute, "_read", lambda graph, own, inner: set())
     assert not _gpt_report(recompute="selective")
 
 
