@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -130,7 +131,8 @@ def train(one: zoo.Model, plan: Plan, device: torch.device, rank: int, compiled:
         trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-3), plan, one.batch, clip_norm=1.0, comm=comm)
         metrics = MetricsWriter(io.StringIO(), trainer.engine.optimizer, 1, device)
         nothing: Any = None
-        run = Run(nothing, trainer, nothing, nothing, Surroundings(Progress(folder / "record")), nothing, metrics)
+        config: Any = SimpleNamespace(train=SimpleNamespace(expert_load_every=0))  # all that a step looks at
+        run = Run(config, trainer, nothing, nothing, Surroundings(Progress(folder / "record")), nothing, metrics)
         run._clock = 0.0
         with trainer.loader(samples, zoo.ROWS) as loader:
             for step in range(STEPS):

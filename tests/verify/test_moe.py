@@ -105,7 +105,7 @@ def fits(case: tuple[Any, ...]) -> bool:
     return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.few(30)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -247,7 +247,7 @@ def forced(how: str, experts: int, top_k: int, factor: float | None) -> tuple[Co
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", ["all to one", "none to one", "exactly the capacity", "random"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 1), (6, 2)])
