@@ -104,9 +104,9 @@ def _pageable(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _early(call: Callable[..., Any]) -> Callable[..., Any]:
-    def early(self: MetricsWriter, step: int, rows: int, result: Any, seconds: float) -> None:
+    def early(self: MetricsWriter, step: int, rows: int, result: Any, seconds: float, *more: Any) -> None:
         result.on_host()  # the step has just been issued
-        call(self, step, rows, result, seconds)
+        call(self, step, rows, result, seconds, *more)
 
     return early
 
