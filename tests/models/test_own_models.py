@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shardwise.models import GPT, Llama, generate
 
@@ -87,15 +88,20 @@ def test_llama_equals_transformers(kv_heads: int, tied: bool) -> None:
         "post_attention_layernorm": "norm2",
         "model.": "",
     }
+    copy_weights(theirs, ours, names)
+    ids = tokens()
+    # Their norm is in fp32 whatever the model's dtype.
+    assert (ours(ids) - theirs(ids).logits).abs().max() < 2e-6
+
+
+def copy_weights(theirs: nn.Module, ours: nn.Module, names: dict[str, str]) -> None:
+    """Give a model the weights of ours, where parts of its names stand for parts of ours."""
     state = ours.state_dict()
     for name, parameter in theirs.named_parameters():
         here = name
         for old, new in names.items():
             here = here.replace(old, new)
         parameter.data.copy_(state[here])
-    ids = tokens()
-    # Their norm is in fp32 whatever the model's dtype.
-    assert (ours(ids) - theirs(ids).logits).abs().max() < 2e-6
 
 
 def test_llama_with_experts_equals_mixtral() -> None:
@@ -113,12 +119,7 @@ def test_llama_with_experts_equals_mixtral() -> None:
         "embed_tokens": "embedding", "layers": "blocks", "self_attn": "attention", "input_layernorm": "norm1",
         "post_attention_layernorm": "norm2", "model.": "", "experts.gate_up_proj": "up", "experts.down_proj": "down",
     }  # fmt: skip
-    state = ours.state_dict()
-    for name, parameter in theirs.named_parameters():
-        here = name
-        for old, new in names.items():
-            here = here.replace(old, new)
-        parameter.data.copy_(state[here])
+    copy_weights(theirs, ours, names)
     ids = tokens()
     assert (ours(ids) - theirs(ids).logits).abs().max() < 5e-6  # their norm and router are in fp32
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import composed
+from test_experts import composed, fits
 from test_tensor import ALONE, CLIP, PLAIN, check, oracle
 from torch import Tensor, nn
 
@@ -98,11 +98,6 @@ CASES = list(
         (1, 2),
     )
 )
-
-
-def fits(case: tuple[Any, ...]) -> bool:
-    _, ep, cp, tensor, data, pp, _, microbatches = case
-    return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2))
 
 
 @pytest.mark.quick(3)

@@ -20,7 +20,7 @@ from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.versions import Versions
-from shardwise.parallel.overlap import Group
+from shardwise.parallel.overlap import Group, neighbours, together
 from shardwise.units.trace import Bucket, Trace
 
 Turn = list[Instruction]
@@ -58,7 +58,7 @@ class Compute:
     training: bool
     used: Sequence[Sequence[Bucket]]
     stage_axes: tuple[str, ...]
-    _written: set[tuple[int, int]] = field(default_factory=set)  # (bucket, batch) of gradients that have been written
+    written: set[tuple[int, int]] = field(default_factory=set)  # (bucket, batch) of gradients that some backward writes
     _begun: set[tuple[int, int]] = field(default_factory=set)  # (unit, microbatch) of forwards of units without a stage
 
     @cached_property
@@ -83,11 +83,10 @@ class Compute:
         if self.trace.shared:
             return [(task,) for task in self.versions.tasks(self.rank) if task.kind == "F"]
         stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
-        number = self.plan.microbatches
+        tasks = [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
         if self.plan.tensor.overlap == "none":
-            return [(Task("F", s, m),) for m in range(number) for s in stages]
-        each = [range(m, min(m + 2, number)) for m in range(0, number, 2)]
-        return [tuple(Task("F", s, m) for m in pair) for pair in each for s in stages]
+            return [(task,) for task in tasks]
+        return [*neighbours(together(tasks))]
 
     def add(self, group: Group, draft: ProgramDraft) -> None:
         """Append the turns of a task, or those of a pair, interleaved, to a draft."""
@@ -123,16 +122,11 @@ class Compute:
         for one in turn:
             batch = self.versions.batch(one.microbatch)
             new = tuple(
-                b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self._written
+                b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self.written
             )
-            self._written |= {(index, batch) for index in new}
+            self.written |= {(index, batch) for index in new}
             found.append(replace(one, first=new) if new else one)
         return found
-
-    @property
-    def written(self) -> set[tuple[int, int]]:
-        """The gradients that some backward writes, as (bucket, batch)."""
-        return self._written
 
     # ---- one block -------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class Computing(UnitBackward):
         """Post the FORWARD or RECOMPUTE of a unit of moves; its outputs are live after the handle's wait."""
         batch, number = self.batches.place(one.microbatch)
         env = batch.env(number)
-        env.lane, env.posts = str(one.lane), True
+        env.lane, env.posts = str(Lane.MOVE), True  # also where gradients alone travel
         moving = unit.function(env, *self.arguments(unit, one.microbatch, env))
         self.moved[unit.index, one.microbatch] = [x.back if isinstance(x, Moving) else None for x in moving]
 
