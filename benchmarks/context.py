@@ -9,20 +9,17 @@ rank gives the losses that all must have.  MiB is the most that was resident on 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import platform
-from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import torch
 
 from alternate import Contender, alternate
-from ranking import figures, report
+from ranking import figures, finish, parser, table, task_of
 from shardwise.core.tensor_options import Context
 from shardwise.launch.local import ALLOCATOR
-from task import Task, context_parallel
+from task import context_parallel
 from zero import reference
 
 KINDS = get_args(Context)
@@ -32,20 +29,11 @@ STEPS, WARMUP = 2, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=1, help="rows of the batch for each rank")
-    parser.add_argument("--rounds", type=int, default=6, help=f"turns of {STEPS} steps each")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    options = parser.parse_args()
+    options_of = parser(__doc__, STEPS, ranks=2, sequence=2048, layers=4, rows=1)
+    options = options_of.parse_args()
     if options.ranks < 2 or options.sequence <= options.ranks:
-        parser.error("--ranks and --sequence: legal: 2 ranks and more, and more tokens than ranks")
-    task = replace(
-        Task(), sequence=options.sequence, layers=options.layers, rows=options.rows, precision=options.precision
-    )
+        options_of.error("--ranks and --sequence: legal: 2 ranks and more, and more tokens than ranks")
+    task = task_of(options)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.ranks} ranks")
     expected = reference(task, options.ranks)
     makers = {kind: functools.partial(context_parallel, task=task, kind=kind) for kind in KINDS}
@@ -56,7 +44,8 @@ def main() -> None:
     for one in every:
         base = next(o for o in every if o.name == BASE + IN_MEMORY * one.name.endswith(IN_MEMORY))
         rows.append(figures(one, base, expected, task))
-    report(rows, BASE, task, options)
+    table(rows, BASE)
+    finish(rows, task, options)
 
 
 if __name__ == "__main__":

@@ -1,63 +1,70 @@
-"""Time expert parallelism beside data parallelism of the same mixture of experts.
+"""Time expert parallelism beside data parallelism and transformers' expert parallelism of the same mixture of experts.
 
-    python benchmarks/experts.py [--ranks 2] [--experts 8] [--rounds 6] [--precision fp32] [--json FILE]
+    python benchmarks/experts.py [--ranks 2] [--experts 8] [--rounds 6] [--precision fp32]
+                                 [--only "transformers EP" ep] [--json FILE]
 
 The task is a Mixtral of transformers, unchanged, of which every rank has its own rows.  shardwise has all experts on
 every rank (``dp``), shards them like all else at rest (``zero-3``), or sends tokens to the ranks that have their
-experts (``ep``), over gloo and in the ranks' common memory; DDP is torch's, with the same kernels.  All take turns in
-one run, and an ordinary loop on one rank gives the losses that all must have.  MiB is the most that was resident.
+experts (``ep``), over gloo and in the ranks' common memory.  DDP is torch's, and "transformers EP" (torch_experts.py)
+that library's own expert parallelism, with FSDP2 or with DDP for all that is no expert; they have the same kernels
+(fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and gloo.  Those of --only, and DDP, take
+turns in one run, and an ordinary loop on one rank gives the losses that all must have.  MiB is the most that was
+resident on a rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import platform
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from alternate import Contender, alternate
-from ranking import figures, report
+from alternate import Contender, StepMaker, alternate
+from ranking import figures, finish, parser, table, task_of
 from shardwise.launch.local import ALLOCATOR
 from task import Task, expert_parallel, ours, plain
+from torch_experts import transformers_experts, transformers_experts_ddp
 from zero import reference
 
 IN_MEMORY = " in common memory"
-BASE = "DDP"
+BASE, PEER, WITH_DDP = "DDP", "transformers EP", " + DDP"
+SIZES = {"experts": 8, "width": 256, "layers": 4, "heads": 8, "vocabulary": 8192, "sequence": 256, "rows": 2}
+NAMES = [BASE, PEER, PEER + WITH_DDP, *(plan + memory for memory in ("", IN_MEMORY) for plan in ("dp", "zero-3", "ep"))]
 STEPS, WARMUP = 2, 3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=2, help="rows of the batch for each rank")
-    parser.add_argument("--rounds", type=int, default=6, help=f"turns of {STEPS} steps each")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    options = parser.parse_args()
-    if options.ranks < 2 or options.experts < options.ranks:
-        parser.error("--ranks and --experts: legal: 2 ranks and more, and an expert for each")
-    task = Task(
-        family="mixtral",
-        experts=options.experts, width=options.width, layers=options.layers, rows=options.rows,
-        precision=options.precision,
-    )  # fmt: skip
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.ranks} ranks")
-    expected = reference(task, options.ranks)
-    makers: dict[str, Any] = {BASE: functools.partial(plain, task=task, ddp=True)}
+def contenders(task: Task, ranks: int, only: Sequence[str]) -> list[Contender]:
+    """Make DDP and those contenders of ``only``, :data:`NAMES`."""
+    makers: dict[str, StepMaker] = {
+        BASE: functools.partial(plain, task=task, ddp=True),
+        PEER: functools.partial(transformers_experts, task=task, ep=ranks),
+        PEER + WITH_DDP: functools.partial(transformers_experts_ddp, task=task),
+    }
     for name, backend in (("", "gloo"), (IN_MEMORY, "auto")):
         makers["dp" + name] = functools.partial(ours, task=task, backend=backend)
         makers["zero-3" + name] = functools.partial(ours, task=task, zero=3, backend=backend)
         makers["ep" + name] = functools.partial(expert_parallel, task=task, backend=backend)
-    every = [Contender(name, make, options.ranks, environment=dict(ALLOCATOR)) for name, make in makers.items()]
+    return [
+        Contender(name, make, ranks, environment=dict(ALLOCATOR))
+        for name, make in makers.items()
+        if name in (BASE, *only)
+    ]
+
+
+def main() -> None:
+    options_of = parser(__doc__, STEPS, names=NAMES, ranks=2, **SIZES)
+    options = options_of.parse_args()
+    if options.ranks < 2 or options.experts % options.ranks:
+        options_of.error("--ranks and --experts: legal: 2 ranks and more, and a multiple of their number of experts")
+    task = task_of(options, family="mixtral")
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.ranks} ranks")
+    expected = reference(task, options.ranks)
+    every = contenders(task, options.ranks, options.only)
     alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)
     rows = [figures(one, every[0], expected, task) for one in every]
-    report(rows, BASE, task, options)
+    table(rows, BASE)
+    finish(rows, task, options)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ no more can be hidden than a rank computes.  An ordinary loop on one rank gives 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from alternate import Contender, alternate
 from link import slow_link
+from ranking import parser, task_of
 from shardwise.launch.local import ALLOCATOR
 from task import Task, expert_parallel, tensor_parallel
 from zero import SAME, off, reference
@@ -32,23 +31,15 @@ WAYS = ("alone", "none", "pairs")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabits", type=int, default=200, help="megabits a second of the link, each way")
-    parser.add_argument("--kinds", nargs="+", choices=["tp", "tp-sp", "ep"], default=["tp", "tp-sp", "ep"])
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=4, help="rows of the batch for each rank")
-    parser.add_argument("--rounds", type=int, default=4, help=f"turns of {STEPS} steps each")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    options = parser.parse_args()
+    counts = {"megabits": 200, "microbatches": 4, "width": 768, "layers": 4, "sequence": 128, "rows": 4}
+    options_of = parser(__doc__, STEPS, rounds=4, precision=False, **counts)
+    options_of.add_argument("--kinds", nargs="+", choices=["tp", "tp-sp", "ep"], default=["tp", "tp-sp", "ep"])
+    options = options_of.parse_args()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.megabits} Mbit/s")
-    sizes = {name: getattr(options, name) for name in ("width", "layers", "sequence", "rows")}
     rows = []
     with slow_link(options.megabits) as link:
         for kind in options.kinds:
-            task = Task(**sizes, **({"family": "mixtral", "experts": 8} if kind == "ep" else {}))
+            task = task_of(options, **({"family": "mixtral", "experts": 8} if kind == "ep" else {}))
             expected = reference(task, RANKS)
             every = [
                 Contender(

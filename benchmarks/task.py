@@ -104,6 +104,15 @@ def fused_adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torc
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
+def by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Return groups for an optimizer, of ordinary parameters and of DTensors by their mesh, since fused AdamW takes no
+    mixture of these."""
+    groups: dict[Any, list[Tensor]] = {}
+    for one in parameters:
+        groups.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    return [{"params": group} for group in groups.values()]
+
+
 def loop(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], *, autocast: bool
 ) -> Step:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from alternate import Step
 from stages import Pipeline
 from task import Task, plain
+from torch_experts import transformers_experts, transformers_experts_ddp
 from torch_pipelines import TorchPipeline
 from torch_tensor import dtensor, heads_major
 
@@ -64,3 +66,30 @@ def in_shards_beside(rank: int, ranks: int, *, task: Task, tied: bool = True, **
         return float(torch.stack(apart).max())
 
     return step
+
+
+def with_experts_beside(rank: int, ranks: int, *, task: Task, **sizes: int) -> Step:
+    """Steps of a mixture that transformers distributes, with FSDP2 or, without ``sizes``, with DDP; each gives how far
+    its gradients and its parameters then are from an ordinary loop's, as a part of the largest of each.
+    """
+    mine, model = task.model(), task.model()
+    make = transformers_experts if sizes else transformers_experts_ddp
+    peer, loop = make(rank, ranks, task=task, model=mine, **sizes), plain(0, 1, task=task, rows_of=ranks, model=model)
+
+    def step() -> float:
+        peer(), loop()
+        return apart(mine, model)
+
+    return step
+
+
+def apart(mine: nn.Module, model: nn.Module) -> float:
+    """How far gradients and parameters of a distributed model are from those of one on this rank."""
+    expected, found = dict(model.named_parameters()), dict(mine.named_parameters())
+    assert found.keys() == expected.keys()
+    most = 0.0
+    for name, one in found.items():
+        for this, wanted in ((one, expected[name]), (one.grad, expected[name].grad)):
+            whole = this.full_tensor() if isinstance(this, DTensor) else this
+            most = max(most, float((whole - wanted).abs().max() / wanted.abs().max()))
+    return most
