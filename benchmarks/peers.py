@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_process_group
+from torch.distributed.device_mesh import DeviceMesh
 
 from alternate import Step
 from task import Task, fast_matmul, fused_adamw, loop
@@ -23,25 +25,31 @@ def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
     """Make a step with ``fully_shard`` on each block and the root; with ``reshard`` blocks are freed after forward and
     gathered again for backward.
 
-    In bf16 gradients are reduced in fp32, as in shardwise.  The root (embedding and head) stays gathered, as is torch's
-    default.
+    The root (embedding and head) stays gathered, as is torch's default.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     fast_matmul(task)
     if task.device == "cuda":
         init_process_group("nccl", device_id=task.place)
     else:
         init_process_group("gloo")
-    mesh = init_device_mesh(task.device, (ranks,))
+    model = task.model().to(task.place)
+    shard_fully(model, init_device_mesh(task.device, (ranks,)), model.blocks, task, reshard=reshard)
+    return loop(task, model, fused_adamw(model.parameters()), task.batch([rank]), autocast=False)
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh, blocks: Iterable[nn.Module], task: Task, *, reshard: bool) -> None:
+    """Shard these blocks of a model, and then the rest of it, over ``mesh``.
+
+    In bf16 gradients are reduced in fp32, as in shardwise."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = bf16 if task.precision == "bf16" else MixedPrecisionPolicy()
-    model = task.model().to(task.place)
-    for block in model.blocks:
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
-    return loop(task, model, fused_adamw(model.parameters()), task.batch([rank]), autocast=False)
 
 
 def zero_redundancy(rank: int, ranks: int, *, task: Task) -> Step:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -55,16 +55,40 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A GPT in stages over ``ranks`` ranks; a step is a batch of ``ranks`` × ``task.rows`` rows, in microbatches."""
+    """A GPT in stages over ``ranks`` ranks, or over as many groups of ``dp`` × ``tp`` ranks.
+
+    A step is a batch of ``task.rows`` rows for each of all ranks, in microbatches, of which ``dp`` pipelines have equal
+    parts.  The shards of a stage over ``tp`` have the same rows.  With ``zero`` 3 those over ``dp`` have shards of it.
+    """
 
     task: Task
     kind: Kind
     ranks: int
     microbatches: int
+    dp: int = 1
+    tp: int = 1
+    zero: Literal[0, 3] = 0
+
+    @property
+    def all_ranks(self) -> int:
+        return self.ranks * self.dp * self.tp
 
     @property
     def rows(self) -> int:
-        return self.task.rows * self.ranks
+        return self.task.rows * self.all_ranks
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of a config's ``[parallel]`` for this pipeline.
+
+        Under ZeRO-3 what is gathered stays so for the step, and gradients are reduced once, as torch's pipelines do.
+        """
+        once = {"gathered": "step", "reduced": "step"} if self.zero == 3 else {}
+        return {
+            "pp": self.ranks, "dp": self.dp, "zero": self.zero, "tp": self.tp, "schedule": self.kind.name,
+            "stages_per_rank": self.kind.stages_per_rank, "microbatches": self.microbatches,
+            "stages": [len(units) for units in self.cut()], **once,
+        }  # fmt: skip
 
     @property
     def last(self) -> int:

@@ -4,7 +4,7 @@ shardwise's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,17 +181,23 @@ def divided(
 
 def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
     """Make a Trainer for a plan under which every rank has the rows of all ranks, and that batch."""
+    return under(task, plan, 0, ranks, **options)
+
+
+def under(task: Task, plan: Any, rank: int, ranks: int, **options: Any) -> tuple[Any, Any]:
+    """Make a Trainer for a plan, and the part of the rows of all ranks that this rank has under it."""
     from shardwise import OptimizerChoice, Trainer
     from shardwise.core.layout import rank_rows
-    from shardwise.data.loader import Batch
+    from shardwise.data.loader import AXES, Batch
 
     fast_matmul(task)
     batch, rows = task.batch(range(ranks)), task.rows * ranks
+    spans = rank_rows(rows, plan.microbatches, plan.mesh.axis_size(AXES), plan.mesh.index(rank, AXES))
+    mine = {name: torch.cat([values[a:b] for a, b in spans]) for name, values in batch.items()}
     choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
-    example = {name: values.cpu() for name, values in batch.items()}
+    example = {name: values.cpu() for name, values in mine.items()}
     trainer = Trainer(task.model(), choice, plan, example, clip_norm=task.clip_norm, **options)
-    spans = rank_rows(rows, plan.microbatches, 1, 0)
-    return trainer, Batch(batch, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+    return trainer, Batch(mine, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
 def tensor_parallel(
@@ -199,12 +205,19 @@ def tensor_parallel(
     backend: Literal["auto", "gloo", "alone"] = "auto", **more: Any,
 ) -> Step:  # fmt: skip
     """Make the step of shardwise's tensor parallelism, by the plan that the config's keys give, ``more`` of them."""
+    return planned(rank, ranks, task=task, keys={"tp": ranks, "tensor": tensor, **more}, backend=backend)
+
+
+def planned(
+    rank: int, ranks: int, *, task: Task, keys: Mapping[str, Any], backend: Literal["auto", "gloo", "alone"] = "auto"
+) -> Step:
+    """Make the step of the plan that these keys of a config's ``[parallel]`` give."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
 
-    keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision, **more}
+    keys = {"dp": 1, "precision": task.precision, **keys}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    trainer, given = undivided(task, plan, ranks, comm=connected(rank, task, plan, backend))
+    trainer, given = under(task, plan, rank, ranks, comm=connected(rank, task, plan, backend))
     return lambda: trainer.step(given).loss
 
 

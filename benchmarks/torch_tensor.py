@@ -8,7 +8,7 @@ again here.
 
 Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks.  Fused AdamW takes no
 mixture of these and DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other
-loops.
+loops, or FSDP2 casts what it shards further.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from alternate import Step
+from peers import shard_fully
 from shardwise.models.gpt import Attention, attend
-from task import Task, fast_matmul, fused_adamw, loop
+from task import Task, by_mesh, fast_matmul, fused_adamw, loop
 
 COLUMNS = ("qkv", "up", "lm_head")
 """The linear layers of which a rank has some outputs."""
@@ -45,17 +47,17 @@ class HeadsMajor(nn.Module):
 
 
 def heads_major(model: nn.Module) -> nn.Module:
-    """Give this GPT :class:`HeadsMajor` attention, with which it computes the same, and return it."""
-    for block in model.blocks:
-        block.attention = HeadsMajor(block.attention)
+    """Give this GPT, or units of one, :class:`HeadsMajor` attention, with which it computes the same; return it."""
+    for block in list(model.modules()):
+        if isinstance(getattr(block, "attention", None), Attention):
+            block.attention = HeadsMajor(block.attention)
     return model
 
 
-def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bool) -> nn.Module:
-    """Shard this GPT over all ranks and return it; with ``sequence`` norms and residuals are sharded along the
-    sequence, with ``split_loss`` logits stay sharded.
+def parallelized(model: nn.Module, mesh: DeviceMesh, *, sequence: bool, split_loss: bool) -> nn.Module:
+    """Shard this GPT, or these units of one, over ``mesh`` and return it; with ``sequence`` norms and residuals are
+    sharded along the sequence, with ``split_loss`` logits stay sharded.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -72,8 +74,12 @@ def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bo
     if sequence:
         plan["wpe"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
         plan |= {name: SequenceParallel() for name in ("blocks.*.norm1", "blocks.*.norm2", "norm")}
-    parallelize_module(heads_major(model), init_device_mesh("cpu", (ranks,)), plan)
-    model.lm_head.weight = model.wte.weight
+    has = {name.partition(".")[0] for name, _ in model.named_modules()}
+    parallelize_module(
+        heads_major(model), mesh, {name: style for name, style in plan.items() if name.partition(".")[0] in has}
+    )
+    if {"lm_head", "wte"} <= has:
+        model.lm_head.weight = model.wte.weight
     return model
 
 
@@ -82,25 +88,30 @@ def dtensor(
     ranks: int,
     *,
     task: Task,
+    dp: int = 1,
     sequence: bool = False,
     split_loss: bool = False,
     model: nn.Module | None = None,
 ) -> Step:
-    """Make the step of an ordinary loop over a parallelized GPT (by default the task's), on the rows of all ranks.
+    """Make the step of an ordinary loop over a parallelized GPT (by default the task's).
 
-    With ``sequence`` it uses SequenceParallel, with ``split_loss`` loss_parallel.
+    With ``sequence`` it uses SequenceParallel, with ``split_loss`` loss_parallel.  With ``dp`` its shards are sharded
+    by FSDP2 over that many ranks, which have different rows; it frees those of a block after use.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
 
     fast_matmul(task)
     dist.init_process_group("gloo")
-    model = parallelized(task.model() if model is None else model, ranks, sequence=sequence, split_loss=split_loss)
-    kinds: dict[bool, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    optimizer = fused_adamw([{"params": parameters} for parameters in kinds.values()])
-    step = loop(task, model, optimizer, task.batch(range(ranks)), autocast=task.precision == "bf16")
+    tp = ranks // dp
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = task.model() if model is None else model
+    parallelized(model, mesh["tp"], sequence=sequence, split_loss=split_loss)
+    if dp > 1:
+        shard_fully(model, mesh["dp"], model.blocks, task, reshard=True)
+    optimizer = fused_adamw(by_mesh(model.parameters()))
+    batch = task.batch(range(rank // tp * tp, rank // tp * tp + tp))
+    step = loop(task, model, optimizer, batch, autocast=task.precision == "bf16" and dp == 1)
 
     def run() -> Tensor:
         with loss_parallel() if split_loss else nullcontext():
