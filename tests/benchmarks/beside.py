@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from alternate import Step
@@ -58,7 +60,8 @@ def in_shards_beside(rank: int, ranks: int, *, task: Task, tied: bool = True, **
     def step() -> float:
         loss, wanted = peer(), loop()
         expected = dict(heads_major(copy.deepcopy(model)).named_parameters())
-        apart = [(loss - wanted).abs()]
+        dist.all_reduce(loss)  # over ranks that may have different rows
+        apart = [(loss / ranks - wanted).abs()]
         for name, parameter in mine.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             apart.append((whole - expected.pop(name, model.lm_head.weight)).abs().max())
@@ -78,18 +81,37 @@ def with_experts_beside(rank: int, ranks: int, *, task: Task, **sizes: int) -> S
 
     def step() -> float:
         peer(), loop()
-        return apart(mine, model)
+        expected, found = dict(model.named_parameters()), dict(mine.named_parameters())
+        assert found.keys() == expected.keys()
+        return apart(found, expected)
 
     return step
 
 
-def apart(mine: nn.Module, model: nn.Module) -> float:
-    """How far gradients and parameters of a distributed model are from those of one on this rank."""
-    expected, found = dict(model.named_parameters()), dict(mine.named_parameters())
-    assert found.keys() == expected.keys()
+def shared_stages_beside(rank: int, ranks: int, *, pipeline: Pipeline, **options: bool) -> Step:
+    """Steps of a pipeline whose stages several ranks share, in fp64; each gives how far gradients and parameters of the
+    rank's stages then are from an ordinary loop's, as a part of the largest of each.
+    """
+    torch.set_default_dtype(torch.float64)
+    peer = TorchPipeline(rank, ranks, pipeline=pipeline, **options)
+    model = pipeline.task.model()
+    loop = plain(0, 1, task=pipeline.task, rows_of=ranks, model=heads_major(model) if pipeline.tp > 1 else model)
+    expected = dict(model.named_parameters(remove_duplicate=False))
+
+    def step() -> float:
+        peer(), loop()
+        return apart(peer.parameters, expected)
+
+    return step
+
+
+def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """How far parameters of a distributed model and their gradients are from those of one on this rank, as a part of
+    the largest of each."""
     most = 0.0
     for name, one in found.items():
         for this, wanted in ((one, expected[name]), (one.grad, expected[name].grad)):
+            assert this is not None and wanted is not None
             whole = this.full_tensor() if isinstance(this, DTensor) else this
             most = max(most, float((whole - wanted).abs().max() / wanted.abs().max()))
     return most
