@@ -72,20 +72,23 @@ def truth(name: str, microbatches: int) -> Any:
 
 
 def composed(
-    ep: int, cp: tuple[int, Any], tensor: tuple[str, int], data: tuple[int, int], pp: tuple[int, str], recompute: Any,
+    ep: int, cp: tuple[int, Any], tensor: tuple[Any, ...], data: tuple[int, int], pp: tuple[int, str], recompute: Any,
     microbatches: int,
 ) -> Plan:  # fmt: skip
     plan = ALONE.replace(microbatches=microbatches, recompute=recompute)
-    plan = context_parallel(tensor_parallel(plan, tensor[1], tensor[0]), *cp)  # type: ignore[arg-type]
+    kind, size, *experts = tensor
+    plan = context_parallel(tensor_parallel(plan, size, kind, experts=(experts or ["inside"])[0]), *cp)
     return pipeline(data_parallel(expert_parallel(plan, ep), *data), *pp)  # type: ignore[arg-type]
 
+
+BY_NUMBER = tuple((kind, size, "by-number") for kind, size in (("1d", 2), ("1d", 3), ("1d", 4), ("1d-sp", 2)))
 
 CASES = list(
     itertools.product(
         ("mixtral", "qwen3", "olmoe", "deepseek", "gpt-oss", "granite"),
         (1, 2, 3, 4),
         ((1, "gathered"), (2, "gathered"), (2, "ring"), (2, "heads")),
-        (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("2d", 4), ("3d", 8)),
+        (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("2d", 4), ("3d", 8), *BY_NUMBER),
         ((1, 0), (2, 0), (3, 1), (2, 2), (2, 3)),
         ((1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (2, "zbv")),
         ("none", "full", "selective"),
@@ -96,7 +99,8 @@ CASES = list(
 
 def fits(case: tuple[Any, ...]) -> bool:
     _, ep, cp, tensor, data, pp, _, microbatches = case
-    return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2))
+    enough = tensor not in BY_NUMBER or ep * tensor[1] <= 4  # all models have four experts or more
+    return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2) and enough)
 
 
 @pytest.mark.quick(8)
@@ -111,20 +115,21 @@ def test_together(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plan", ["dp", "ep", "tp", "cp"])
+@pytest.mark.parametrize("plan", ["dp", "ep", "tp", "tp by number", "cp"])
 def test_nothing_is_computed_twice(name: str, plan: str) -> None:
     """No op is whole on every rank, and no weight of experts where ranks share them."""
     one, batches, _ = model(name)
     size = 2
     made = {
         "dp": lambda: data_parallel(ALONE, size), "ep": lambda: expert_parallel(ALONE, size),
-        "tp": lambda: tensor_parallel(ALONE, size), "cp": lambda: context_parallel(ALONE, size),
+        "tp": lambda: tensor_parallel(ALONE, size),
+        "tp by number": lambda: tensor_parallel(ALONE, size, experts="by-number"), "cp": lambda: context_parallel(ALONE, size),
     }[plan]()  # fmt: skip
     compiled = one.under(made)
     check(compiled, batches, truth(name, 1), PLAIN)
     if name != "mixtral balanced":  # its balance is one of the whole batch
         assert not compiled.general.replicated
-    if plan in ("ep", "tp"):
+    if plan in ("ep", "tp", "tp by number"):
         of_experts = [p for p in compiled.general.parameters if ".experts." in p.name]
         whole = [p.name for p in of_experts if not p.axes and not (plan == "tp" and p.name.endswith(BIASES))]
         assert of_experts
@@ -192,24 +197,34 @@ def forced(how: str, experts: int, slots: int, normed: bool = False) -> tuple[Co
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-@pytest.mark.quick(8)
+SHARED = [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)]
+BY_NUMBER_SHARED = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
+
+
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("how", ROUTES)
 @pytest.mark.parametrize(("experts", "slots"), [(4, 1), (6, 2), (5, 3)])
-@pytest.mark.parametrize(("ep", "dp", "tp"), [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)])
-def test_what_tokens_choose(how: str, experts: int, slots: int, ep: int, dp: int, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("ep", "dp", "tp", "tensor"),
+    [*((*one, "inside") for one in SHARED), *((*one, "by-number") for one in BY_NUMBER_SHARED)],
+)
+def test_what_tokens_choose(how: str, experts: int, slots: int, ep: int, dp: int, tp: int, tensor: Any) -> None:
     """The last batch has fewer rows than some plans have ranks."""
     one, batches, expected = forced(how, experts, slots)
-    plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp)
+    plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp, experts=tensor), ep), dp)
     check(one.under(plan), batches, expected, PLAIN)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(("ep", "dp", "tp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 1)])
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("ep", "dp", "tp", "tensor"),
+    [*((*one, "inside") for one in (*SHARED, (1, 1, 2))), *((*one, "by-number") for one in BY_NUMBER_SHARED)],
+)
 @pytest.mark.parametrize("experts", [4, 8])
-def test_a_weight_that_all_experts_share(experts: int, ep: int, dp: int, tp: int) -> None:
+def test_a_weight_that_all_experts_share(experts: int, ep: int, dp: int, tp: int, tensor: Any) -> None:
     """A norm behind the last product, of width 8, which may be the number of experts."""
     one, batches, expected = forced("random", experts, 2, normed=True)
-    compiled = one.under(data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp))
+    compiled = one.under(data_parallel(expert_parallel(tensor_parallel(ALONE, tp, experts=tensor), ep), dp))
     check(compiled, batches, expected, PLAIN)
     (norm,) = (p for p in compiled.general.parameters if p.name.endswith("norm.weight"))
     assert not norm.axes
@@ -247,10 +262,33 @@ def test_more_ranks_than_experts() -> None:
         one.under(expert_parallel(ALONE, 5))
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "wrong"),
+    [
+        (5, 1, "for 4 experts; legal: 1 to 4, or experts = .inside"),
+        (3, 2, "for 4 experts over ep = 2; legal: 1 to 2, or experts = .inside"),
+    ],
+)
+def test_more_ranks_of_tp_than_experts(tp: int, ep: int, wrong: str) -> None:
+    one, *_ = model("mixtral")
+    with pytest.raises(ConfigError, match=f'tp: {tp} is not legal with experts = "by-number" {wrong}'):
+        one.under(expert_parallel(tensor_parallel(ALONE, tp, experts="by-number"), ep))
+
+
 def test_a_model_without_experts() -> None:
     own = zoo.make("own gpt", 16)
-    with pytest.raises(ConfigError, match="ep: 2 is not legal: no layer of experts was found in the model; legal: 1"):
+    wrong = "no layer of experts was found in the model; legal:"
+    with pytest.raises(ConfigError, match=f"ep: 2 is not legal: {wrong} 1"):
         Compiled(own.module.double(), expert_parallel(ALONE, 2), own.batch, own.loss)
+    with pytest.raises(ConfigError, match=f'experts: "by-number" is not legal: {wrong} "inside"'):
+        Compiled(own.module.double(), tensor_parallel(ALONE, 2, experts="by-number"), own.batch, own.loss)
+
+
+@pytest.mark.parametrize("options", [{"tensor": "2d"}, {"tensor_plan": "auto"}])
+def test_who_else_decides(options: dict[str, str]) -> None:
+    name, word = next(iter(options.items()))
+    with pytest.raises(ConfigError, match=f'experts: "by-number" is not legal with {name} = "{word}"; legal: "inside"'):
+        Plan.of(experts="by-number", **options)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

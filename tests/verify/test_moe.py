@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import composed, fits
+from test_experts import BY_NUMBER, BY_NUMBER_SHARED, composed, fits
 from test_tensor import ALONE, CLIP, PLAIN, check, oracle
 from torch import Tensor, nn
 
@@ -91,7 +91,7 @@ CASES = list(
         OPTIONS,
         (1, 2, 3, 4),
         ((1, "gathered"), (2, "gathered")),
-        (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("2d", 4)),
+        (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("2d", 4), *BY_NUMBER),
         ((1, 0), (2, 0), (3, 1), (2, 2), (2, 3)),
         ((1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (2, "zbv")),
         ("none", "full", "selective"),
@@ -112,20 +112,21 @@ def test_together(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("plan", ["dp", "ep", "tp", "cp"])
+@pytest.mark.parametrize("plan", ["dp", "ep", "tp", "tp by number", "cp"])
 def test_nothing_is_computed_twice(name: str, plan: str) -> None:
     """No op is whole on every rank, and no weight of experts where ranks share them; only a bias lets rows meet."""
     one, batches, _ = model(name)
     made = {
         "dp": lambda: data_parallel(ALONE, 2), "ep": lambda: expert_parallel(ALONE, 2),
-        "tp": lambda: tensor_parallel(ALONE, 2), "cp": lambda: context_parallel(ALONE, 2),
+        "tp": lambda: tensor_parallel(ALONE, 2),
+        "tp by number": lambda: tensor_parallel(ALONE, 2, experts="by-number"), "cp": lambda: context_parallel(ALONE, 2),
     }[plan]()  # fmt: skip
     compiled = one.under(made)
     check(compiled, batches, truth(name, 1), PLAIN)
     assert not compiled.general.replicated
     assert compiled.general.rows is None  # one capture is for every number of rows
     weights = [p for p in compiled.general.parameters if p.name.endswith((".up", ".down"))]
-    assert len(weights) == 4 and all(bool(p.axes) == (plan in ("ep", "tp")) for p in weights)
+    assert len(weights) == 4 and all(bool(p.axes) == (plan in ("ep", "tp", "tp by number")) for p in weights)
     meets = [f"the buffer blocks.{i}.moe.bias (sign)" for i in range(2)] if "bias_rate" in OPTIONS[name] else []
     assert list(compiled.general.meets) == meets
     if plan == "dp":
@@ -153,7 +154,7 @@ OWN = list(
         ("gpt", "llama"),
         (1, 2, 4),
         ((1, "gathered"), (2, "ring")),
-        (("1d", 1), ("1d", 2), ("1d-sp", 2)),
+        (("1d", 1), ("1d", 2), ("1d-sp", 2), *BY_NUMBER),
         ((1, 0), (2, 1), (2, 3)),
         ((1, "1f1b"), (2, "1f1b")),
         ("none", "full", "selective"),
@@ -190,12 +191,13 @@ def test_own_models(case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("recipe", ["ep", "tp"])
+@pytest.mark.parametrize("recipe", ["ep", "tp", "tp by number"])
 def test_half_precision(precision: Any, recipe: str) -> None:
     """The numbers of one device to a few bits, also where a rank's part of a weight is not of whole 16 bytes."""
     module = Model(**OPTIONS["capacity"]).train()
     one = {name: value.float() if value.is_floating_point() else value for name, value in batch(8).items()}
-    made = {"ep": expert_parallel, "tp": tensor_parallel}[recipe]
+    by_number = functools.partial(tensor_parallel, experts="by-number")
+    made = {"ep": expert_parallel, "tp": tensor_parallel, "tp by number": by_number}[recipe]
 
     def losses(plan: Plan) -> list[float]:
         compiled = Compiled(module, plan, one, None)
@@ -246,12 +248,18 @@ def forced(how: str, experts: int, top_k: int, factor: float | None) -> tuple[Co
 @pytest.mark.parametrize("how", ["all to one", "none to one", "exactly the capacity", "random"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 1), (6, 2)])
-@pytest.mark.parametrize(("ep", "dp", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("ep", "dp", "tp", "tensor"),
+    [
+        *((*one, "inside") for one in [(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)]),
+        *((*one, "by-number") for one in BY_NUMBER_SHARED if one[0] * one[2] <= 3),
+    ],
+)
 def test_what_tokens_choose(
-    how: str, factor: float | None, experts: int, top_k: int, ep: int, dp: int, tp: int
+    how: str, factor: float | None, experts: int, top_k: int, ep: int, dp: int, tp: int, tensor: Any
 ) -> None:
     one, batches, expected = forced(how, experts, top_k, factor)
-    plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp), ep), dp)
+    plan = data_parallel(expert_parallel(tensor_parallel(ALONE, tp, experts=tensor), ep), dp)
     check(one.under(plan), batches, expected, PLAIN)
 
 

@@ -14,6 +14,7 @@ from shardwise.core.pins import PLANS, cuts
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Context = Literal["gathered", "ring", "heads"]
+Experts = Literal["inside", "by-number"]
 Overlap = Literal["none", "pairs"]
 Pins = tuple[tuple[str, str], ...]
 
@@ -22,6 +23,9 @@ CONTEXT = "cp"
 
 EXPERTS = "ep"
 """The mesh axis of expert parallelism: it shards the rows of a batch, and experts."""
+
+BY_NUMBER = ("1d", "1d-sp")
+"""The recipes whose ranks have the same tokens wherever experts are, so that each can have some experts."""
 
 NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
 """These mesh axes shard nothing inside a layer."""
@@ -52,7 +56,8 @@ def parameter_axes(mesh: Mesh) -> tuple[str, ...]:
 class TensorOptions:
     """These options say how the axes of tensor parallelism shard parameters.  Users write them as ``tensor``,
     ``tensor_plan``, ``pins`` and ``tensor_bytes``, and ``context`` says how attention joins the parts of a sequence
-    that the axis ``cp`` shards (``parallel/context.py``).  ``overlap`` says what hides the exchanges of all of these
+    that the axis ``cp`` shards (``parallel/context.py``).  ``experts`` says how the ranks of a recipe share experts: each
+    has a part of every expert, or some of them.  ``overlap`` says what hides the exchanges of all of these
     axes (``parallel/overlap.py``).
 
     ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
@@ -65,6 +70,7 @@ class TensorOptions:
     pins: Pins = ()
     bytes: int = count(0, least=0, key="tensor_bytes")
     context: Context = word("gathered", get_args(Context), key="context")
+    experts: Experts = word("inside", get_args(Experts), key="experts")
     overlap: Overlap = word("none", get_args(Overlap), key="overlap")
 
     def __post_init__(self) -> None:
@@ -80,6 +86,11 @@ class TensorOptions:
             own = ", ".join(f'"{name}"' for name in PLANS)
             wrong = f'"{self.pins[0][0]}" is not legal with tensor_plan = "{self.plan}", which decides itself'
             raise ConfigError.on("pins", wrong, f"none, or tensor_plan = {own}.")
+        if self.experts != "inside" and (self.plan != "recipe" or self.recipe not in BY_NUMBER):
+            where = f'tensor = "{self.recipe}"' if self.plan == "recipe" else f'tensor_plan = "{self.plan}"'
+            one = " or ".join(f'"{name}"' for name in BY_NUMBER)
+            legal = f'"inside", or tensor = {one} with tensor_plan = "recipe".'
+            raise ConfigError.on("experts", f'"{self.experts}" is not legal with {where}', legal)
         if self.bytes and self.plan != "auto":
             wrong = f'{self.bytes} is not legal with tensor_plan = "{self.plan}"'
             raise ConfigError.on("tensor_bytes", wrong, '0, or tensor_plan = "auto".')

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import given, is_tensor, op_name
 from shardwise.graph.sizes import expression
-from shardwise.ops.experts import by_expert, taken
+from shardwise.ops.experts import by_expert, placed, taken
 
 ROW, IDS, ORDER, TOKEN, INVERSE, COUNTS, OFFSETS, BLANK = range(8)
 """What a value between the sort and its inverse is: rows by expert, the sorted numbers of experts, the place in the old
@@ -40,11 +40,11 @@ class Experts:
 
     def __call__(self, ids: Tensor, *tensors: Tensor) -> Tensor:
         """Return the rows of all experts."""
-        order, inverse, found, ends = by_expert(ids, self.experts)
+        order, found, ends = by_expert(ids, self.experts)
         number = len(self.slots)
-        rows = [taken(x, order, inverse, n) for x, n in zip(tensors[:number], self.slots, strict=True)]
+        rows = [taken(x, order, n) for x, n in zip(tensors[:number], self.slots, strict=True)]
         out: Tensor = fx.Interpreter(torch.nn.Module(), graph=self.body).run(*rows, found, ends, *tensors[number:])
-        return taken(out, inverse, order, 1)
+        return placed(out, order, ids)
 
     @property
     def places(self) -> list[fx.Node]:

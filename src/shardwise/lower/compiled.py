@@ -281,8 +281,9 @@ class Compiled:
         machine = self._machine() if axes else None
         decided, options = None if self.like is None else self.like.trace(ones, rows).decisions, self.plan.tensor
         return TensorParallelSpec(
-            axes, options.recipe, layouts, options.plan, options.pins, machine, summed, decided, options.context
-        )
+            axes, options.recipe, layouts, options.plan, options.pins, machine, summed, decided, options.context,
+            options.experts,
+        )  # fmt: skip
 
     @property
     def microbatch_rows(self) -> int:

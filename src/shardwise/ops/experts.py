@@ -19,36 +19,76 @@ from shardwise.ops.env import Env, Groups
 from shardwise.ops.own_op import own_op
 
 
-def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for numbers of experts ``ids`` (slots): the order that sorts them, its inverse, the sorted numbers, and
-    where the rows of each expert end (experts), as int32. Slots of one expert keep their order."""
+def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for numbers of experts ``ids`` (slots): the order that sorts them, the sorted numbers, and where the rows
+    of each expert end (experts), as int32. Slots of one expert keep their order."""
     found, order = ids.sort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(found, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    return order, inverse, found, ends.int()
+    return order, found, ends.int()
 
 
 class _Taken(torch.autograd.Function):
     """Autograd's own backward would add row by row, as rows of any table may be taken several times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        ctx.slots = slots
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.rows, ctx.slots = len(x), slots
         return x.index_select(0, order if slots == 1 else order // slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        order, inverse = ctx.saved_tensors
-        found = _Taken.apply(grad, inverse, order, 1)  # type: ignore[no-untyped-call]
-        return found if ctx.slots == 1 else found.unflatten(0, (-1, ctx.slots)).sum(1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        found = _Placed.apply(grad, ctx.saved_tensors[0], ctx.rows * ctx.slots)  # type: ignore[no-untyped-call]
+        return found if ctx.slots == 1 else found.unflatten(0, (-1, ctx.slots)).sum(1), None, None
 
 
-def taken(x: Tensor, order: Tensor, inverse: Tensor, slots: int) -> Tensor:
-    """Return the rows of ``x`` (slots / ``slots``, ...) in an order of slots."""
-    found: Tensor = _Taken.apply(x, order, inverse, slots)  # type: ignore[no-untyped-call]
+class _Placed(torch.autograd.Function):
+    """Nothing is filled with zeros where every slot gets a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        made = rows.new_empty if len(order) == slots else rows.new_zeros
+        return made(slots, *rows.shape[1:]).index_copy_(0, order, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return taken(grad, ctx.saved_tensors[0], 1), None, None
+
+
+def taken(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Return the rows of ``x``, each of which is that of so many ``slots``, for all slots or some of them in an
+    ``order``."""
+    found: Tensor = _Taken.apply(x, order, slots)  # type: ignore[no-untyped-call]
     return found
+
+
+def placed(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
+    """Return for ``rows`` in an ``order`` of all slots or some of them a row for each slot, which has one of the
+    ``ids``; it is 0 for slots that are not among them."""
+    found: Tensor = _Placed.apply(rows, order, len(ids))  # type: ignore[no-untyped-call]
+    return found
+
+
+# ---- tokens that several ranks have ----------------------------------------------------------------------------------
+
+
+def of_own_experts(env: Env, order: Tensor, ends: Tensor, outer: Groups, axes: Groups) -> tuple[Tensor, Tensor]:
+    """Return which slots of an ``order`` by expert this rank takes care of, and where those of each expert end
+    (experts), for the ``ends`` of all slots: ranks over ``axes`` have the same slots, and each has some experts.
+
+    Where ``outer`` axes share out experts too, a rank's slots are those of its own experts and those of the experts of
+    ranks that have its place over ``axes``, to which it sends their rows.
+    """
+    (several, _), (ranks, own) = env.group(outer), env.group(axes)
+    parts = [shard_range(len(ends), several * ranks, i * ranks + own) for i in range(several)]
+    if order.is_meta:  # all experts get equally many rows
+        experts = sum(stop - start for start, stop in parts)
+        return order.new_empty(len(order) * experts // len(ends)), torch.empty_like(ends)
+    stops, sizes = [0, *ends.tolist()], torch.zeros_like(ends)
+    for start, stop in parts:
+        sizes[start:stop] = ends.diff(prepend=ends.new_zeros(1))[start:stop]
+    return torch.cat([order[stops[start] : stops[stop]] for start, stop in parts]), sizes.cumsum(0).int()
 
 
 # ---- experts of other ranks ------------------------------------------------------------------------------------------
@@ -60,6 +100,8 @@ def routes(env: Env, ends: Tensor, axes: Groups) -> Tensor:
     each expert end on this rank."""
     counts = ends.long().diff(prepend=ends.new_zeros(1, dtype=torch.int64))
     ranks, own = env.group(axes)
+    if ranks == 1:
+        return counts.unsqueeze(0)
     found = counts.new_zeros(ranks, len(ends))
     found[own] = counts
     env.wait(env.comm.all_gather(found.view(-1), counts, env.real(axes), lane="compute", what="routes"))
@@ -151,4 +193,4 @@ def _transposed(rows: int, columns: int) -> list[int]:
     return [row * columns + column for column in range(columns) for row in range(rows)]
 
 
-__all__ = ["by_expert", "collected", "dispatched", "own_experts", "routes", "taken"]
+__all__ = ["by_expert", "collected", "dispatched", "of_own_experts", "own_experts", "placed", "routes", "taken"]

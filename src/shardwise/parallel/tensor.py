@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.mesh import Axis, Mesh, axis_of
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.core.tensor_options import EXPERTS, Pins, Tensor, TensorPlan, tensor_axes
+from shardwise.core.tensor_options import EXPERTS, Experts, Pins, Tensor, TensorPlan, tensor_axes
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def sides(kind: str, size: int) -> dict[str, int]:
 
 
 def tensor_parallel(
-    plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Mapping[str, str] | Pins = ()
-) -> Plan:
+    plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Mapping[str, str] | Pins = (),
+    experts: Experts = "inside",
+) -> Plan:  # fmt: skip
     """Return ``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe
-    as ``tensor_plan`` says.
+    as ``tensor_plan`` says.  ``experts`` says whether a rank has a part of each expert or some experts.
 
     The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other
     most often.
@@ -112,8 +113,9 @@ def tensor_parallel(
     others = tuple(axis for axis in plan.mesh.axes if axis.name not in own)
     inner = tuple(Axis(name, side) for name, side in sides(kind, size).items())
     return plan.replace(
-        mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind, tensor_plan=tensor_plan, pins=pins
-    )
+        mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind, tensor_plan=tensor_plan, pins=pins,
+        experts=experts,
+    )  # fmt: skip
 
 
 def axes_across(mesh: Mesh, per_host: int) -> tuple[str, ...]:

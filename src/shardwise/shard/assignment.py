@@ -51,7 +51,7 @@ class TensorParallelSpec:
     ``layouts`` are those of parameters where they have been chosen before (None means whole), and ``summed`` are the
     axes over which their gradients are partial sums.  Plan "auto" is the one that is predicted to be fastest on
     ``machine``, or the one that was ``decided`` for another capture.  ``context`` says how attention joins the parts of
-    a sequence (``parallel/context.py``).
+    a sequence (``parallel/context.py``), and ``experts`` how ranks with the same tokens share a layer of experts.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -63,6 +63,7 @@ class TensorParallelSpec:
     summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     decided: Decisions | None = None
     context: str = "gathered"
+    experts: str = "inside"
 
 
 @dataclass

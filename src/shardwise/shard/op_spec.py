@@ -109,8 +109,8 @@ class OpSharding:
     whole batch).  ``selects`` says that the second operand, a mask, selects elements of the first: where
     both are sharded by rows, each rank can select of its own, as many as there are.  ``emit`` adds the local op where
     it is another one; ``call`` gives the function of shardwise's own that is called instead, where there is one: what
-    it communicates is found by calling it.  ``divided`` gives the strategy of a layer of experts for tokens that are
-    sharded, where experts are too.  ``suggested`` gives positions of operands with where these may be sharded, where
+    it communicates is found by calling it.  ``divided`` gives the strategy of a layer of experts for the states of its
+    operands, where tokens and experts are sharded.  ``suggested`` gives positions of operands with where these may be sharded, where
     labels do not tell.
     """
 
@@ -128,7 +128,7 @@ class OpSharding:
     emit: Emit | None = None
     call: Call | None = None
     factors: bool = False
-    divided: Callable[[Shard], Strategy | None] | None = None
+    divided: Callable[[Sequence[Placement]], Strategy | None] | None = None
     suggested: Callable[[], Sequence[tuple[int, Shard]]] | None = None
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:

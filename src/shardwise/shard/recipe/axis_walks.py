@@ -5,7 +5,8 @@ recipe.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -51,18 +52,28 @@ class ExpertWalk(TensorWalk):
         self.of_experts = experts_of(context)
         if not self.of_experts:
             raise ConfigError.on("ep", f"{self.parts} is not legal: no layer of experts was found in the model", "1")
-        if self.parts > (fewest := min(context.shape(node)[0] for node in self.of_experts)):
+        if self.parts > (fewest := fewest_experts(context, self.of_experts)):
             raise ConfigError.on("ep", f"{self.parts} is not legal for {fewest} experts", f"1 to {fewest}")
 
     def initial_state(self, node: fx.Node) -> Placement:
+        if node in self.of_experts:
+            return self.by_number(node)
         if node in self.context.parameters:
-            return Shard(0) if node in self.of_experts else "I"
+            return "I"
         field = self.context.captured.fields.get(node.name)
         return Shard(0) if field is not None and has_rows(field) else "I"
 
+    def by_number(self, node: fx.Node) -> Shard:
+        """Return where experts are cut: as they come, or in equal pieces where other axes cut them so."""
+        size = self.context.shape(node)[0]
+        for place in (Shard(0), self.cuts.even(size, 0)):
+            if self.fits(node, place):
+                return place
+        wrong = f"{self.parts} is not legal beside other axes that cut {size} experts into equal pieces"
+        raise ConfigError.on("ep", wrong, "1, or a number that makes equal pieces of theirs")
+
     def choose(self, form: OpSharding) -> Strategy:
-        tokens = self.state(form.operands[0][0]) if form.divided is not None else None
-        strategy = form.divided(tokens) if form.divided is not None and isinstance(tokens, Shard) else None
+        strategy = form.divided([self.state(o) for o, _ in form.operands]) if form.divided is not None else None
         if strategy is not None and self.together(form, strategy):
             return strategy
         return super().choose(form)
@@ -85,6 +96,27 @@ def experts_of(context: ShardingContext) -> set[fx.Node]:
     return found
 
 
+def fewest_experts(context: ShardingContext, weights: Iterable[fx.Node]) -> int:
+    """Return the number of experts of the layer that has fewest."""
+    return min(context.shape(node)[0] for node in weights)
+
+
+def check_by_number(context: ShardingContext) -> None:
+    """Raise :class:`ConfigError` if ranks of tensor parallelism cannot have at least one expert each."""
+    sizes = context.tensor.axes
+    if context.tensor.experts != "by-number" or not (own := [axis for axis in sizes if axis not in WALKS]):
+        return
+    of_experts = experts_of(context)
+    if not of_experts:
+        wrong = '"by-number" is not legal: no layer of experts was found in the model'
+        raise ConfigError.on("experts", wrong, '"inside"')
+    ranks, outer = math.prod(sizes[axis] for axis in own), sizes.get(EXPERTS, 1)
+    if ranks * outer > (fewest := fewest_experts(context, of_experts)):
+        beside = f" over ep = {outer}" if outer > 1 else ""
+        wrong = f'{ranks} is not legal with experts = "by-number" for {fewest} experts{beside}'
+        raise ConfigError.on("tp", wrong, f'1 to {max(fewest // outer, 1)}, or experts = "inside"')
+
+
 WALKS: Mapping[str, type[ContextWalk] | type[ExpertWalk]] = {CONTEXT: ContextWalk, EXPERTS: ExpertWalk}
 """The walks of axes that are those of no recipe."""
 
@@ -92,6 +124,7 @@ WALKS: Mapping[str, type[ContextWalk] | type[ExpertWalk]] = {CONTEXT: ContextWal
 def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
     """Return the assignment of each axis by the recipe, and None; if an axis has too few heads for its ranks, return
     all axes with that one as two sub-axes instead of None."""
+    check_by_number(context)
     found: dict[str, Assignment] = {}
     roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
     # Axes whose weights rest within the pieces of others come last.

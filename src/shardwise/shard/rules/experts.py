@@ -1,12 +1,14 @@
 """The rule for layers of experts.
 
-On a group of axes a layer can have a part of the tokens, or a part of what is inside each expert: the columns of the
-first product and the rows of the next, whose results are partial sums.
+On a group of axes a layer can have a part of the tokens, and of the experts with them.  Where ranks have the same
+tokens, each can have a part of what is inside each expert, the columns of the first product and the rows of the next, or
+some experts *by number*, which give rows of other tokens nothing: in both ways results are partial sums.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,12 +67,23 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
     first = 1 + len(target.slots)
     slots = (1, *target.slots)
 
+    def by_number(place: Shard) -> Strategy:
+        return Strategy((*["R"] * first, *[place if own else "R" for own in target.of_each]), ("P",))
+
     @functools.cache
     def ways() -> list[Strategy]:
+        """Return how ranks may share experts whose tokens they all have."""
+        if context.tensor.plan == "recipe":
+            return [by_number(Shard(0))] if context.tensor.experts == "by-number" else inside()
+        return [*inside(), by_number(Shard(0))]
+
+    def inside() -> list[Strategy]:
         return [flow.strategy(first) for flow in flows(context, target)]
 
     def moves(position: int, place: Shard) -> Strategy | None:
         if position >= first:
+            if target.of_each[position - first] and place.dim == 0:
+                return by_number(place) if place.pre == 1 and not place.parts else None
             return next((way for way in ways() if way.operands[position] == place), None)
         post = place.post * slots[position]
         if place.dim or place.parts or any(post % n for n in slots):
@@ -78,9 +91,9 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
         tokens = (place._replace(post=post // n) for n in slots)
         return Strategy((*tokens, *["R"] * (len(operands) - first)), (place._replace(post=post),))
 
-    def divided(place: Shard) -> Strategy | None:
-        tokens = moves(0, place)
-        weights = [Shard(0) if own else "R" for own in target.of_each]
+    def divided(states: Sequence[Placement]) -> Strategy | None:
+        tokens = moves(0, states[0]) if isinstance(states[0], Shard) else None
+        weights = [state if own else "R" for own, state in zip(target.of_each, states[first:], strict=True)]
         return tokens and Strategy((*tokens.operands[:first], *weights), tokens.results)
 
     form = OpSharding(
@@ -212,7 +225,9 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
     context, number = emitter.context, len(target.slots)
     ids, entries, weights = solved.values[0], solved.values[1 : number + 1], solved.values[number + 1 :]
     *rows, sorted_ids, ends = target.places[: number + 2]
-    chosen = {group: _chosen(context, target, one) for group, one in solved.strategies.items()}
+    tokens = (one.operands[0] for one in solved.strategies.values())
+    slots = next((place for place in tokens if isinstance(place, Shard)), Shard(0))
+    chosen = {group: _chosen(context, target, one, slots) for group, one in solved.strategies.items()}
     states = {group: one[0] for group, one in chosen.items()}
     for group, (_, strategies) in chosen.items():
         emitter.assignments[group].strategies.update(strategies)
@@ -224,33 +239,46 @@ def emit(emitter: Emitter, target: Experts, solved: Emission) -> fx.Node:
 
     several = emitter.graph.call_function(own.by_expert, (ids, target.experts))
     results = [annotated(emitter.graph.call_function(operator.getitem, (several, i)), one, False)
-               for i, one in enumerate((sorted_ids, sorted_ids, sorted_ids, ends))]  # fmt: skip
+               for i, one in enumerate((sorted_ids, sorted_ids, ends))]  # fmt: skip
     emitter.annotate(
         several, [one.meta["layout"] for one in results], [one.meta["states"] for one in results], False, sorted_ids
     )
     several.meta["val"] = tuple(one.meta["val"] for one in results)
-    order, inverse, found, stops = results
-    axes = tuple(g for g, s in solved.strategies.items() if Shard(0) in s.operands[number + 1 :])
+    order, found, stops = results
+    axes = tuple(group for group, one in solved.strategies.items() if _has_numbers(target, one))
+    outer = tuple(group for group in axes if isinstance(solved.strategies[group].operands[0], Shard))
+    inner = axes[len(outer) :]
+    if axes != (*outer, *inner):
+        raise Uncapturable(f"experts are shared over {', '.join(axes)}, of which {', '.join(outer)} must come first")
+    if inner:
+        order, stops = _pair(emitter, own.of_own_experts, (order, stops, outer, inner), (order, stops))
     for place, x, n in zip(rows, entries, target.slots, strict=True):
-        taken = emitter.graph.call_function(own.taken, (x, order, inverse, n))
+        taken = emitter.graph.call_function(own.taken, (x, order, n))
         emitter.value[place] = annotated(taken, place, x.meta["grad"])
+    routes = _routes(emitter, target, stops, outer) if axes else None
+    for place in rows if outer else ():
+        sent = emitter.graph.call_function(own.dispatched, (emitter.env, emitter.value[place], routes, outer))
+        emitter.value[place] = annotated(sent, place, emitter.value[place].meta["grad"])
     if axes:
-        routes = _routes(emitter, target, stops, axes)
-        for place in rows:
-            sent = emitter.graph.call_function(own.dispatched, (emitter.env, emitter.value[place], routes, axes))
-            emitter.value[place] = annotated(sent, place, emitter.value[place].meta["grad"])
-        found, stops = _of_own_experts(emitter, emitter.value[rows[0]], routes, axes, (found, stops))
+        found, stops = _pair(emitter, own.own_experts, (emitter.value[rows[0]], routes, axes), (found, stops))
     emitter.value[sorted_ids], emitter.value[ends] = found, stops
     emitter.value.update(zip(target.places[number + 2 :], weights, strict=True))
     for node in target.body.nodes:
         if node.op == "call_function":
             emitter.value[node] = emitter.step(node)
     out = emitter.value[target.result]
-    if axes:
-        back = emitter.graph.call_function(own.collected, (emitter.env, out, routes, axes, order))
+    if outer:
+        back = emitter.graph.call_function(own.collected, (emitter.env, out, routes, outer, order))
         out = annotated(back, target.result, out.meta["grad"])
-    new = emitter.graph.call_function(own.taken, (out, inverse, order, 1))
+    new = emitter.graph.call_function(own.placed, (out, order, ids))
     return emitter.annotate(new, solved.layout, None, out.meta["grad"], emitter.current)
+
+
+def _has_numbers(target: Experts, strategy: Strategy) -> bool:
+    """Return whether a rank has some experts by their numbers, not all, or parts of each."""
+    weights = strategy.operands[1 + len(target.slots) :]
+    shards = [one for one in itertools.compress(weights, target.of_each) if isinstance(one, Shard)]
+    return any(one.dim == 0 for one in shards)
 
 
 def _routes(emitter: Emitter, target: Experts, stops: fx.Node, axes: tuple[str, ...]) -> fx.Node:
@@ -262,12 +290,9 @@ def _routes(emitter: Emitter, target: Experts, stops: fx.Node, axes: tuple[str, 
     return new
 
 
-def _of_own_experts(
-    emitter: Emitter, rows: fx.Node, routes: fx.Node, axes: tuple[str, ...], like: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """Emit the numbers of the rows that have come to a rank, and where those of its experts end; they are annotated
-    ``like`` those of the rows that it has sent."""
-    both = emitter.graph.call_function(own.own_experts, (emitter.env, rows, routes, axes))
+def _pair(emitter: Emitter, function: Any, args: tuple[Any, ...], like: Sequence[fx.Node]) -> list[fx.Node]:
+    """Emit a function of two results, which are annotated ``like`` those that they replace."""
+    both = emitter.graph.call_function(function, (emitter.env, *args))
     layouts, states = [one.meta["layout"] for one in like], [one.meta["states"] for one in like]
     emitter.annotate(both, layouts, states, False, like[0].meta["origin"])
     both.meta["val"] = tuple(one.meta["val"] for one in like)
@@ -277,20 +302,21 @@ def _of_own_experts(
     return items
 
 
-def _chosen(context: ShardingContext, target: Experts, strategy: Strategy) -> Chosen:
-    """Return the states of a body's values, and the strategies of its ops, on a group."""
+def _chosen(context: ShardingContext, target: Experts, strategy: Strategy, rows: Shard) -> Chosen:
+    """Return the states of a body's values, and the strategies of its ops, on a group; ``rows`` are those of slots."""
     first = 1 + len(target.slots)
     place = strategy.operands[0]
-    if isinstance(place, Shard):
-        return _of_tokens(context, target, place, strategy.operands[first:])
+    if isinstance(place, Shard) or _has_numbers(target, strategy):
+        return _of_rows(context, target, place if isinstance(place, Shard) else rows, strategy.operands[first:])
     if strategy.results == ("P",):
         flow = next(one for one in flows(context, target) if one.strategy(first) == strategy)
         return flow.states, flow.strategies
     return _whole(context, target, str(strategy.results[0]))
 
 
-def _of_tokens(context: ShardingContext, target: Experts, place: Shard, weights: Sequence[Placement]) -> Chosen:
-    """Return states and strategies where a rank has a part of the tokens, or of the experts with their tokens."""
+def _of_rows(context: ShardingContext, target: Experts, place: Shard, weights: Sequence[Placement]) -> Chosen:
+    """Return states and strategies where a rank has some of the rows: those of a part of the tokens, or of some of the
+    experts."""
     states: dict[fx.Node, tuple[Placement, ...]] = {}
     strategies: dict[fx.Node, Strategy] = {}
     inputs = [*[place] * (len(target.slots) + 1), "P", *weights]
