@@ -16,7 +16,7 @@ from shardwise.core.mesh import sub_axes
 from shardwise.core.tensor_options import CONTEXT, EXPERTS
 from shardwise.graph.experts import Experts
 from shardwise.parallel.tensor import Role, role
-from shardwise.shard.assignment import Assignment
+from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import TensorWalk
@@ -56,16 +56,18 @@ class ExpertWalk(TensorWalk):
             raise ConfigError.on("ep", f"{self.parts} is not legal for {fewest} experts", f"1 to {fewest}")
 
     def initial_state(self, node: fx.Node) -> Placement:
-        if node in self.of_experts:
-            return self.by_number(node)
         if node in self.context.parameters:
-            return "I"
+            return self.by_number(node) if node in self.of_experts else "I"
         field = self.context.captured.fields.get(node.name)
         return Shard(0) if field is not None and has_rows(field) else "I"
 
     def by_number(self, node: fx.Node) -> Shard:
-        """Return where experts are cut: as they come, or in equal pieces where other axes cut them so."""
-        size = self.context.shape(node)[0]
+        """Return where experts are cut: as in another trace, as they come, or in equal pieces where other axes cut them
+        so."""
+        size, layouts = self.context.shape(node)[0], self.context.tensor.layouts
+        known = place_of((layouts or {}).get(self.context.parameters[node]), self.axis, self.context.tensor.axes)
+        if isinstance(known, Shard):
+            return known
         for place in (Shard(0), self.cuts.even(size, 0)):
             if self.fits(node, place):
                 return place

@@ -16,6 +16,7 @@ from torch import fx
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import is_tensor
 from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import OpSharding
 
 
 @dataclass
@@ -46,6 +47,28 @@ class Lookahead:
             return False
         added = self.added(reach)
         return bool(added) and spared > 2 * sum(map(self.size, added))
+
+    def shrinks(self, first: OpSharding, position: int) -> bool:
+        """Return whether a partial sum, an operand of an op, becomes smaller there or behind ops that nothing else
+        reads, so that less is summed there; gradients of what it is multiplied by are partial sums then.
+
+        A token's experts are added up behind their layer, each weighed.
+        """
+        node = partial = first.operands[position][0]
+        form: OpSharding | None = first
+        beside = 0
+        while form is not None and len(node.users) == 1:
+            others = [o for o, _ in form.operands if o is not node]
+            if not form.keeps([i for i, (o, _) in enumerate(form.operands) if o is node]):
+                return False
+            if others and form.linear == "add":
+                return False
+            beside += sum(self.size(o) for o in others if self.context.carrying[o])
+            node = form.node
+            if self.size(node) + beside < self.size(partial):
+                return True
+            form = self.forms.get(next(iter(node.users), node))
+        return False
 
     def is_scores(self, product: fx.Node) -> bool:
         """Return whether the result reaches a cross-entropy over classes."""

@@ -163,8 +163,9 @@ class TensorWalk(OpenParameters):
 
     def noted(self, form: OpSharding, strategy: Strategy) -> Strategy:
         """Remember where a partial sum is that of a product, and where a stream begins; return the strategy."""
+        weights = {i for i, _ in form.suggested()} if form.suggested is not None else ()
         product = any(
-            form.contracts(i) or self.looks_up(form, i)
+            i in weights or form.contracts(i) or self.looks_up(form, i)
             for i, (o, _) in enumerate(form.operands)
             if self.context.learned(o)
         )
@@ -177,15 +178,18 @@ class TensorWalk(OpenParameters):
 
     def keeps(self, form: OpSharding, partial: list[int]) -> bool:
         """Return whether an op is applied to a partial sum, which is reduced later."""
+        first = form.operands[partial[0]][0]
+        if len(partial) == 1 and self.alternates and self.ahead.shrinks(form, partial[0]):
+            return True
         others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
         if others:
             return False
-        small = not self.context.shape(form.operands[partial[0]][0])
+        small = not self.context.shape(first)
         together = form.linear == "add" and len(partial) == len(form.operands) > 1
-        later = (
-            self.role.stream != "whole"
-            and form.operands[0][0] in self.made
-            and self.in_stream(form, partial[0]) is None
+        later = form.operands[0][0] in self.made and (
+            self.in_stream(form, partial[0]) is None
+            if self.role.stream != "whole"
+            else len(form.operands) == len(first.users) == 1 and self.ahead.size(form.node) <= self.ahead.size(first)
         )
         return small or together or later
 
