@@ -28,7 +28,8 @@ class Setting(NamedTuple):
     """(Ranks, stage of ZeRO, groups of ranks that each have all shards)."""
     ep: int = 1
     context: tuple[int, Any] = (1, "gathered")
-    tensor: tuple[str, int] = ("1d", 1)
+    tensor: tuple[Any, ...] = ("1d", 1)
+    """(Recipe, ranks) and, if it is not the usual one, how these share experts."""
     pp: tuple[int, str] = (1, "1f1b")
     recompute: Any = "none"
     microbatches: int = 1
@@ -43,19 +44,33 @@ class Setting(NamedTuple):
     def plan(self) -> Plan:
         options: dict[str, Any] = {"recompute": self.recompute, "precision": self.precision}
         plan = Plan.of(Mesh(()), microbatches=self.microbatches, **options)
-        plan = context_parallel(tensor_parallel(plan, self.tensor[1], self.tensor[0]), *self.context)  # type: ignore[arg-type]
+        kind, size, *experts = self.tensor
+        plan = context_parallel(tensor_parallel(plan, size, kind, experts=(experts or ["inside"])[0]), *self.context)
         data, zero, groups = self.data
         return pipeline(data_parallel(expert_parallel(plan, self.ep), data, zero, groups), *self.pp)
 
 
 DENSE = ("own gpt", "own llama", "gpt2 padded")
 EXPERTS = ("mixtral", "qwen3 moe", "deepseek")
+FEWEST = 4
+"""The number of experts of the models that have fewest."""
 VALUES: dict[str, Sequence[Any]] = {
     "model": (*DENSE, *EXPERTS),
     "data": ((1, 0, 1), (2, 0, 1), (3, 1, 1), (2, 2, 1), (2, 3, 1), (4, 0, 2), (4, 1, 2), (4, 2, 2), (4, 3, 2)),
     "ep": (1, 2, 3, 4),
     "context": ((1, "gathered"), (2, "gathered"), (2, "ring"), (2, "heads"), (3, "ring")),
-    "tensor": (("1d", 1), ("1d", 2), ("1d", 3), ("1d-sp", 2), ("1d-sp", 4), ("2d", 4), ("2.5d", 8), ("3d", 8)),
+    "tensor": (
+        ("1d", 1),
+        ("1d", 2),
+        ("1d", 3),
+        ("1d-sp", 2),
+        ("1d-sp", 4),
+        ("2d", 4),
+        ("2.5d", 8),
+        ("3d", 8),
+        ("1d", 2, "by-number"),
+        ("1d-sp", 4, "by-number"),
+    ),
     "pp": ((1, "1f1b"), *((2, name) for name in SCHEDULES), (3, "1f1b"), (3, "zb-h2")),
     "recompute": CHOICES["recompute"],
     "microbatches": (1, 2, 3),
@@ -73,7 +88,8 @@ def legal(setting: Setting) -> bool:
     times = schedule.min_microbatches_per_rank * size <= m <= (schedule.max_microbatches or m)
     alone = not (schedule.stages_alone and (m > 1 or setting.precision == "fp16"))
     stale = not (schedule.asynchronous and setting.data[1])
-    return times and alone and stale and (setting.ep == 1 or setting.model in EXPERTS)
+    sharing = setting.ep * (setting.tensor[1] if setting.tensor[2:] else 1)  # the ranks that have some experts each
+    return times and alone and stale and (sharing == 1 or (setting.model in EXPERTS and sharing <= FEWEST))
 
 
 @functools.cache

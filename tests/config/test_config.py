@@ -121,6 +121,8 @@ def test_a_way_to_share_layers_among_no_ranks_is_noted() -> None:
         'parallel.tensor_plan = "auto"',
     ]
     assert load("parallel.tensor=1d", hardware=one).notices == ()
+    (notice,) = load("parallel.experts=by-number", hardware=one).notices
+    assert notice.startswith('parallel.experts = "by-number" changes nothing')
     assert load(*given, "parallel.tp=4", "parallel.dp=1", hardware=Hardware(cores=4)).notices == ()
 
 
@@ -254,6 +256,7 @@ REFUSED = [
     ("parallel.pins=3", ["parallel.pins", 'a table of patterns, such as "*.q_proj.weight" = "column"']),
     ("parallel.pins={}", ["parallel.pins", "a table of patterns"]),
     ('parallel.pins={"*.weight" = 1}', ["parallel.pins", "It holds '*.weight' = 1"]),
+    ("parallel.experts=outside", ["parallel.experts", '"outside"', '"inside", "by-number"']),
     ("parallel.tensor=1dsp", ["parallel.tensor", '"1dsp"', 'Did you mean "1d-sp"?']),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
@@ -400,6 +403,8 @@ TOGETHER = [
     ["parallel.dp", "2, train.devices = 8 over parallel.tp = 4"]),
     (["train.devices=8", "parallel.dp=4", "parallel.pp=2", "parallel.tp=2"],
      ["parallel.dp", "2, train.devices = 8 over parallel.pp x parallel.tp = 2 x 2"]),
+    (["parallel.tp=4", "parallel.tensor=2d", "parallel.experts=by-number"],
+    ["parallel.experts", 'tensor = "2d"', '"inside", or tensor = "1d" or "1d-sp"']),
     (["parallel.tensor_plan=propagate", 'parallel.pins={a = "0"}'],
     ["parallel.tensor_plan", '"recipe", or tp of 2 or more']),
     (["parallel.tp=2", "parallel.tensor_plan=table"],
@@ -549,9 +554,9 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins "
-        "ep cp context overlap dp dp_replicate zero gathered prefetch reduced reduce offload microbatches rows "
-        "recompute precision",
+        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
+        "experts pins ep cp context overlap dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
+        "rows recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",

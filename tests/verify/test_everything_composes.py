@@ -71,6 +71,11 @@ def test_any_three(seed: int) -> None:
 
 REFUSED: list[tuple[Setting, str]] = [
     (Setting("own gpt", ep=2), "ep: 2 is not legal: no layer of experts was found in the model; legal: 1"),
+    (
+        Setting("own gpt", tensor=("1d", 2, "by-number")),
+        'experts: "by-number" is not legal: no layer of experts was fo',
+    ),
+    (Setting("mixtral", ep=2, tensor=("1d", 3, "by-number")), "for 4 experts over ep = 2; legal: 1 to 2, or experts ="),
     (Setting("mixtral", ep=5), "ep: 5 is not legal for 4 experts; legal: 1 to 4"),
     (
         Setting("own gpt", data=(2, 3, 1), pp=(2, "pipedream-2bw"), microbatches=2),

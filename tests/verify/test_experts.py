@@ -24,6 +24,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
+from shardwise.ops import collectives
+from shardwise.ops.experts import placed
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import expert_parallel
@@ -99,8 +101,13 @@ CASES = list(
 
 def fits(case: tuple[Any, ...]) -> bool:
     _, ep, cp, tensor, data, pp, _, microbatches = case
-    enough = tensor not in BY_NUMBER or ep * tensor[1] <= 4  # all models have four experts or more
-    return bool(ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2) and enough)
+    fitting = ep * cp[0] * tensor[1] * data[0] * pp[0] <= 24 and (pp[1] != "zbv" or microbatches == 2)
+    return bool(fitting and enough(ep, tensor))
+
+
+def enough(ep: int, tensor: tuple[Any, ...]) -> bool:
+    """Whether each rank has an expert: all models have four or more."""
+    return tensor not in BY_NUMBER or ep * tensor[1] <= 4
 
 
 @pytest.mark.quick(8)
@@ -123,7 +130,8 @@ def test_nothing_is_computed_twice(name: str, plan: str) -> None:
     made = {
         "dp": lambda: data_parallel(ALONE, size), "ep": lambda: expert_parallel(ALONE, size),
         "tp": lambda: tensor_parallel(ALONE, size),
-        "tp by number": lambda: tensor_parallel(ALONE, size, experts="by-number"), "cp": lambda: context_parallel(ALONE, size),
+        "tp by number": lambda: tensor_parallel(ALONE, size, experts="by-number"),
+        "cp": lambda: context_parallel(ALONE, size),
     }[plan]()  # fmt: skip
     compiled = one.under(made)
     check(compiled, batches, truth(name, 1), PLAIN)
@@ -251,6 +259,55 @@ def narrow(width: int) -> tuple[Compiled, list[dict[str, Tensor]]]:
     torch.manual_seed(0)
     module = t.MixtralForCausalLM(t.MixtralConfig(**{**SIZES, "intermediate_size": width, "num_local_experts": 4}))
     return Compiled(module.train(), ALONE, zoo.tokens(words=24), None), [zoo.tokens(words=24)]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (3, 1), (2, 2)])
+def test_a_pin_gives_experts_by_number(tp: int, ep: int) -> None:
+    """One weight is pinned along its experts, and the other follows."""
+    one, batches, _ = model("mixtral")
+    pins = {"*.experts.gate_up_proj": "0"}
+    compiled = one.under(expert_parallel(tensor_parallel(ALONE, tp, "1d", "propagate", pins), ep))
+    check(compiled, batches, truth("mixtral", 1), PLAIN)
+    of_experts = [p for p in compiled.general.parameters if ".experts." in p.name]
+    assert all(p.layout is not None and p.layout.dims[0][0].axes[-1] == "tp" for p in of_experts)
+
+
+@pytest.mark.slow
+def test_the_solver_may_take_experts_by_number() -> None:
+    import transformers as t
+
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8, "num_hidden_layers": 1}
+    ids = torch.randint(0, 24, (2, 512))
+    module = t.MixtralForCausalLM(t.MixtralConfig(**sizes)).train()
+    plan = tensor_parallel(Plan.of(mesh=Mesh(()), precision="bf16"), 2, tensor_plan="auto")
+    found = Compiled(module, plan, {"input_ids": ids, "labels": ids}, None).general.parameters
+    assert all(p.layout is not None and p.layout.dims[0][0].axes for p in found if ".experts." in p.name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", "granite"])
+@pytest.mark.parametrize("experts", ["inside", "by-number"])
+def test_results_are_summed_once_a_token(name: str, experts: Any) -> None:
+    """Not once for each expert that a token chooses, and together with those of experts that all tokens have."""
+    general = model(name)[0].under(tensor_parallel(ALONE, 2, experts=experts)).general
+    behind = [
+        node
+        for unit in general.units
+        for node in (() if unit.graph is None else unit.graph.nodes)
+        if node.target is placed
+        for node in followed(node)
+    ]
+    assert len(behind) == (1 if name == "deepseek" else 2) * 2
+    assert not any(node.target is collectives.all_reduce for node in behind)
+
+
+def followed(node: Any) -> list[Any]:
+    """What views and sums make of a value, one after the other: two of them."""
+    found = []
+    for _ in range(2):
+        (node,) = node.users
+        found.append(node)
+    return found
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -313,7 +313,9 @@ def build_plan(config: Config) -> Plan:
         norm=parallel.norm,
         window=parallel.window,
     )
-    plan = tensor_parallel(plan, parallel.tp, parallel.tensor, parallel.tensor_plan, parallel.pins or {})
+    plan = tensor_parallel(
+        plan, parallel.tp, parallel.tensor, parallel.tensor_plan, parallel.pins or {}, parallel.experts
+    )
     plan = context_parallel(plan, parallel.cp, parallel.context)
     plan = expert_parallel(plan, parallel.ep)
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)

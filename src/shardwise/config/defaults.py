@@ -54,7 +54,7 @@ def complete(draft: ConfigDraft, hardware: Hardware, samples: int | None = None)
     vocabulary = complete_data(draft)
     count_epochs(draft, samples)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _tf32, complete_train, complete_validation, _checkpoint, _mesh, _pins):
+    for step in (_optimizer, _loss_scale, _tf32, complete_train, complete_validation, _checkpoint, _mesh, _tensor):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -197,21 +197,22 @@ def _mesh(draft: ConfigDraft) -> None:
             draft.refuse_field(error, f'With parallel.tensor = "{draft["parallel.tensor"]}"')
 
 
-def _pins(draft: ConfigDraft) -> None:
-    """Check that the pins agree with the other keys of tensor parallelism."""
-    if not draft.sound(*(f"parallel.{key}" for key in ("tp", "tensor", "tensor_plan", "pins"))):
+def _tensor(draft: ConfigDraft) -> None:
+    """Check that the keys of tensor parallelism agree."""
+    if not draft.sound(*(f"parallel.{key}" for key in ("tp", "tensor", "tensor_plan", "pins", "experts"))):
         return
     axes = tuple(ROLES[draft["parallel.tensor"]]) if draft["parallel.tp"] > 1 else ()
     try:
         pins = tuple((draft["parallel.pins"] or {}).items())
-        TensorOptions(plan=draft["parallel.tensor_plan"], pins=pins).check_axes(axes)
+        words = draft["parallel.tensor"], draft["parallel.tensor_plan"]
+        TensorOptions(*words, pins, experts=draft["parallel.experts"]).check_axes(axes)
     except ConfigError as error:
         draft.refuse_field(error)
     if not axes:
         draft.notices += [
-            f'{key} = "{draft[key]}" changes nothing, for parallel.tp = 1: no ranks share a layer'
-            for key, usual in (("parallel.tensor", "1d"), ("parallel.tensor_plan", "recipe"))
-            if draft[key] != usual
+            f'parallel.{key} = "{value}" changes nothing, for parallel.tp = 1: no ranks share a layer'
+            for key, usual in {"tensor": "1d", "tensor_plan": "recipe", "experts": "inside"}.items()
+            if (value := draft[f"parallel.{key}"]) != usual
         ]
 
 

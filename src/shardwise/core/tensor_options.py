@@ -56,9 +56,9 @@ def parameter_axes(mesh: Mesh) -> tuple[str, ...]:
 class TensorOptions:
     """These options say how the axes of tensor parallelism shard parameters.  Users write them as ``tensor``,
     ``tensor_plan``, ``pins`` and ``tensor_bytes``, and ``context`` says how attention joins the parts of a sequence
-    that the axis ``cp`` shards (``parallel/context.py``).  ``experts`` says how the ranks of a recipe share experts: each
-    has a part of every expert, or some of them.  ``overlap`` says what hides the exchanges of all of these
-    axes (``parallel/overlap.py``).
+    that the axis ``cp`` shards (``parallel/context.py``).  ``experts`` says how the ranks of a recipe share experts:
+    each has a part of every expert, or some of them.  ``overlap`` says what hides the exchanges of all of these axes
+    (``parallel/overlap.py``).
 
     ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver decides instead, and its plan may need at most
     ``bytes`` bytes (``core/rates.py``, ``SolverObjective.memory``); 0 means no limit.  Under "propagate" and "table"

@@ -87,6 +87,8 @@ def _tensors(plan: Plan) -> Iterator[str]:
     if size > 1:
         by = {"recipe": f"by the recipe {plan.tensor.recipe}"}.get(plan.tensor.plan, f"by the plan {plan.tensor.plan}")
         yield f"Each layer is shared by {size} ranks, {by}."
+        if plan.tensor.experts == "by-number":
+            yield "Of a layer's experts each of these ranks has some, for which it computes the rows of all tokens."
 
 
 def _states(pattern: str, rest: str, grad: str, state: str) -> str:

@@ -84,7 +84,8 @@ def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> Plac
         for factor in factors:
             if axis in factor.axes:
                 alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # two sub-axes of one axis cut alike
-                equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
+                sizes = [parts.get(a, 0) for a in factor.axes]  # 0: an axis of which the walk knows nothing
+                equal = alone and factor.size == math.prod(sizes)
                 return Shard(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
             pre *= factor.size
     return "I"

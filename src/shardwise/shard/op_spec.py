@@ -110,8 +110,8 @@ class OpSharding:
     both are sharded by rows, each rank can select of its own, as many as there are.  ``emit`` adds the local op where
     it is another one; ``call`` gives the function of shardwise's own that is called instead, where there is one: what
     it communicates is found by calling it.  ``divided`` gives the strategy of a layer of experts for the states of its
-    operands, where tokens and experts are sharded.  ``suggested`` gives positions of operands with where these may be sharded, where
-    labels do not tell.
+    operands, where tokens and experts are sharded.  ``suggested`` gives positions of operands with where these may be
+    sharded, where labels do not tell.
     """
 
     node: fx.Node

@@ -11,7 +11,7 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
-from shardwise.core.tensor_options import Context, Overlap, Tensor, TensorPlan
+from shardwise.core.tensor_options import Context, Experts, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
 
 from ..rules import (
@@ -89,6 +89,11 @@ class ParallelConfig:
         choice(*plan.CHOICES["tensor_plan"]),
         "recipe",
         does="what decides how tensors are sharded",
+    )
+    experts: Experts = key(
+        choice(*plan.CHOICES["experts"]),
+        "inside",
+        does="what each of these ranks has of a layer's experts: a part of every one, or some of them",
     )
     pins: Mapping[str, str] | None = key(
         words('a table of patterns, such as "*.q_proj.weight" = "column"'),

@@ -66,10 +66,8 @@ class ExpertWalk(TensorWalk):
         so."""
         size, layouts = self.context.shape(node)[0], self.context.tensor.layouts
         known = place_of((layouts or {}).get(self.context.parameters[node]), self.axis, self.context.tensor.axes)
-        if isinstance(known, Shard):
-            return known
-        for place in (Shard(0), self.cuts.even(size, 0)):
-            if self.fits(node, place):
+        for place in (known, Shard(0), self.cuts.even(size, 0)):
+            if isinstance(place, Shard) and self.fits(node, place):
                 return place
         wrong = f"{self.parts} is not legal beside other axes that cut {size} experts into equal pieces"
         raise ConfigError.on("ep", wrong, "1, or a number that makes equal pieces of theirs")

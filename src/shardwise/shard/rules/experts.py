@@ -1,8 +1,8 @@
 """The rule for layers of experts.
 
 On a group of axes a layer can have a part of the tokens, and of the experts with them.  Where ranks have the same
-tokens, each can have a part of what is inside each expert, the columns of the first product and the rows of the next, or
-some experts *by number*, which give rows of other tokens nothing: in both ways results are partial sums.
+tokens, each can have a part of what is inside each expert, the columns of the first product and the rows of the next,
+or some experts *by number*, and nothing for the rows of others: in both ways results are partial sums.
 """
 
 from __future__ import annotations
