@@ -4,6 +4,7 @@ of what is inside them, whatever tokens choose.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -144,6 +145,25 @@ def test_nothing_is_computed_twice(name: str, plan: str) -> None:
         assert not whole
     if plan == "dp" and name != "mixtral balanced":
         assert {kind for kind, *_ in communicated(compiled.general)} <= {"slice"}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral balanced"])
+def test_loops_over_experts(name: str) -> None:
+    """They are trained as grouped products are, whatever divides them; the user's model keeps its loops."""
+    _, batches, module = model(name)
+    looping: Any = copy.deepcopy(module)
+    looping.set_experts_implementation("eager")
+    expected = oracle(looping, None, batches, PLAIN, 1)
+    one = Compiled(looping, ALONE, batches[0], None)
+    assert any("loops over experts" in note for note in one.general.notes)
+    assert looping.config._experts_implementation == "eager"
+    by_number = tensor_parallel(ALONE, 2, experts="by-number")
+    for plan in (data_parallel(ALONE, 2), expert_parallel(ALONE, 2), tensor_parallel(ALONE, 2), by_number):
+        compiled = one.under(plan)
+        check(compiled, batches, expected, PLAIN)
+        of_experts = [p for p in compiled.general.parameters if ".experts." in p.name and not p.name.endswith(BIASES)]
+        assert all(bool(p.axes) == ("dp" not in plan.mesh.names) for p in of_experts)
 
 
 # ---- what tokens choose ----------------------------------------------------------------------------------------------

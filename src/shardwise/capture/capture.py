@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.lazy_zeros import lazy_zeros
@@ -53,9 +54,12 @@ def capture(
     :class:`Uncapturable` with the reason where export stops.
     """
     refuse_module_hooks(module)
+    looped = False
 
     def watched(trial: bool = False) -> Watched:
+        nonlocal looped
         own = shadow(module, precision)
+        looped = without_loops(own)
         if wanted == "loss":
             return set_mode(Watched(own, loss, ones, precision), training)
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, ones, precision, wanted), training)
@@ -64,6 +68,8 @@ def capture(
         wrapped = watched()
         captured = _captured(wrapped, batch, rows)
         _check_state(captured, wrapped, watched(trial=True), batch)
+    if looped:
+        captured.notes.append(NOTE)
     return captured
 
 
