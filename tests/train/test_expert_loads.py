@@ -101,6 +101,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "dp": lambda plan: data_parallel(plan, 3, 3),
     "ep": lambda plan: expert_parallel(plan, 2),
     "tp": lambda plan: tensor_parallel(plan, 2),
+    "tp by number": lambda plan: tensor_parallel(plan, 2, experts="by-number"),
     "cp": lambda plan: context_parallel(plan, 2),
     "pp": lambda plan: pipeline(plan.replace(recompute="full"), 2),
     "microbatches": lambda plan: plan.replace(microbatches=3),

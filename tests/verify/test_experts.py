@@ -30,6 +30,7 @@ from shardwise.ops.experts import placed
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import expert_parallel
+from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.verify.verify import verify
@@ -279,6 +280,16 @@ def narrow(width: int) -> tuple[Compiled, list[dict[str, Tensor]]]:
     torch.manual_seed(0)
     module = t.MixtralForCausalLM(t.MixtralConfig(**{**SIZES, "intermediate_size": width, "num_local_experts": 4}))
     return Compiled(module.train(), ALONE, zoo.tokens(words=24), None), [zoo.tokens(words=24)]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("kind", "ep"), [("1d", 1), ("1d-sp", 1), ("1d", 2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_microbatches_in_pairs(name: str, kind: Any, ep: int, recompute: Any) -> None:
+    one, batches, _ = model(name)
+    plan = tensor_parallel(ALONE.replace(microbatches=2, recompute=recompute), 2, kind, experts="by-number")
+    check(one.under(overlapped(expert_parallel(plan, ep), "pairs")), batches, truth(name, 2), PLAIN)
 
 
 @pytest.mark.quick(1)

@@ -17,6 +17,10 @@ A ring over n ranks sends (n-1)/n of what it gathers or scatters.  For a product
 forward and backward, this many elements: by 1d 2x(t-1)/t by columns and 2y(t-1)/t by rows (for a transformer layer
 8bsh(t-1)/t in all), by 2d 2(x+w)(q-1)/q², by 2.5d 2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
 
+Ranks of 1d and 1d-sp share a layer of experts inside each, by columns and rows, or by number: each has some experts and
+computes the rows of all tokens that chose these.  Both send what the two products of an MLP send, and what the router
+adds in backward.
+
 1d follows Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp Korthikanti et al. (arXiv 2205.05198, section 4.2.2), 2d
 Xu and You (Optimus, arXiv 2104.05343), 2.5d Wang et al. (Tesseract, arXiv 2105.14500), 3d Bian et al. (arXiv
 2105.14450).
