@@ -26,20 +26,30 @@ from shardwise.units.trace import Bucket, Trace
 Turn = list[Instruction]
 
 
-def interleaved(first: Turn, second: Turn) -> Turn:
-    """Return the instructions of both turns; each goes on with what the other one has posted under way."""
-    both = zip_longest(_pieces(first), _pieces(second), fillvalue=Turn())
-    return [one for pair in both for piece in pair for one in piece]
-
-
-def _pieces(turn: Turn) -> list[Turn]:
-    """Cut a turn after what it posts."""
-    found: list[Turn] = [[]]
-    for before, one in zip([None, *turn], turn, strict=False):
-        if before is not None and before.lane is Lane.MOVE and one.lane is not Lane.MOVE:
-            found.append([])
-        found[-1].append(one)
+def interleaved(first: Sequence[Turn], second: Sequence[Turn]) -> list[Turn]:
+    """Return the turns of two tasks, in which each task goes on with what the other one has posted under way; they
+    begin where those of the first task do, and then those that only the second one has."""
+    found: list[Turn] = []
+    for each in zip_longest(_pieces(first), _pieces(second), fillvalue=()):
+        leading = bool(each[0])
+        for piece, leads in zip(each, (leading, not leading), strict=True):
+            for begins, one in piece:
+                if (begins and leads) or not found:
+                    found.append([])
+                found[-1].append(one)
     return found
+
+
+def _pieces(turns: Sequence[Turn]) -> Iterator[list[tuple[bool, Instruction]]]:
+    """Cut a task after what it posts, and say of each instruction whether a turn begins with it."""
+    piece: list[tuple[bool, Instruction]] = []
+    for turn in turns:
+        for at, one in enumerate(turn):
+            if piece and piece[-1][1].lane is Lane.MOVE and one.lane is not Lane.MOVE:
+                yield piece
+                piece = []
+            piece.append((at == 0, one))
+    yield piece
 
 
 @dataclass
@@ -90,10 +100,10 @@ class Compute:
 
     def add(self, group: Group, draft: ProgramDraft) -> None:
         """Append the turns of a task, or those of a pair, interleaved, to a draft."""
-        both = [list(self.turns(task, draft)) for task in group]
-        for turns in zip_longest(*both, fillvalue=Turn()):
+        each = [list(self.turns(task, draft)) for task in group]
+        for turn in interleaved(*each) if len(each) > 1 else each[0]:
             draft.turns.append(len(draft.compute))
-            draft.compute += self.first(interleaved(*turns) if len(turns) > 1 else turns[0])
+            draft.compute += self.first(turn)
 
     def turns(self, task: Task, draft: ProgramDraft) -> Iterator[Turn]:
         """Yield FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage, by block."""
