@@ -16,7 +16,7 @@ from shardwise.core.pins import PLANS, PinnedCut, cuts
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import CHOICES, OPTIONS, UNGROUPED, Plan
 from shardwise.core.schedules import traits
-from shardwise.core.tensor_options import TensorOptions, parameter_axes
+from shardwise.core.tensor_options import BY_NUMBER, TensorOptions, parameter_axes
 from shardwise.core.timetable import to_texts
 from shardwise.parallel.schedule import timetable as timetable_of
 
@@ -55,6 +55,8 @@ def plans(draw: st.DrawFn) -> Plan:
         pins = draw(st.dictionaries(st.text(min_size=1), cut, min_size=1, max_size=3))
     if words["tensor_plan"] == "auto" and draw(st.booleans()):
         counts["tensor_bytes"] = draw(st.integers(1, 10**12))
+    if words["tensor_plan"] != "recipe" or words["tensor"] not in BY_NUMBER:
+        words["experts"] = "inside"
     sync = False
     if traits(words["schedule"]).stages_alone:
         counts["microbatches"], sync = 1, draw(st.booleans())
