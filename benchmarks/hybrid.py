@@ -52,7 +52,7 @@ RANKS = 4
 AXES: Mapping[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "zero-3": {"dp": 2, "zero": 3},
-    "tp": {"tp": 2, "tensor": "1d"},
+    "tp": {"tp": 2},
     "cp": {"cp": 2},
     "ep": {"ep": 2},
     "pp": {"pp": 2},
@@ -66,6 +66,8 @@ PAIRS = [
         ("zero-3", "cp"), ("tp", "cp"), ("pp", "cp"), ("cp", "ep"),
     )
 ]  # fmt: skip
+PIPED = {"zero-3 × pp": "FSDP2", "dp × pp": "DDP", "tp × pp": "DTensor"}
+"""The pairs whose peer is a pipeline of torch's, with what shares its stages."""
 LOSS_PARALLEL = " + loss_parallel"
 OVER_GLOO, IN_MEMORY = " over gloo", " in common memory"
 SIZES = {"width": 512, "layers": 8, "heads": 8, "vocabulary": 8192, "sequence": 256, "rows": 2, "experts": 8}
@@ -89,8 +91,7 @@ class Race:
     def pipeline(self) -> Pipeline:
         """The stages of this pair, which has an axis pp and another one."""
         other = next(axis for axis in self.axes if axis != "pp")
-        sizes = {"dp": {"dp": 2}, "zero-3": {"dp": 2, "zero": 3}, "tp": {"tp": 2}}[other]
-        return Pipeline(self.task, KINDS[self.schedule], 2, self.microbatches, **sizes)
+        return Pipeline(self.task, KINDS[self.schedule], 2, self.microbatches, **AXES[other])
 
     def keys(self, *axes: str) -> dict[str, Any]:
         """Return the keys of shardwise's plan on these axes: two, or one over all ranks."""
@@ -108,8 +109,8 @@ class Race:
     def peers(self) -> dict[str, StepMaker]:
         """Return the peers of this pair; where there is none, the plans of each axis alone."""
         task = self.task
-        if self.pair in ("zero-3 × pp", "dp × pp", "tp × pp"):
-            part = {"zero-3": "FSDP2", "dp": "DDP", "tp": "DTensor"}[self.axes[0]]
+        if self.pair in PIPED:
+            part = PIPED[self.pair]
             makes: dict[str, StepMaker] = {f"{part} × pipelining": self._piped(split_loss=False)}
             if part == "DTensor":
                 makes[f"{part} × pipelining{LOSS_PARALLEL}"] = self._piped(split_loss=True)
@@ -136,7 +137,7 @@ class Race:
         """Make the peers, and then shardwise's pair."""
         makers = self.peers()
         keys = self.keys(*self.axes)
-        if makers.keys() & {f"{part} × pipelining" for part in ("FSDP2", "DDP", "DTensor")}:
+        if self.pair in PIPED:
             keys |= self.pipeline.keys  # the peer's stages
         for name, backend in ((OVER_GLOO, "gloo"), (IN_MEMORY, "auto")):
             makers[self.pair + name] = functools.partial(planned, task=self.task, keys=keys, backend=backend)

@@ -85,9 +85,9 @@ def of_own_experts(env: Env, order: Tensor, ends: Tensor, outer: Groups, axes: G
     if order.is_meta:  # all experts get equally many rows
         experts = sum(stop - start for start, stop in parts)
         return order.new_empty(len(order) * experts // len(ends)), torch.empty_like(ends)
-    stops, sizes = [0, *ends.tolist()], torch.zeros_like(ends)
+    stops, counts, sizes = [0, *ends.tolist()], ends.diff(prepend=ends.new_zeros(1)), torch.zeros_like(ends)
     for start, stop in parts:
-        sizes[start:stop] = ends.diff(prepend=ends.new_zeros(1))[start:stop]
+        sizes[start:stop] = counts[start:stop]
     return torch.cat([order[stops[start] : stops[stop]] for start, stop in parts]), sizes.cumsum(0).int()
 
 
