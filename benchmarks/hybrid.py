@@ -25,6 +25,7 @@ gloo; shardwise runs over gloo, and in the ranks' common memory.
 
 The contenders of a pair take turns in one run, and an ordinary loop on one rank gives the losses that all must have.
 "× peer" is relative to the fastest contender that is not the pair's own; MiB is the most that was resident on a rank.
+The limit is the same rows in ranks that never communicate: who computes the same products cannot be faster.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from alternate import Contender, StepMaker, alternate
 from ranking import figures, finish, parser, table, task_of
 from shardwise.launch.local import ALLOCATOR
 from stages import KINDS, Pipeline
-from task import Task, planned
+from task import Task, plain, planned
 from torch_experts import transformers_experts
 from torch_pipelines import TorchPipeline
 from torch_tensor import dtensor
@@ -144,11 +145,14 @@ class Race:
         return [Contender(name, make, RANKS, environment=dict(ALLOCATOR)) for name, make in makers.items()]
 
     def run(self, rounds: int, expected: Sequence[float]) -> list[dict[str, Any]]:
-        """Time the contenders, and return their rows."""
+        """Time the contenders and the limit, and return the contenders' rows."""
         every = self.contenders()
-        alternate(every, rounds=rounds, steps=STEPS, warmup=WARMUP)
+        loop = functools.partial(plain, task=self.task)
+        limit = Contender("limit", loop, RANKS, connected=False, environment=dict(ALLOCATOR))
+        alternate([limit, *every], rounds=rounds, steps=STEPS, warmup=WARMUP)
         base = min((one for one in every if not one.name.startswith(self.pair)), key=lambda one: one.median)
-        return [{"pair": self.pair, **figures(one, base, expected, self.task)} for one in every]
+        most = {"pair": self.pair, "limit": limit.median, "limit_faster": base.median / limit.median}
+        return [most | figures(one, base, expected, self.task) for one in every]
 
 
 def task_for(pair: str, task: Task) -> Task:
@@ -179,6 +183,7 @@ def main() -> None:
             references[this] = reference(this, RANKS)
         found = Race(pair, this, options.schedule, options.microbatches).run(options.rounds, references[this])
         table(found, "peer", pair)
+        print(f"limit, ranks that never communicate: {found[0]['limit'] * 1e3:.0f} ms, {found[0]['limit_faster']:.2f} × peer")
         rows += found
     finish(rows, task, options)
 

@@ -83,7 +83,7 @@ def synchronous(setting: Setting) -> bool:
     return not traits(setting.pp[1]).asynchronous
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("seed", range(60))
 def test_between_any_two_plans(seed: int, tmp_path: Path, base: Path) -> None:

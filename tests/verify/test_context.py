@@ -28,7 +28,7 @@ KINDS = CHOICES["context"]
 LEARNED = ("learned bias", "learned bias of keys", "some see nothing")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.few(24)
 @pytest.mark.parametrize("name", zoo.NAMES)
 @pytest.mark.parametrize("cp", [2, 3, 5])

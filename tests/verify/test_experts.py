@@ -112,7 +112,7 @@ def enough(ep: int, tensor: tuple[Any, ...]) -> bool:
     return tensor not in BY_NUMBER or ep * tensor[1] <= 4
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.few(40)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -122,7 +122,7 @@ def test_together(case: tuple[Any, ...]) -> None:
     check(one.under(composed(*options, microbatches)), batches, truth(name, microbatches), PLAIN)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plan", ["dp", "ep", "tp", "tp by number", "cp"])
 def test_nothing_is_computed_twice(name: str, plan: str) -> None:
@@ -148,7 +148,7 @@ def test_nothing_is_computed_twice(name: str, plan: str) -> None:
         assert {kind for kind, *_ in communicated(compiled.general)} <= {"slice"}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral balanced"])
 def test_loops_over_experts(name: str) -> None:
     """They are trained as grouped products are, whatever divides them; the user's model keeps its loops."""
@@ -230,7 +230,7 @@ SHARED = [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)]
 BY_NUMBER_SHARED = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("how", ROUTES)
 @pytest.mark.parametrize(("experts", "slots"), [(4, 1), (6, 2), (5, 3)])
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_weight_that_all_experts_share(experts: int, ep: int, dp: int, tp: int
     assert not norm.axes
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 56])
 @pytest.mark.parametrize(("kind", "tp", "ep"), [("1d", 2, 1), ("1d", 3, 2), ("1d-sp", 6, 1), ("2d", 4, 1)])
 def test_parts_that_no_kernel_takes_as_they_are(width: int, kind: Any, tp: int, ep: int) -> None:
@@ -411,7 +411,7 @@ comm.close()
 @pytest.mark.parametrize(
     ("backend", "ep", "dp", "zero"),
     [
-        ("gloo", 2, 1, 0),
+        pytest.param("gloo", 2, 1, 0, marks=pytest.mark.slow),
         pytest.param("shared", 2, 1, 0, marks=pytest.mark.slow),
         pytest.param("gloo", 2, 2, 3, marks=pytest.mark.slow),
         pytest.param("shared", 3, 1, 0, marks=pytest.mark.full),

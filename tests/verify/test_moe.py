@@ -100,7 +100,7 @@ CASES = list(
 )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.few(30)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -180,7 +180,7 @@ def own(kind: str) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.few(12)
 @pytest.mark.parametrize("case", list(covering([case for case in OWN if enough(case[1], case[3])])), ids=str)
 def test_own_models(case: tuple[Any, ...]) -> None:

@@ -84,7 +84,7 @@ def fits(case: tuple[Any, ...]) -> bool:
     return bool(ranks <= 16 and (shared[0] != "ep" or name in EXPERTS))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(40)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:

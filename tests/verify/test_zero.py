@@ -48,7 +48,7 @@ def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatch
     check(name, data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -250,6 +250,7 @@ def test_weights_kept_by_backward_instead_of_a_reference_are_found(monkeypatch: 
     assert not _passes()
 
 
+@pytest.mark.slow
 def test_stale_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.core.flat import FlatBuffer
 
