@@ -282,6 +282,7 @@ def test_models_without_outputs_are_refused() -> None:
         flat.evaluation("both")
 
 
+@pytest.mark.slow
 def test_the_second_call_costs_nothing() -> None:
     """What the calls with and without labels share is computed once: each block's products are there once."""
     module, batch = subject("gpt")

@@ -111,7 +111,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", ["own", "transformers"])
 @pytest.mark.parametrize("name", PLANS)
 def test_loads(kind: str, name: str) -> None:

@@ -126,7 +126,7 @@ def synchronous(setting: Setting) -> bool:
     return not traits(setting.pp[1]).asynchronous and sum(size > 1 for size in setting.sizes) > 1
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "most", "seed"),

@@ -252,6 +252,7 @@ def test_bit_equal_in_low_precision_under_every_stage(tmp_path: Path, zero: int,
     assert all(torch.equal(state[n], truth[n]) for n in truth)
 
 
+@pytest.mark.slow
 def test_bit_equal_in_bf16(tmp_path: Path) -> None:
     """The fp32 masters are what is saved, not the bf16 copies."""
     truth, _ = run(tmp_path / "whole", 2, STEPS, precision="bf16")

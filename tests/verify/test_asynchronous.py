@@ -134,7 +134,7 @@ def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pyte
     assert not verify(module, batches(4), plan).passed
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_the_programs_have_the_papers_versions(pp: int) -> None:
     """PipeDream's stage s of n uses weights n - s - 1 updates old and keeps as many beside the newest; 2BW's are one
@@ -223,6 +223,7 @@ def test_a_step_that_is_not_finite_ends_the_window() -> None:
     assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
+@pytest.mark.slow
 def test_a_wish_to_stop_comes_after_the_window() -> None:
     torch.manual_seed(0)
     module, _ = deep("llama", 2)

@@ -57,7 +57,7 @@ def test_every_pair(setting: Setting) -> None:
     print(f"\n{setting}: {check(setting):.1e}")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_three(seed: int) -> None:

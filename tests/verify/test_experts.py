@@ -112,7 +112,7 @@ def enough(ep: int, tensor: tuple[Any, ...]) -> bool:
     return tensor not in BY_NUMBER or ep * tensor[1] <= 4
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.few(40)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -316,6 +316,7 @@ def test_the_solver_may_take_experts_by_number() -> None:
     assert all(p.layout is not None and p.layout.dims[0][0].axes for p in found if ".experts." in p.name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "granite"])
 @pytest.mark.parametrize("experts", ["inside", "by-number"])
 def test_results_are_summed_once_a_token(name: str, experts: Any) -> None:

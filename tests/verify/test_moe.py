@@ -191,6 +191,7 @@ def test_own_models(case: tuple[Any, ...]) -> None:
     assert not compiled.general.replicated and not compiled.general.meets
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("recipe", ["ep", "tp", "tp by number"])
 def test_half_precision(precision: Any, recipe: str) -> None:

@@ -322,6 +322,7 @@ def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: py
     assert not compare(ours[0], truth("gpt", 3)).passes(TOLERANCE)
 
 
+@pytest.mark.slow
 def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = lowering_of_messages._receive
     monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine, *rest: original(here, mine[::-1], *rest))

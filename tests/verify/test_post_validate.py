@@ -255,7 +255,7 @@ def programs(schedule: str = "zb-h2", pp: int = 3, m: int = 6, number: int = 3) 
     return compiled.programs(compiled.general, m, number), plan
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_forwards_are_computed_before_an_update_is_validated(schedule: str) -> None:
     """All that a rank computes before its first backward, but where a stage hears of another's: there the norm is known

@@ -118,7 +118,7 @@ def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     assert summed["k_proj.weight"] == summed["v_proj.weight"] == ("tp%2",) and not summed["q_proj.weight"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dp", "zero", "pp", "recompute", "m"),
     [("1d", 2, 3, 1, "full", 2), ("1d-sp", 1, 0, 2, "selective", 2), ("1d-sp", 2, 1, 2, "none", 1)],

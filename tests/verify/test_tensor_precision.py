@@ -122,7 +122,7 @@ def clipped(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int],
 CLIPPED = [(("1d", 2), "fp16", (2, 3, 1), 0.3), (("2d", 4), "bf16", (1, 0, 2), 0.3)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "precision", "beside", "share"), CLIPPED)
 def test_clipping(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int], share: float) -> None:
     clipped(mesh, precision, beside, share)

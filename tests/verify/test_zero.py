@@ -258,6 +258,7 @@ def test_stale_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _passes()
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_overwritten_instead_of_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
