@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,8 +23,15 @@ def covering(
         for case in cases
     ]
     left = (1 << len(numbers)) - 1
+    # The number of new pairs of a case only falls, so those that were counted earlier are at least as many.
+    most = [(-pairs.bit_count(), i) for i, pairs in enumerate(found)]
+    heapq.heapify(most)
     while left:
-        best = max(range(len(cases)), key=lambda i: (left & found[i]).bit_count())
+        counted, best = most[0]
+        new = (left & found[best]).bit_count()
+        if new < -counted:
+            heapq.heapreplace(most, (-new, best))
+            continue
         left &= ~found[best]
         yield cases[best]
 
@@ -33,11 +41,13 @@ def few(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
     chosen before.
     """
     values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
-    chosen: list[int] = []
+    chosen: set[int] = set()
     seen: set[tuple[str, str]] = set()
+    near = [0] * len(cases)  # how far each case is from the nearest one that was chosen
     while len(chosen) < min(count, len(cases)):
         left = [i for i in range(len(cases)) if i not in chosen]
-        best = max(left, key=lambda i: (len(values[i] - seen), min((abs(i - j) for j in chosen), default=0), -i))
-        chosen.append(best)
+        best = max(left, key=lambda i: (len(values[i] - seen), near[i], -i))
+        near = [min(n, abs(i - best)) if chosen else abs(i - best) for i, n in enumerate(near)]
+        chosen.add(best)
         seen |= values[best]
-    return set(chosen)
+    return chosen

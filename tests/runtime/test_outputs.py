@@ -91,7 +91,7 @@ def test_outputs_are_those_of_one_device(kind: str, plan: str) -> None:
     check(kind, PLANS[plan], "both")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp3 x 2", "pp", "tp"])
 @pytest.mark.parametrize("kind", ["gpt", "tagger"])
 def test_outputs_without_labels(kind: str, plan: str) -> None:

@@ -122,7 +122,7 @@ def test_together(case: tuple[Any, ...]) -> None:
     check(one.under(composed(*options, microbatches)), batches, truth(name, microbatches), PLAIN)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("plan", ["dp", "ep", "tp", "tp by number", "cp"])
 def test_nothing_is_computed_twice(name: str, plan: str) -> None:

@@ -337,7 +337,7 @@ HOMES = ((0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 2
 """Ranks of stages: round, in a V, and as no schedule has them."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(len(HOMES)))
 def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:

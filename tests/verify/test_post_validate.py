@@ -278,6 +278,7 @@ def changed(program: Program, at: int, **changes: Any) -> Program:
     return replace(program, instructions=tuple(instructions))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found, plan = programs()
     check(found, plan.mesh)
