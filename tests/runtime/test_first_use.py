@@ -111,6 +111,7 @@ def test_every_plan_runs_where_first_uses_block(case: Case) -> None:
     assert len(set(losses)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "model", "sharding"),
     [("interleaved", "tied gpt", "zero 3"), ("zb-h1", "tied gpt", "tp"), ("1f1b", "llama", "zero 1")],
