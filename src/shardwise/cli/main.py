@@ -14,7 +14,7 @@ import typer
 from shardwise import __version__
 from shardwise.core.errors import ConfigError
 
-from . import checkpoint, tokenizer
+from . import bench, checkpoint, tokenizer
 from .common import Arguments, Json, reported, split_arguments
 from .looks import LOOKS
 
@@ -34,6 +34,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(tokenizer.app, name="tokenizer")
 
