@@ -555,8 +555,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
-        "experts pins ep cp context overlap dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
-        "rows recompute precision",
+        "experts pins ep cp context overlap links dp dp_replicate zero gathered prefetch reduced reduce offload "
+        "microbatches rows recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
@@ -820,6 +820,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.factory",
         "data.arguments",
         "train.epochs",
+        "parallel.links",
         "parallel.gathered",
         "parallel.prefetch",
         "parallel.stages",

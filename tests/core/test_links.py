@@ -11,7 +11,7 @@ from shardwise.core.links import OWN, LinkProfile, Measured, bus_factor
 from shardwise.core.rates import Link, Rates
 
 
-def made(link: Link, ranks: tuple[int, ...] = (2, 4), noise: float = 1.0) -> LinkProfile:
+def made(link: Link, ranks: tuple[int, ...] = (2, 4), noise: float = 1.0, host: int = 8) -> LinkProfile:
     rates = Rates(1.0, 1.0, link)
     rows = [
         Measured(kind, OWN, n, size, rates.collective(kind.replace("-", "_"), size, ["x"], n) * (noise if i % 2 else 1))
@@ -19,7 +19,7 @@ def made(link: Link, ranks: tuple[int, ...] = (2, 4), noise: float = 1.0) -> Lin
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
         for i, size in enumerate((1024, 65536, 2**22, 2**26))
     ]
-    return LinkProfile("gloo", "cpu", 4, tuple(rows))
+    return LinkProfile("gloo", "cpu", host, tuple(rows))
 
 
 @pytest.mark.parametrize("link", [Link(50e-6, 2e9), Link(0.0, 1e8), Link(1e-3, 1e11)])
@@ -40,6 +40,17 @@ def test_the_nearest_number_of_ranks_counts() -> None:
     slow, fast = made(Link(1e-3, 1e8), (2,)), made(Link(1e-5, 1e10), (8,))
     both = LinkProfile("gloo", "cpu", 8, (*slow.rows, *fast.rows))
     assert both.link(2) == slow.link(2) and both.link(6) == fast.link(8) and both.link(64) == fast.link(8)
+
+
+def test_links_of_a_host_and_between_hosts() -> None:
+    """Measured over two hosts of two ranks each, and on one of them."""
+    slow, fast = made(Link(1e-3, 1e8), (4,), host=2), made(Link(1e-5, 1e10), (2,), host=2)
+    both = LinkProfile("gloo", "cpu", 2, (*slow.rows, *fast.rows))
+    assert both.link(4) == fast.link(2) and both.link(2, between=True) == slow.link(4, between=True)
+    assumed = Rates(3.0, 5.0, Link(1.0, 1.0), {"tp": Link(2.0, 2.0)})
+    assert both.applied(assumed, 4) == Rates(3.0, 5.0, both.link(4), {"tp": both.link(4, between=True)})
+    assert fast.applied(assumed, 4) == Rates(3.0, 5.0, fast.link(2), {"tp": Link(2.0, 2.0)})
+    assert slow.applied(assumed, 4).link == Link(1.0, 1.0)
 
 
 def test_nothing_measured_is_no_link() -> None:

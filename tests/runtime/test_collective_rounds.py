@@ -38,5 +38,5 @@ def test_wrong_numbers_are_found() -> None:
         case.rounds = case.rounds[:1]
         case.run()
 
-    with pytest.raises(Exception, match=r"all-reduce by ring of 64 bytes: block \d of rank \d has"):
+    with pytest.raises(Exception, match=r"all-reduce by ring of 64 bytes: block \d of rank \d begins with"):
         run_ranks(Mesh.of(ranks=2), work, timeout=20.0)

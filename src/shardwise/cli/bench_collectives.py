@@ -18,7 +18,7 @@ from shardwise.config import Hardware
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.links import OWN, LinkProfile, Measured
 from shardwise.core.rounds import ALGORITHMS
-from shardwise.launch.collectives import JOB, ROWS, Job, every_collective, measure
+from shardwise.launch.collectives import BACKEND, JOB, ROWS, Job, backend_of, every_collective, joined, measure
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.local import launch_local, run_folder, under_torchrun
 from shardwise.report.figures import check_format
@@ -42,19 +42,25 @@ def run(
     collectives, algorithms = _chosen("--of", of, every_collective()), _chosen("--by", by, (OWN, *ALGORITHMS))
     first = Job(0, 0, sizes, collectives, algorithms, backend)
     rows: list[Measured] = []
+    through: str | None = None
     if under_torchrun():
         here, every = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         if ranks and tuple(ranks) != (every,):
             raise ConfigError.on("--ranks", f"{', '.join(map(str, ranks))}, under torchrun", f"none, or {every}")
         host = host or here
-        rows = [row for row in measure(replace(first, ranks=every, host=host)) if row is not None]
+        job = _checked(replace(first, ranks=every, host=host))
+        comm = joined(job)
+        through = backend_of(comm, job)
+        rows = [row for row in measure(comm, job) if row is not None]
         if os.environ["RANK"] != "0":
             return
     else:
         for many in ranks or (Hardware.here().gpus or 2,):
             check_ranks(many, many)
-            rows += _measured_here(replace(first, ranks=many, host=host or many), json)
-    profile = LinkProfile(backend, Backend.here().type, host or max(r.ranks for r in rows), tuple(rows))
+            through, found = _measured_here(replace(first, ranks=many, host=host or many), json)
+            rows += found
+    assert through is not None
+    profile = LinkProfile(through, Backend.here().type, host or max(r.ranks for r in rows), tuple(rows))
     _tell(profile, out, picture, json)
 
 
@@ -65,12 +71,17 @@ def _chosen(option: str, given: Sequence[str], legal: Sequence[str]) -> tuple[st
     return tuple(one for one in legal if one in given or not given)
 
 
-def _measured_here(job: Job, json: bool) -> list[Measured]:
-    """Return what ranks that this process starts have measured."""
-    cases = len(job.cases())
-    if not cases:
-        wrong = f"{', '.join(job.algorithms)} for {', '.join(job.collectives)}: nothing to measure"
-        raise ConfigError.on("--by", wrong, "an algorithm that one of the collectives has")
+def _checked(job: Job) -> Job:
+    """Raise :class:`ConfigError` if there is nothing to measure."""
+    if not job.cases():
+        wrong = f"{', '.join(job.algorithms)} for {', '.join(job.collectives)} of {job.ranks} ranks: there is none"
+        raise ConfigError.on("--by", wrong, "an algorithm that one of the collectives has there")
+    return job
+
+
+def _measured_here(job: Job, json: bool) -> tuple[str, list[Measured]]:
+    """Return the backend of ranks that this process starts, and what they have measured."""
+    cases = len(_checked(job).cases())
     with TemporaryDirectory(prefix="shardwise-bench-") as place:
         folder = Path(place)
         (folder / JOB).write_text(jsonlib.dumps(asdict(job)), encoding="utf-8")
@@ -86,15 +97,15 @@ def _measured_here(job: Job, json: bool) -> list[Measured]:
                 ["-m", "shardwise.launch.collectives", str(folder)], job.ranks, folder, threads=1, hang_timeout=HANG,
                 tick=tick,
             )  # fmt: skip
-        return [Measured(**jsonlib.loads(line)) for line in _read(folder)]
+        rows = [Measured(**jsonlib.loads(line)) for line in _read(folder)]
+        return (folder / BACKEND).read_text(encoding="utf-8"), rows
 
 
 def _read(folder: Path) -> list[str]:
     """Return the lines that have been written so far."""
     path = folder / ROWS
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")] if (
-        path.exists()
-    ) else []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
 
 
 def _tell(profile: LinkProfile, out: Path | None, picture: Path | None, json: bool) -> None:
@@ -111,6 +122,7 @@ def _tell(profile: LinkProfile, out: Path | None, picture: Path | None, json: bo
         print_json(found)
         return
     console = make_console()
+    console.print("* the fastest of its size; sent: by the busiest rank; bandwidths: as nccl-tests defines them\n")
     show(console, *tables(profile))
     words = {
         f"{n} ranks": f"{link.latency * 1e6:.0f} µs a collective, {link.bandwidth / 1e9:.3f} GB/s sent by a rank"

@@ -21,7 +21,7 @@ SEVERAL = ("train.callbacks", "validation.metrics")
 """Lists of references."""
 RENAMED = {"train.tensorboard": 'train.loggers = ["tensorboard"]'}
 """Keys of earlier versions, and what to write instead."""
-PATHS = ("data.tokenizer", "data.cache_dir", "model.weights", "model.pretrained")
+PATHS = ("data.tokenizer", "data.cache_dir", "model.weights", "model.pretrained", "parallel.links")
 SOURCES = ("data.source", "data.sft", "validation.source")
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.rates import PASSES, Link
+from shardwise.core.rates import PASSES, Link, Rates
 
 OWN = "own"
 """The algorithm of the backend itself, whichever it takes."""
 POINT_TO_POINT = "point-to-point"
 VERSION = 1
+LEGAL_PROFILE = "a file that `shardwise bench collectives --out` has written"
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -60,12 +61,23 @@ class LinkProfile:
     host: int
     rows: tuple[Measured, ...]
 
-    def link(self, ranks: int) -> Link | None:
+    def applied(self, rates: Rates, ranks: int) -> Rates:
+        """Return ``rates`` with the links that were measured, for groups of about ``ranks`` ranks: on one host, and for
+        those mesh axes that use other links between hosts.  What was not measured stays as it is."""
+        between = self.link(ranks, between=True)
+        links = rates.links if between is None else dict.fromkeys(rates.links, between)
+        return replace(rates, link=self.link(ranks) or rates.link, links=links)
+
+    def link(self, ranks: int, *, between: bool = False) -> Link | None:
         """Return the link α + bytes/β that fits best to the backend's own collectives of that many ranks, or of the
-        number of ranks nearest to it; None if none was measured.
+        number of ranks nearest to it; None if none was measured.  They are collectives on a host, or ``between`` hosts.
 
         The relative errors are minimised, by least squares."""
-        own = [r for r in self.rows if r.algorithm == OWN and r.collective.replace("-", "_") in PASSES and r.ranks > 1]
+        own = [
+            r for r in self.rows
+            if r.algorithm == OWN and r.collective.replace("-", "_") in PASSES and r.ranks > 1
+            and (r.ranks > self.host) == between
+        ]  # fmt: skip
         if not own:
             return None
         nearest = min((r.ranks for r in own), key=lambda n: (abs(math.log(n / ranks)), n))
@@ -78,7 +90,6 @@ class LinkProfile:
     @staticmethod
     def of_json(text: str, where: str) -> LinkProfile:
         """Read what :meth:`to_json` returns; raise :class:`ConfigError`, which names ``where``, for anything else."""
-        legal = "a file that `shardwise bench collectives --out` has written"
         try:
             values: Any = json.loads(text)
             if values["version"] != VERSION:
@@ -90,14 +101,12 @@ class LinkProfile:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError.on(where, f"cannot be read: {error or type(error).__name__}", legal) from None
+            raise ConfigError.on(where, f"cannot be read: {error or type(error).__name__}", LEGAL_PROFILE) from None
 
 
 def _fitted(rows: Sequence[Measured]) -> Link:
     """Return the link of least relative errors: of α + x/β with x the bytes that a rank of a ring sends."""
-    pairs = [
-        (PASSES[r.collective.replace("-", "_")] * r.nbytes * (r.ranks - 1) / r.ranks, r.seconds) for r in rows
-    ]
+    pairs = [(PASSES[r.collective.replace("-", "_")] * r.nbytes * (r.ranks - 1) / r.ranks, r.seconds) for r in rows]
     # Each row says 1 = α·(1/t) + (1/β)·(x/t).
     a = sum(1 / t**2 for _, t in pairs)
     b = sum(x / t**2 for x, t in pairs)

@@ -67,16 +67,13 @@ def _back(rounds: Rounds, adds: bool) -> Rounds:
 
 def _ring_gathering(ranks: Sequence[int], parts: Sequence[Blocks]) -> Rounds:
     n = len(ranks)
-    return _rounds(
-        (_sent(ranks[i], ranks[(i + 1) % n], parts[(i - t) % n]) for i in range(n)) for t in range(n - 1)
-    )
+    return _rounds((_sent(ranks[i], ranks[(i + 1) % n], parts[(i - t) % n]) for i in range(n)) for t in range(n - 1))
 
 
 def _ring_scattering(ranks: Sequence[int], parts: Sequence[Blocks]) -> Rounds:
     n = len(ranks)
     return _rounds(
-        (_sent(ranks[i], ranks[(i + 1) % n], parts[(i - t - 1) % n], adds=True) for i in range(n))
-        for t in range(n - 1)
+        (_sent(ranks[i], ranks[(i + 1) % n], parts[(i - t - 1) % n], adds=True) for i in range(n)) for t in range(n - 1)
     )
 
 
@@ -86,9 +83,7 @@ def _ring_summing(ranks: Sequence[int], parts: Sequence[Blocks]) -> Rounds:
 
 def _ring_broadcast(n: int) -> Rounds:
     """Block after block goes from rank to rank."""
-    return _rounds(
-        (_sent(i, i + 1, [t - i]) for i in range(n - 1) if 0 <= t - i < n) for t in range(2 * n - 2)
-    )
+    return _rounds((_sent(i, i + 1, [t - i]) for i in range(n - 1) if 0 <= t - i < n) for t in range(2 * n - 2))
 
 
 def _ring_scatter(n: int) -> Rounds:
@@ -103,9 +98,7 @@ def _ring_exchange(n: int) -> Rounds:
     own = _rounds([(Message(i, i, (i,), (n + i,)) for i in range(n))])
     return (
         *own,
-        *_rounds(
-            (Message(i, (i + t) % n, ((i + t) % n,), (n + i,)) for i in range(n)) for t in range(1, n)
-        ),
+        *_rounds((Message(i, (i + t) % n, ((i + t) % n,), (n + i,)) for i in range(n)) for t in range(1, n)),
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.core.links import OWN, POINT_TO_POINT, Measured
 from shardwise.core.rounds import ALGORITHMS, COLLECTIVES, blocks_of, rounds_of, sent_blocks
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from shardwise.core.communicators import Members
     from shardwise.runtime.communicator import Communicator
 
-ROWS, JOB = "rows.jsonl", "job.json"
+ROWS, JOB, BACKEND = "rows.jsonl", "job.json", "backend"
 LANE = "compute"
 BLOCK = 16  # bytes that the size of a block is a multiple of
-OWN_COLLECTIVES = ("broadcast", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+OWN_COLLECTIVES = ("broadcast", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", POINT_TO_POINT)
 """What backends have themselves."""
 
 
@@ -44,6 +44,12 @@ class Job:
     runs: int = 20
     seconds: float = 0.3
 
+    @staticmethod
+    def of_json(text: str) -> Job:
+        values: dict[str, Any] = json.loads(text)
+        several: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return Job(**(values | several))
+
     def cases(self) -> list[tuple[str, str, int]]:
         """Return each (collective, algorithm, bytes); the bytes are those of n equal blocks."""
         found = []
@@ -53,11 +59,10 @@ class Job:
         return list(dict.fromkeys(found))
 
     def algorithms_of(self, collective: str) -> list[str]:
-        if collective == POINT_TO_POINT:
-            return [OWN]
         hosts = 1 < self.host < self.ranks and self.ranks % self.host == 0
-        own = [OWN] if collective in OWN_COLLECTIVES else []
-        every = [*own, *(name for name in ALGORITHMS if name != "hierarchical" or hosts)]
+        every = [OWN] if collective in OWN_COLLECTIVES else []
+        if collective in COLLECTIVES:
+            every += [name for name in ALGORITHMS if name != "hierarchical" or hosts]
         return [name for name in every if name in self.algorithms]
 
     def rounded(self, size: int) -> int:
@@ -71,24 +76,43 @@ def main() -> None:
     with rank_process(folder) as progress:
         import torch  # its warnings now go to the log
 
-        values = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        job = Job(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        job = Job.of_json((folder / JOB).read_text(encoding="utf-8"))
         torch.set_num_threads(1)
+        comm = joined(job)
+        if comm.rank == 0:
+            (folder / BACKEND).write_text(backend_of(comm, job), encoding="utf-8")
         with (folder / ROWS).open("a", encoding="utf-8") as file:
-            for row in measure(job, progress.phase):
+            for row in measure(comm, job, progress.phase):
                 if row is not None:
                     print(json.dumps(asdict(row)), file=file, flush=True)
 
 
-def measure(job: Job, doing: Callable[[str], object] = lambda words: None) -> Iterator[Measured | None]:
-    """Measure each case, and yield it on rank 0 and None on the others; ``doing`` is told what comes next.
-
-    The first run of a case also checks what comes out; raise :class:`ShardwiseError` if it is wrong."""
+def joined(job: Job) -> Communicator:
     from shardwise.core.mesh import Mesh
     from shardwise.runtime.connect import connect
+
+    return connect(Mesh.of(ranks=job.ranks), backend=job.backend)
+
+
+def backend_of(comm: Communicator, job: Job) -> str:
+    """Return the name of what ranks communicate through, which "auto" has chosen."""
+    from shardwise.backend import Backend
+    from shardwise.runtime.connect import AUTO, SHARED
+
+    if job.backend != AUTO:
+        return job.backend
+    return SHARED if comm.shares_memory else Backend.of(comm.device).transport or AUTO
+
+
+def measure(
+    comm: Communicator, job: Job, doing: Callable[[str], object] = lambda words: None
+) -> Iterator[Measured | None]:
+    """Measure each case, and yield it on rank 0 and None on the others; ``doing`` is told what comes next.  Close
+    ``comm`` at the end.
+
+    The first run of a case also checks what comes out; raise :class:`ShardwiseError` if it is wrong."""
     from shardwise.runtime.rounds import members
 
-    comm = connect(Mesh.of(ranks=job.ranks), backend=job.backend)
     try:
         every = [
             rounds_of(c, a, job.ranks, job.host) for c in job.collectives for a in job.algorithms_of(c) if a != OWN
@@ -199,7 +223,7 @@ class Case:
         for block, value in self.expected().items():
             row = self.x[block]
             if not bool((row == value).all()):
-                wrong = f"block {block} of rank {self.comm.rank} has {row.unique()[:3].tolist()} instead of {value}"
+                wrong = f"block {block} of rank {self.comm.rank} begins with {row[:3].tolist()} instead of {value}"
                 raise ShardwiseError(f"{self.collective} by {self.algorithm} of {self.nbytes} bytes: {wrong}")
 
     def expected(self) -> dict[int, float]:

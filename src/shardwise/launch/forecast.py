@@ -16,7 +16,6 @@ from shardwise.core.communicators import sizes
 from shardwise.core.errors import ConfigError
 from shardwise.core.garbage import without_gc
 from shardwise.core.plan import Plan
-from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import gradient_dtypes
@@ -256,14 +255,14 @@ class Forecast:
         links = plan.mesh.links(self.compiled.per_host or plan.mesh.size)
         across = [axis for axis in axes if links[axis] != "device"]
         costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), self.device.kind)
-        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.numeric.precision, across, self.compiled.model))
+        wanted = depth(trace, plan, costs, self.compiled.device_rates(across))
         for ahead in range(wanted, plan.data.prefetch, -1):
             deeper = plan.replace(prefetch=ahead)
             if self.predict(deeper).peak_bytes <= self.budget:
                 self.take(
                     deeper,
-                    f"parallel.prefetch = {ahead}: hides gathers under computing, by the rates assumed of "
-                    f"{self.device.name}",
+                    f"parallel.prefetch = {ahead}: hides gathers under computing, by the rates "
+                    f"{'assumed' if self.compiled.links is None else 'measured'} of {self.device.name}",
                 )
                 return
 

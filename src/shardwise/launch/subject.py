@@ -19,6 +19,7 @@ from shardwise.config.lora import UnderAdapters
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError
 from shardwise.core.garbage import without_gc
+from shardwise.core.links import LEGAL_PROFILE, LinkProfile
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data.loader import Loader
@@ -136,9 +137,23 @@ def compiled_here(
         kind=there.kind,
         model=there.model,
         per_host=per_host,
+        links=links_of(config),
         loss_weight=config.model.loss_weight,
         wanted=wanted_of(config),
     )
+
+
+def links_of(config: Config) -> LinkProfile | None:
+    """Return what ``parallel.links`` says was measured; None where nothing was."""
+    path = config.parallel.links
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError.on("parallel.links", f"cannot read {path}: {reason}", LEGAL_PROFILE) from None
+    return LinkProfile.of_json(text, f"parallel.links {path}")
 
 
 def wanted_of(config: Config) -> Wanted:
@@ -219,6 +234,6 @@ def _compiled(
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            model=model, per_host=default_ranks_per_host(plan.mesh), loss_weight=config.model.loss_weight,
-            wanted=wanted_of(config),
+            model=model, per_host=default_ranks_per_host(plan.mesh), links=links_of(config),
+            loss_weight=config.model.loss_weight, wanted=wanted_of(config),
         )  # fmt: skip

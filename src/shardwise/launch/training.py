@@ -48,7 +48,7 @@ from .ordering import settle, unordered
 from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
-from .subject import check_loads, example_of, start_values, wanted_of
+from .subject import check_loads, example_of, links_of, start_values, wanted_of
 from .utilisation import utilisation
 
 DEVICE_TIMEOUT = 600.0
@@ -157,7 +157,7 @@ def _build(
     with without_gc():
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
-            per_host=per_host, model=_slowest(cards), loss_weight=config.model.loss_weight,
+            per_host=per_host, model=_slowest(cards), links=links_of(config), loss_weight=config.model.loss_weight,
             wanted=wanted_of(config),
         )  # fmt: skip
     check_loads(config, compiled)

@@ -26,6 +26,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
+from shardwise.core.links import LinkProfile
 from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.part import STEP, Part
@@ -66,9 +67,9 @@ class Compiled:
 
     Pipeline stages and the solver of tensor plans assume devices of ``kind`` ("gpu" or "cpu"; None: that of
     ``device``), ``per_host`` on each host (None: one host has all), with ``rates`` (None: those of ``model``, or those
-    assumed for the kind) and batches of ``batch_rows`` rows (None: as many as the example has). With ``like`` nothing
-    is decided here: the decisions of ``like`` are used. Raises :class:`ConfigError` if the fields of ``example`` differ
-    in rows.
+    assumed for the kind), the measured ``links`` (None: those of the rates) and batches of ``batch_rows`` rows (None:
+    as many as the example has). With ``like`` nothing is decided here: the decisions of ``like`` are used. Raises
+    :class:`ConfigError` if the fields of ``example`` differ in rows.
     """
 
     module: nn.Module
@@ -79,6 +80,7 @@ class Compiled:
     training: bool = True
     initial: Mapping[str, Tensor] | None = None
     rates: Rates | None = None
+    links: LinkProfile | None = None
     batch_rows: int | None = None
     kind: Kind | None = None
     model: DeviceModel | None = None
@@ -245,10 +247,14 @@ class Compiled:
         """The kind of device that the model is compiled for."""
         return self.kind or Backend.of(self.device).kind
 
-    def device_rates(self) -> Rates:
-        """Return the assumed rates of the devices and links in the precision of the plan."""
-        across = axes_across(self.plan.mesh, self.per_host or self.plan.mesh.size)
-        return self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
+    def device_rates(self, across: Iterable[str] | None = None) -> Rates:
+        """Return the rates of the devices in the precision of the plan, and of links, measured or assumed; ``across``
+        are the axes that reach over hosts, by default those of tensor parallelism that do."""
+        mesh = self.plan.mesh
+        if across is None:
+            across = axes_across(mesh, self.per_host or mesh.size)
+        found = self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
+        return found if self.links is None else self.links.applied(found, mesh.size)
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """Return the trace for microbatches of ``rows`` rows (None: any) whose fields ``ones`` are all ones."""

@@ -24,7 +24,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def tables(profile: LinkProfile) -> list[Any]:
-    """Return a table for each collective and number of ranks."""
+    """Return a table for each collective and number of ranks; it marks the fastest algorithm of each size."""
     found = []
     for collective, ranks in dict.fromkeys((r.collective, r.ranks) for r in profile.rows):
         rows = [r for r in profile.rows if (r.collective, r.ranks) == (collective, ranks)]
@@ -32,13 +32,13 @@ def tables(profile: LinkProfile) -> list[Any]:
         cells = [
             (
                 size(r.nbytes), r.algorithm, milliseconds(r.seconds) + ("*" if r.seconds == fastest[r.nbytes] else " "),
-                "" if r.sent is None else size(r.sent), *(f"{b / 1e9:.3f}" for b in (r.algorithm_bandwidth,
-                r.bus_bandwidth)),
+                "" if r.sent is None else size(r.sent),
+                *(f"{b / 1e9:.3g}" for b in (r.algorithm_bandwidth, r.bus_bandwidth)),
             )
             for r in sorted(rows, key=lambda r: r.nbytes)
         ]  # fmt: skip
-        title = f"{collective} of {ranks} ranks (* the fastest; sent: by the busiest rank; bandwidths in GB/s)"
-        found.append(grid(title, (">size", "algorithm", ">ms ", ">sent", ">algorithm", ">bus"), cells))
+        columns = (">size", "algorithm", ">ms ", ">sent", ">algorithm GB/s", ">bus GB/s")
+        found.append(grid(f"{collective} of {ranks} ranks", columns, cells))
     return found
 
 

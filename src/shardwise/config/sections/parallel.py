@@ -121,6 +121,11 @@ class ParallelConfig:
         "none",
         does="what hides the exchanges of `tp`, `cp` and `ep`: nothing, or the computing of another microbatch",
     )
+    links: str | None = key(
+        text("the path of a file that `shardwise bench collectives --out` has written"),
+        does="what was measured of the links between ranks, by which `tensor_plan`, `prefetch` and stages are chosen",
+        otherwise="the rates that are assumed of the devices",
+    )
     dp: int = key(
         integer(1),
         does="the number of data-parallel ranks",
