@@ -183,9 +183,8 @@ def main() -> None:
             references[this] = reference(this, RANKS)
         found = Race(pair, this, options.schedule, options.microbatches).run(options.rounds, references[this])
         table(found, "peer", pair)
-        print(
-            f"limit, ranks that never communicate: {found[0]['limit'] * 1e3:.0f} ms, {found[0]['limit_faster']:.2f} × peer"
-        )
+        limit, faster = found[0]["limit"], found[0]["limit_faster"]
+        print(f"limit, ranks that never communicate: {limit * 1e3:.0f} ms, {faster:.2f} × peer")
         rows += found
     finish(rows, task, options)
 

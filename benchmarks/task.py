@@ -212,13 +212,18 @@ def planned(
     rank: int, ranks: int, *, task: Task, keys: Mapping[str, Any], backend: Literal["auto", "gloo", "alone"] = "auto"
 ) -> Step:
     """Make the step of the plan that these keys of a config's ``[parallel]`` give."""
+    trainer, given = under_keys(rank, ranks, task=task, keys=keys, backend=backend)
+    return lambda: trainer.step(given).loss
+
+
+def under_keys(rank: int, ranks: int, *, task: Task, keys: Mapping[str, Any], backend: str) -> tuple[Any, Any]:
+    """Make a Trainer for the plan that these keys of a config's ``[parallel]`` give, and this rank's batch."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
 
     keys = {"dp": 1, "precision": task.precision, **keys}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    trainer, given = under(task, plan, rank, ranks, comm=connected(rank, task, plan, backend))
-    return lambda: trainer.step(given).loss
+    return under(task, plan, rank, ranks, comm=connected(rank, task, plan, backend))
 
 
 def connected(rank: int, task: Task, plan: Any, backend: str) -> Any:
