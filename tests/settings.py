@@ -52,6 +52,8 @@ class Setting(NamedTuple):
 
 DENSE = ("own gpt", "own llama", "gpt2 padded")
 EXPERTS = ("mixtral", "qwen3 moe", "deepseek")
+TIED = ("own gpt", "gpt2 padded")
+"""The models whose embedding is also their last layer, so that the first and the last stage share it."""
 FEWEST = 4
 """The number of experts of the models that have fewest."""
 VALUES: dict[str, Sequence[Any]] = {
@@ -86,7 +88,7 @@ def legal(setting: Setting) -> bool:
     size, name = setting.pp
     schedule, m = SCHEDULES[name], setting.microbatches
     times = schedule.min_microbatches_per_rank * size <= m <= (schedule.max_microbatches or m)
-    alone = not (schedule.stages_alone and (m > 1 or setting.precision == "fp16"))
+    alone = not (schedule.stages_alone and (m > 1 or setting.precision == "fp16" or setting.model in TIED))
     stale = not (schedule.asynchronous and setting.data[1])
     sharing = setting.ep * (setting.tensor[1] if setting.tensor[2:] else 1)  # the ranks that have some experts each
     return times and alone and stale and (sharing == 1 or (setting.model in EXPERTS and sharing <= FEWEST))
