@@ -17,6 +17,7 @@ from settings import EXPERTS, VALUES, Setting, drawn, every_pair
 from shardwise.core.errors import ConfigError
 from shardwise.core.schedules import traits
 from shardwise.lower.compiled import Compiled
+from shardwise.lower.versions import steady_batches
 from shardwise.verify.verify import TOLERANCE, verify
 
 PAIRS = every_pair(0)
@@ -106,13 +107,18 @@ REFUSED: list[tuple[Setting, str]] = [
 ]
 
 
+def begin(setting: Setting) -> None:
+    """Make the programs of a setting, of which nothing runs."""
+    compiled = alone(setting.model)[0].under(setting.plan)
+    compiled.programs(compiled.general, setting.microbatches, steady_batches(setting.plan))
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("setting", "words"), REFUSED, ids=lambda one: one[:24] if isinstance(one, str) else "")
 def test_what_is_refused(setting: Setting, words: str) -> None:
     """The option, its value and what would be legal are named, before anything runs."""
-    one, _ = alone(setting.model)
     with pytest.raises(ConfigError, match=words):
-        one.under(setting.plan)
+        begin(setting)
 
 
 @pytest.mark.slow
@@ -126,4 +132,4 @@ def test_what_no_setting_has_is_what_is_refused() -> None:
         if list(VALUES).index(first) < list(VALUES).index(second) and pair not in found:
             values = {"model": "own gpt", **dict(pair)}
             with pytest.raises(ConfigError):
-                alone(values["model"])[0].under(Setting(**values).plan)
+                begin(Setting(**values))
