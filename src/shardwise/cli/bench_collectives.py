@@ -113,7 +113,8 @@ def _tell(profile: LinkProfile, out: Path | None, picture: Path | None, json: bo
         write_whole(out, profile.to_json())
     if picture is not None:
         draw(profile, picture)
-    links = {n: profile.link(n) for n in dict.fromkeys(r.ranks for r in profile.rows)}
+    counts = dict.fromkeys(r.ranks for r in profile.rows)
+    links = {n: profile.link(n, between=n > profile.host) for n in counts}
     if json:
         found: dict[str, Any] = jsonlib.loads(profile.to_json())
         more = [{"algorithm_bandwidth": r.algorithm_bandwidth, "bus_bandwidth": r.bus_bandwidth} for r in profile.rows]
