@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from shardwise.core.links import OWN, LinkProfile, Measured
 from shardwise.core.rates import Link, Rates
 from shardwise.estimate.devices import Device
 from shardwise.estimate.prefetch import MOST, forward_seconds
-from shardwise.launch import forecast as module
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.subject import forecast, load_anywhere
+from shardwise.lower import compiled
 
 FACTORY = """
 import torch
@@ -104,7 +106,7 @@ def chosen(
     unit ahead.
     """
     slow = Rates(flops=1e9, memory=1e18, link=Link(0.0, 2e8))
-    monkeypatch.setattr(module, "rates", lambda *_: slow)
+    monkeypatch.setattr(compiled, "rates", lambda *_: slow)
     return forecast(load_anywhere(None, [*given, *more]), Device("a device", kind, budget, budget))
 
 
@@ -123,3 +125,13 @@ def test_what_the_config_says_stays(monkeypatch: pytest.MonkeyPatch, sharded: li
     assert chosen(monkeypatch, sharded, "parallel.prefetch=3").plan.data.prefetch == 3
     assert chosen(monkeypatch, sharded, kind="cpu").plan.data.prefetch == 1
     assert chosen(monkeypatch, sharded, "parallel.zero=0").plan.data.prefetch == 1
+
+
+def test_links_that_were_measured_decide(monkeypatch: pytest.MonkeyPatch, sharded: list[str], tmp_path: Path) -> None:
+    """Over links so fast that one unit ahead hides every gather."""
+    fast = Rates(1.0, 1.0, Link(1e-9, 1e13))
+    rows = [Measured("all-gather", OWN, 2, n, fast.collective("all_gather", n, ["dp"], 2)) for n in (64, 2**20)]
+    path = tmp_path / "links.json"
+    path.write_text(LinkProfile("gloo", "cpu", 8, tuple(rows)).to_json())
+    assert chosen(monkeypatch, sharded).plan.data.prefetch > 1
+    assert chosen(monkeypatch, sharded, f"parallel.links={path}").plan.data.prefetch == 1
