@@ -7,14 +7,14 @@ import pytest
 from shardwise.core.links import OWN
 from shardwise.core.mesh import Mesh
 from shardwise.core.rounds import ALGORITHMS, rounds_of
-from shardwise.launch.collectives import Case, Job, every_collective, groups_of
+from shardwise.launch.collectives import EVERY, Case, Job, groups_of
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.rounds import members
 from shardwise.runtime.threads import run_ranks
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(2, 2), (3, 3), (4, 2), (6, 3), (6, 2)])
-@pytest.mark.parametrize("collective", every_collective())
+@pytest.mark.parametrize("collective", EVERY)
 def test_numbers(collective: str, ranks: int, host: int) -> None:
     """Sends that wait for their receives and communicators that block before they are prepared find no hang."""
     job = Job(ranks, host, (1, 640), (collective,), (OWN, *ALGORITHMS), runs=1)

@@ -18,7 +18,7 @@ from shardwise.config import Hardware
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.links import OWN, LinkProfile, Measured
 from shardwise.core.rounds import ALGORITHMS
-from shardwise.launch.collectives import BACKEND, JOB, ROWS, Job, backend_of, every_collective, joined, measure
+from shardwise.launch.collectives import BACKEND, EVERY, JOB, ROWS, Job, backend_of, joined, measure
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.local import launch_local, run_folder, under_torchrun
 from shardwise.report.figures import check_format
@@ -39,7 +39,7 @@ def run(
         check_format(picture, "--picture")
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: is there already; legal: another name, or to delete it")
-    collectives, algorithms = _chosen("--of", of, every_collective()), _chosen("--by", by, (OWN, *ALGORITHMS))
+    collectives, algorithms = _chosen("--of", of, EVERY), _chosen("--by", by, (OWN, *ALGORITHMS))
     first = Job(0, 0, sizes, collectives, algorithms, backend)
     rows: list[Measured] = []
     through: str | None = None

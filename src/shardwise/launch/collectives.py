@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ LANE = "compute"
 BLOCK = 16  # bytes that the size of a block is a multiple of
 OWN_COLLECTIVES = ("broadcast", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", POINT_TO_POINT)
 """What backends have themselves."""
+EVERY = (*COLLECTIVES, POINT_TO_POINT)
 
 
 @dataclass(frozen=True)
@@ -242,10 +243,6 @@ class Case:
             "all-to-all": {n + s: at(s, rank) for s in range(n)},
             POINT_TO_POINT: {b: at(0, b) for b in range(n if rank < 2 else 0)},
         }[self.collective]
-
-
-def every_collective() -> Sequence[str]:
-    return (*COLLECTIVES, POINT_TO_POINT)
 
 
 if __name__ == "__main__":
