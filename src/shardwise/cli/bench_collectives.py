@@ -5,13 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from rich.progress import Progress
 
 from shardwise.backend import Backend
 from shardwise.config import Hardware
@@ -20,11 +17,13 @@ from shardwise.core.links import OWN, LinkProfile, Measured
 from shardwise.core.rounds import ALGORITHMS
 from shardwise.launch.collectives import BACKEND, EVERY, JOB, ROWS, Job, backend_of, joined, measure
 from shardwise.launch.devices import check_ranks, check_torch
-from shardwise.launch.local import launch_local, run_folder, under_torchrun
+from shardwise.launch.local import run_folder, under_torchrun
 from shardwise.report.figures import check_format
 from shardwise.report.files import write_whole
 from shardwise.report.links import draw, tables
 from shardwise.report.tables import make_console, pairs, print_json, show
+
+from .counted import launch_counted
 
 HANG = 120.0  # seconds without progress
 
@@ -85,17 +84,11 @@ def _measured_here(job: Job, json: bool) -> tuple[str, list[Measured]]:
     with TemporaryDirectory(prefix="shardwise-bench-") as place:
         folder = Path(place)
         (folder / JOB).write_text(jsonlib.dumps(asdict(job)), encoding="utf-8")
-        bar = None if json else Progress(console=make_console(stderr=True), transient=True)
-        with run_folder(folder, "bench"), bar or nullcontext():
-            task = None if bar is None else bar.add_task(f"measuring on {job.ranks} ranks", total=cases)
-
-            def tick() -> None:
-                if bar is not None and task is not None:
-                    bar.update(task, completed=len(_read(folder)))
-
-            launch_local(
+        with run_folder(folder, "bench"):
+            launch_counted(
                 ["-m", "shardwise.launch.collectives", str(folder)], job.ranks, folder, threads=1, hang_timeout=HANG,
-                tick=tick,
+                console=None if json else make_console(stderr=True), doing=f"measuring on {job.ranks} ranks",
+                total=cases, done=lambda: len(_read(folder)),
             )  # fmt: skip
         rows = [Measured(**jsonlib.loads(line)) for line in _read(folder)]
         return (folder / BACKEND).read_text(encoding="utf-8"), rows
@@ -117,8 +110,8 @@ def _tell(profile: LinkProfile, out: Path | None, picture: Path | None, json: bo
     links = {n: profile.link(n, between=n > profile.host) for n in counts}
     if json:
         found: dict[str, Any] = jsonlib.loads(profile.to_json())
-        more = [{"algorithm_bandwidth": r.algorithm_bandwidth, "bus_bandwidth": r.bus_bandwidth} for r in profile.rows]
-        found["rows"] = [row | each for row, each in zip(found["rows"], more, strict=True)]
+        for row, one in zip(found["rows"], profile.rows, strict=True):
+            row |= {"algorithm_bandwidth": one.algorithm_bandwidth, "bus_bandwidth": one.bus_bandwidth}
         found["links"] = {n: None if link is None else asdict(link) for n, link in links.items()}
         print_json(found)
         return

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from shardwise.config import Hardware
 from shardwise.config.factories import load_function
@@ -16,9 +14,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.data.texts import Texts
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.encoding import OUTPUTS, Job, Work, part_of
-from shardwise.launch.local import clear_logs, launch_local, run_folder
+from shardwise.launch.local import clear_logs, run_folder
 from shardwise.launch.sentences import Recipe
 from shardwise.report.tables import make_console, pairs, print_json, show
+
+from .counted import launch_counted
 
 HANG = 600.0  # seconds without progress: ranks do not wait for each other
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -104,15 +104,7 @@ def _launch(work: Work, ranks: int, console: Console | None) -> None:
     job, folder = work.job, work.folder.absolute()
     if bool(work.done().all()):
         return
-    bar = Progress(console=console, transient=True) if console is not None else None
-    with bar or nullcontext():
-        task = None if bar is None else bar.add_task(f"encoding on {ranks} ranks", total=job.chunks)
-
-        def tick() -> None:
-            if bar is not None and task is not None:
-                bar.update(task, completed=int(work.done().sum()))
-
-        launch_local(
-            ["-m", "shardwise.launch.encoder", str(folder)], ranks, folder, threads=job.threads, hang_timeout=HANG,
-            tick=tick,
-        )  # fmt: skip
+    launch_counted(
+        ["-m", "shardwise.launch.encoder", str(folder)], ranks, folder, threads=job.threads, hang_timeout=HANG,
+        console=console, doing=f"encoding on {ranks} ranks", total=job.chunks, done=lambda: int(work.done().sum()),
+    )  # fmt: skip

@@ -42,6 +42,11 @@ class Measured:
     sent: int | None = None
 
     @property
+    def kind(self) -> str:
+        """Return the name of the collective in :data:`~shardwise.core.rates.PASSES`, if it is there."""
+        return self.collective.replace("-", "_")
+
+    @property
     def algorithm_bandwidth(self) -> float:
         """Return bytes per second of the whole."""
         return self.nbytes / self.seconds
@@ -75,7 +80,7 @@ class LinkProfile:
         The relative errors are minimised, by least squares."""
         own = [
             r for r in self.rows
-            if r.algorithm == OWN and r.collective.replace("-", "_") in PASSES and r.ranks > 1
+            if r.algorithm == OWN and r.kind in PASSES and r.ranks > 1
             and (r.ranks > self.host) == between
         ]  # fmt: skip
         if not own:
@@ -106,7 +111,7 @@ class LinkProfile:
 
 def _fitted(rows: Sequence[Measured]) -> Link:
     """Return the link of least relative errors: of α + x/β with x the bytes that a rank of a ring sends."""
-    pairs = [(PASSES[r.collective.replace("-", "_")] * r.nbytes * (r.ranks - 1) / r.ranks, r.seconds) for r in rows]
+    pairs = [(PASSES[r.kind] * r.nbytes * (r.ranks - 1) / r.ranks, r.seconds) for r in rows]
     # Each row says 1 = α·(1/t) + (1/β)·(x/t).
     a = sum(1 / t**2 for _, t in pairs)
     b = sum(x / t**2 for x, t in pairs)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from types import MappingProxyType
 
@@ -300,6 +301,7 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
+@cache  # all sizes of a collective have the same
 def rounds_of(collective: str, algorithm: str, ranks: int, host: int = 0) -> Rounds:
     """Return the rounds of a collective of ``ranks`` ranks; a hierarchical one has hosts of ``host`` ranks each.
 
