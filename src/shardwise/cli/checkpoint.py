@@ -211,7 +211,7 @@ def _inspect(opened: Checkpoint, json: bool) -> None:
             size(one.nbytes),
         )
         for name, one in sorted(opened.tensors.items())
-        if not name.startswith("optimizer.")
+        if not name.startswith(("optimizer.", "outer.", "island"))
     ]
     tables = pairs(str(opened.path), {**about, **{key: value for key, value in plain.items() if key != "step"}})
     show(make_console(), tables, grid("tensors", ("name", "shape", "dtype", ">size"), rows))

@@ -24,6 +24,7 @@ from shardwise.core.program import Program
 from shardwise.core.tensor_options import CONTEXT, EXPERTS, tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
+from shardwise.lower.outer import fullest_step
 from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_cost import UnitCost, cost
@@ -51,10 +52,10 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         compiled = with_device_choices(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
-    rows = config.data.batch_size // plan.microbatches if trace.rows is None or trace.cuts_batch else trace.rows
+    rows = config.rows_together // plan.microbatches if trace.rows is None or trace.cuts_batch else trace.rows
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), Backend.here().kind)
     batches = steady_batches(plan)
-    programs = compiled.programs(trace, plan.microbatches, batches)
+    programs = compiled.programs(trace, plan.microbatches, batches, fullest_step(plan))
     if picture is not None:
         what = "A step" if batches == 1 else f"{batches} batches of a window"
         title = f"{what} of {plural(plan.mesh.size, 'rank')}, {plural(plan.microbatches, 'microbatch')}"
@@ -79,7 +80,7 @@ def _of_step(config: Config, plan: Plan, trace: Trace, programs: Sequence[Progra
     traces, choice, found = [trace] * plan.microbatches, build_optimizer(config), list[Sum]()
     for place in range(plan.mesh.axis_size(PIPELINE)):
         rank = plan.mesh.rank({PIPELINE: place})
-        moments = step_traffic(traces, plan, choice, rows=config.data.batch_size, rank=rank, programs=programs)
+        moments = step_traffic(traces, plan, choice, rows=config.rows_together, rank=rank, programs=programs)
         found += of_step(moments, plan.mesh, rank)
     return found
 
@@ -129,12 +130,13 @@ def _show(
 ) -> None:  # fmt: skip
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
-    each = config.data.batch_size // plan.microbatches
+    each = config.rows_together // plan.microbatches
     most = -(-each // (plan.mesh.axis_size(batch_axes(plan.mesh)) * row_parts(plan)))  # the largest of uneven shares
     values = {
         "mesh": mesh, "links": _links(plan.mesh, per_host),
         "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
         "tensor": _tensor(config, plan), "context": plan.tensor.context if plan.mesh.axis_size(CONTEXT) > 1 else None,
+        "islands": _islands(plan),
         "microbatches": plan.microbatches, "recompute": plan.memory.recompute,
         "precision": plan.numeric.precision, "schedule": plan.pipeline.schedule,
         "dropout": plan.numeric.dropout, **_predicted(plan.mesh, trace),
@@ -164,6 +166,14 @@ def _within(text: str, width: int) -> str:
     """Return a program whose long lines are broken, and go on below what they read and write."""
     folded = partial(textwrap.wrap, width=width, subsequent_indent=" " * 13, break_on_hyphens=False)
     return "\n".join("\n".join(folded(line)) for line in text.split("\n"))
+
+
+def _islands(plan: Plan) -> str | None:
+    """Return how islands that train apart meet, or None."""
+    if not plan.local.steps:
+        return None
+    parts = f", in {plan.local.fragments} fragments" if plan.local.streams else ""
+    return f"meet every {plural(plan.local.steps, 'step')}{parts}; below is a step in which they do"
 
 
 def _links(mesh: Mesh, per_host: int) -> str | None:

@@ -28,6 +28,7 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.context import context_parallel
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import expert_parallel
+from shardwise.parallel.local import local_training
 from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -318,14 +319,19 @@ def build_plan(config: Config) -> Plan:
     )
     plan = context_parallel(plan, parallel.cp, parallel.context)
     plan = expert_parallel(plan, parallel.ep)
-    plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
+    islands = parallel.dp_replicate if parallel.local_steps else 1
+    plan = data_parallel(plan, parallel.dp // islands, parallel.zero, parallel.dp_replicate // islands)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:
         schedule = "1f1b" if parallel.stages_per_rank in (None, 1) else "interleaved"
     plan = pipeline(
         plan, parallel.pp, schedule, parallel.stages_per_rank, parallel.stages or (), parallel.timetable or ()
     )
-    return overlapped(plan.replace(vertical_sync=parallel.vertical_sync), parallel.overlap)
+    plan = overlapped(plan.replace(vertical_sync=parallel.vertical_sync), parallel.overlap)
+    return local_training(
+        plan, islands, parallel.local_steps, fragments=parallel.local_fragments, mix=parallel.local_mix,
+        outer_lr=parallel.outer_lr, outer_momentum=parallel.outer_momentum,
+    )  # fmt: skip
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:

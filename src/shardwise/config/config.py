@@ -53,6 +53,12 @@ class Config:
         """Return the configuration for so many training samples: with ``train.steps`` in place of ``train.epochs``."""
         return self if self.train.epochs is None or self._again is None else self._again(samples=samples)
 
+    @property
+    def rows_together(self) -> int:
+        """Return how many of a batch's rows one model trains on: all, or those of the largest island."""
+        islands = self.parallel.dp_replicate if self.parallel.local_steps else 1
+        return -(-self.data.batch_size // islands)
+
     def resolved(self) -> str:
         """Return the whole configuration as TOML with absolute paths; loading it gives this configuration again."""
         sections = {name: getattr(self, name) for name in SECTIONS}

@@ -363,8 +363,21 @@ def _shards(draft: ConfigDraft, ranks: int) -> None:
     elif draft["parallel.zero"] and ranks // groups == 1:
         smallest = f"parallel.dp of at least {2 * groups}" + (f" with {key} = {groups}" if groups > 1 else "")
         draft.refuse("parallel.zero", f"0, or {smallest}", "There is one rank to shard over")
-    elif groups > 1 and not draft["parallel.zero"]:
-        draft.refuse(key, "1, or parallel.zero of at least 1", "Nothing is sharded within a group")
+    elif groups > 1 and not draft["parallel.zero"] and not draft["parallel.local_steps"]:
+        legal = "1, or parallel.zero or parallel.local_steps of at least 1"
+        draft.refuse(key, legal, "Nothing is sharded within a group")
+    _islands(draft, groups)
+
+
+def _islands(draft: ConfigDraft, groups: int) -> None:
+    """Check that the keys of local training make sense with this many groups of data-parallel ranks."""
+    steps, fragments = "parallel.local_steps", "parallel.local_fragments"
+    if not draft.sound(steps, fragments):
+        return
+    if draft[steps] and groups == 1:
+        draft.refuse(steps, "0, or parallel.dp_replicate of at least 2", "There is one group of ranks")
+    if draft[fragments] > max(1, draft[steps]):
+        draft.refuse(fragments, f"1 to parallel.local_steps = {draft[steps]}", "Each meets once in so many steps")
 
 
 def _fitting_devices(draft: ConfigDraft, hardware: Hardware, each: int) -> int:

@@ -59,18 +59,20 @@ def integers(legal: str, least: int) -> Rule:
     return Rule(legal, read)
 
 
-def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False) -> Rule:
-    """Return the rule for a finite number of at least ``least`` (or above it, if ``open_``) and below ``below``."""
+def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False, most: float = math.inf) -> Rule:
+    """Return the rule for a finite number of at least ``least`` (or above it, if ``open_``), below ``below`` and at
+    most ``most``."""
 
     def read(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
             raise Illegal
-        if not (value > least if open_ else value >= least) or not value < below:
+        if not (value > least if open_ else value >= least) or not value < below or value > most:
             raise Illegal
         return float(value)
 
     words = f"a number {'above' if open_ else 'of at least'} {least:g}"
-    return Rule(words + (f" and below {below:g}" if below < math.inf else ""), read)
+    words += f" and below {below:g}" if below < math.inf else ""
+    return Rule(words + (f" and at most {most:g}" if most < math.inf else ""), read)
 
 
 def choice(*words: str) -> Rule:

@@ -29,6 +29,8 @@ class Op(StrEnum):
     STASH = "STASH"  # Copy parameters to a slot before their update, because microbatches under way still use them.
     BACKUP = "BACKUP"  # Copy all that STEP changes of a bucket, in case VALIDATE finds the update wrong.
     STEP = "STEP"  # Update one bucket with the optimizer.
+    DIFFER = "DIFFER"  # Take how far this island's masters have moved since the last outer step.
+    OUTER = "OUTER"  # Take the outer step of one bucket, by the sum of these differences over islands.
     # Check the update that used the norm of this stage alone against the norm of all stages; undo it if it was wrong.
     VALIDATE = "VALIDATE"
     REPORT = "REPORT"  # Report the loss and the norm of a batch, which are known now.
@@ -63,6 +65,8 @@ OP_INFO: Mapping[Op, OpInfo] = {
     Op.STASH: OpInfo("keeping parameters as they are"),
     Op.BACKUP: OpInfo("keeping states as they are"),
     Op.STEP: OpInfo("updating the parameters", repeats=True),
+    Op.DIFFER: OpInfo("taking how far parameters have moved"),
+    Op.OUTER: OpInfo("taking the outer step"),
     Op.VALIDATE: OpInfo("validating the step"),
     Op.REPORT: OpInfo("reporting loss and norm"),
     Op.SEND: OpInfo("sending", carries="tied gradients", repeats=True),
@@ -101,6 +105,8 @@ class BufferKind(StrEnum):
     GRAD = "grad"
     STATE = "state"
     BACKUP = "backup"  # the values before an update by the norm of this stage alone
+    OUTER = "outer"  # masters after the last outer step, and its momentum
+    DIFFERENCE = "difference"  # how far masters have moved since then, where fragments of the parameters stream
     # These are memory of a pool, which buckets use in turn.
     SLOT = "slot"  # whole parameters
     UNREDUCED = "unreduced"  # whole gradients that wait for their reduction
@@ -135,8 +141,8 @@ class BufferKind(StrEnum):
 CATEGORY: Mapping[BufferKind, Category] = {
     **dict.fromkeys((BufferKind.PARAM, BufferKind.SLOT, BufferKind.STASH), Category.PARAMETERS),
     **dict.fromkeys((BufferKind.BUFFER, BufferKind.UNUSED), Category.PARAMETERS),
-    **dict.fromkeys((BufferKind.GRAD, BufferKind.UNREDUCED), Category.GRADIENTS),
-    **dict.fromkeys((BufferKind.STATE, BufferKind.BACKUP), Category.OPTIMIZER),
+    **dict.fromkeys((BufferKind.GRAD, BufferKind.UNREDUCED, BufferKind.DIFFERENCE), Category.GRADIENTS),
+    **dict.fromkeys((BufferKind.STATE, BufferKind.BACKUP, BufferKind.OUTER), Category.OPTIMIZER),
     **dict.fromkeys(
         (BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS
     ),

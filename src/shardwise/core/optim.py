@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_value
+from shardwise.core.options import check_number
 
 OptimizerName = Literal["adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam"]
 Schedule = Literal["constant", "cosine", "wsd"]
@@ -114,16 +115,16 @@ class OptimizerChoice:
         check_value("optimizer.betas", betas, is_pair, "two numbers in [0, 1)")
         object.__setattr__(self, "betas", tuple(betas))
         for beta in betas:
-            _check_number("betas", beta, below=1.0)
+            check_number("optimizer.betas", beta, below=1.0)
         for field in ("lr", "momentum_decay"):
-            _check_number(field, getattr(self, field))
+            check_number(f"optimizer.{field}", getattr(self, field))
         for field in ("eps", "weight_decay"):
             if getattr(self, field) is not None:
-                _check_number(field, getattr(self, field))
+                check_number(f"optimizer.{field}", getattr(self, field))
         for field in ("momentum", "alpha"):
-            _check_number(field, getattr(self, field), below=1.0)
+            check_number(f"optimizer.{field}", getattr(self, field), below=1.0)
         for field in ("min_lr_ratio", "decay_fraction"):
-            _check_number(field, getattr(self, field), most=1.0)
+            check_number(f"optimizer.{field}", getattr(self, field), most=1.0)
 
     def _check_applies(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -141,12 +142,3 @@ def decay_steps(schedule: Schedule, total_steps: int, fraction: float = DECAY_FR
     if schedule == "wsd":
         return max(round(total_steps * fraction), 1)
     return 0 if schedule == "constant" else 1
-
-
-def _check_number(field: str, value: object, below: float = math.inf, most: float = math.inf) -> None:
-    """Raise unless ``value`` is a number of at least 0, less than ``below`` and at most ``most``."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = number and 0 <= value < below and value <= most  # type: ignore[operator]
-    bound = f" less than {below:g}" if below < math.inf else ""
-    bound = f" at most {most:g}" if most < math.inf else bound
-    check_value(f"optimizer.{field}", value, fits, f"a number of at least 0{bound}")

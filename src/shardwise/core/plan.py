@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.core.data_options import DataOptions, ParameterRule
 from shardwise.core.errors import ConfigError, check_choice, check_keys, check_value
+from shardwise.core.local_options import LocalOptions
 from shardwise.core.memory_options import MemoryOptions
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.numeric_options import NumericOptions
@@ -25,7 +26,8 @@ ONE_RANK = Mesh.of(dp=1)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A plan divides a step over the ranks of ``mesh``: over its axis ``pp`` by layers, over ``dp_replicate`` and
-    ``dp`` by rows, and over any other axis by dims of parameters.
+    ``dp`` by rows, and over any other axis by dims of parameters.  Over ``islands`` it divides the batch into batches
+    of models that train apart.
 
     ``microbatches`` is the number of microbatches in a step.  All other options are in groups, which document and check
     their own options; the plan checks what involves several groups.  Users and TOML write all options flat, as in
@@ -39,6 +41,7 @@ class Plan:
     tensor: TensorOptions = TensorOptions()
     numeric: NumericOptions = NumericOptions()
     memory: MemoryOptions = MemoryOptions()
+    local: LocalOptions = LocalOptions()
 
     def __post_init__(self) -> None:
         check_value("mesh", self.mesh, isinstance(self.mesh, Mesh), "a Mesh, such as Mesh.of(dp=2)")
@@ -52,6 +55,7 @@ class Plan:
             raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
         wide = ("fp64",) if self.numeric.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.data.reduce, ("auto", *wide))
+        self.local.check_mesh(self.mesh, self.overlaps, self.memory.offloads_optimizer)
         if ranks > 1:
             shards = sharded is not None and self.mesh.axis_size("dp") > 1
             check_asynchronous(self.pipeline.schedule, self.numeric.precision, self.data.reduce, sharded=shards)
@@ -109,7 +113,7 @@ class Plan:
     def to_toml(self) -> str:
         """Return the plan as TOML; :meth:`from_toml` reads it back unchanged."""
         values = {key: getattr(getattr(self, group), option.name) for key, (group, option) in OPTIONS.items()}
-        lines = [f"microbatches = {self.microbatches}", *(f"{key} = {values[key]}" for key in COUNTS)]
+        lines = [f"microbatches = {self.microbatches}", *(f"{key} = {values[key]}" for key in (*COUNTS, *NUMBERS))]
         lines += [f"vertical_sync = {str(self.pipeline.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.pipeline.stages)}"]
         lines += ["timetable = [", *(f"    {_quote(text)}," for text in self.pipeline.timetable), "]"]
@@ -157,6 +161,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 COUNTS = tuple(key for key, (_, option) in OPTIONS.items() if "least" in option.metadata)
 """These options are each an integer."""
+
+NUMBERS = tuple(key for key, (_, option) in OPTIONS.items() if "below" in option.metadata)
+"""These options are each a number."""
 
 
 def check_asynchronous(schedule: str, precision: str, reduce: str, *, sharded: bool) -> None:

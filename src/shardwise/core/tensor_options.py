@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.core.errors import ConfigError, check_text
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.options import check_options, count, word
 from shardwise.core.pins import PLANS, cuts
@@ -27,7 +28,7 @@ EXPERTS = "ep"
 BY_NUMBER = ("1d", "1d-sp")
 """The recipes whose ranks have the same tokens wherever experts are, so that each can have some experts."""
 
-NON_TENSOR_AXES = ("pp", "dp_replicate", "dp")
+NON_TENSOR_AXES = (ISLANDS, "pp", "dp_replicate", "dp")
 """These mesh axes shard nothing inside a layer."""
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.layout import rank_rows
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.mesh import Mesh
+from shardwise.parallel.local import island_rows
 from shardwise.runtime.masks import all_ones
 
 from .order import sample_order
@@ -39,6 +41,7 @@ class Batch:
     ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and ``counts`` have,
     for each microbatch, the first row of this rank's part (counted in the whole batch) and its number of rows, which
     may be 0.  ``ones`` are those of the loader's ``masks`` that are all ones here; it is None if ``masks`` was None.
+    Of islands that train apart each has a batch of its own, which is a part of one of ``together`` rows.
     """
 
     fields: dict[str, Tensor]
@@ -46,6 +49,12 @@ class Batch:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     ones: tuple[str, ...] | None = None
+    together: int = 0
+
+    @property
+    def of_all(self) -> int:
+        """Return the number of rows that all ranks train on in the step."""
+        return self.together or self.rows
 
 
 @dataclass(frozen=True)
@@ -56,19 +65,23 @@ class _Source:
     batch_size: int
     microbatches: int
     seed: int
-    parts: int
-    index: int
+    mesh: Mesh
+    rank: int
     pin: bool = False
     masks: tuple[str, ...] | None = None
 
     def batch(self, state: State) -> tuple[Batch, State]:
-        """Return the batch at ``state`` and the state after it; an epoch's last batch has the rows that are left."""
+        """Return the batch at ``state`` and the state after it; an epoch's last batch has the rows that are left, if
+        there is one for each island."""
         epoch, first = state
-        size = self.samples.size
+        size, mesh = self.samples.size, self.mesh
         rows = min(self.batch_size, size - first)
-        ranges = rank_rows(rows, self.microbatches, self.parts, self.index)
-        order = np.concatenate([self._order(epoch, first + a, first + b) for a, b in ranges])
-        batch = _batch(self.samples.read(order), rows, ranges, self.pin, self.masks)
+        if rows < mesh.axis_size(ISLANDS) and first:
+            return self.batch((epoch + 1, 0))
+        start, stop = island_rows(mesh, self.rank, rows)
+        ranges = rank_rows(stop - start, self.microbatches, mesh.axis_size(AXES), mesh.index(self.rank, AXES))
+        order = np.concatenate([self._order(epoch, first + start + a, first + start + b) for a, b in ranges])
+        batch = _batch(self.samples.read(order), stop - start, ranges, self.pin, self.masks, rows)
         done = first + rows
         return batch, (epoch + 1, 0) if done == size else (epoch, done)
 
@@ -82,13 +95,14 @@ class _Source:
 
 
 def _batch(
-    fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None
-) -> Batch:
+    fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None,
+    together: int = 0,
+) -> Batch:  # fmt: skip
     """Return a rank's part of a batch; with ``pin`` it is page-locked, so that it is copied asynchronously."""
     ones = None if masks is None else all_ones(fields, masks)
     if pin:
         fields = {name: value.pin_memory() for name, value in fields.items()}
-    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), ones)
+    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), ones, together)
 
 
 def one_pass(
@@ -163,7 +177,7 @@ class Loader:
     A batch takes ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's last batch
     has the rows that are left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and this rank
     takes its part of them over the mesh axes ``dp_replicate`` and ``dp``; ranks that differ only in other axes get the
-    same rows.
+    same rows.  Islands that train apart have a part of the rows each, which is a batch of their own.
 
     A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With
     ``pin`` the fields are in page-locked memory, which needs a GPU.  Each batch says which of the fields ``masks`` are
@@ -189,8 +203,11 @@ class Loader:
     ) -> None:
         check_count("data.batch_size", batch_size)
         check_count("parallel.microbatches", microbatches)
-        parts, index = mesh.axis_size(AXES), mesh.index(rank, AXES)
-        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, parts, index, pin, masks)
+        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, mesh, rank, pin, masks)
+        islands, most = mesh.axis_size(ISLANDS), min(batch_size, self._source.samples.size)
+        if most < islands:
+            wrong = f"{most} row{'s' * (most != 1)} of a batch for {islands} islands"
+            raise ConfigError.on("data.batch_size", wrong, "at least a row for each island")
         self._state: State = (0, 0)
         self._prefetch: _Prefetch | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None

@@ -83,6 +83,10 @@ def _buckets(
             account.hold(BufferKind.GRAD.of(bucket.index), states.gradients)
             account.hold(BufferKind.STATE.of(bucket.index), states.optimizer)
         taker, where = (on_host, HOST) if offload else (on_device, device)
+        if plan.local.steps and bucket.learns:
+            each_of_outer = share.held.numel * bucket.wide.itemsize
+            taker.hold(BufferKind.OUTER.of(bucket.index), 2 * each_of_outer)
+            on_device.hold(BufferKind.DIFFERENCE.of(bucket.index), each_of_outer if plan.local.streams else 0)
         peak = max(
             (step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0
         )

@@ -17,6 +17,7 @@ from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, gra
 from shardwise.estimate.states import bucket_states
 from shardwise.estimate.subject import Subject
 from shardwise.estimate.timeline import Timeline, by_category, timeline
+from shardwise.lower.outer import fullest_step
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady_batches
@@ -107,7 +108,7 @@ def predict(
         )
     cut = split(general, plan)
     batches = steady_batches(plan)
-    programs = lower(general, plan, cut=cut, batches=batches)
+    programs = lower(general, plan, cut=cut, batches=batches, part=fullest_step(plan))
     traces = [by_size[n] for n in sizes]
     subject = _Memory(traces, plan, choice, rows, device, common, profiled, cut)
     ranks = fullest(general, plan, choice, rows, cut) if rank is None else [rank]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -14,6 +15,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.memory import norms_of
 from shardwise.estimate.subject import Subject
+from shardwise.lower.outer import fullest_step
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
@@ -40,14 +42,15 @@ def step_traffic(
     programs: Sequence[Program] = ()
 ) -> list[TrafficMoment]:  # fmt: skip
     """Return what ``rank`` communicates in a step on a batch of ``rows`` rows, or in a window of batches that overlap:
-    one moment for each of its instructions, in order.
+    one moment for each of its instructions, in order.  Of islands that train apart it is a step in which they meet.
 
     ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.
     A message over the pipeline has a kind of its own, send or receive.  What is asked before a step (whether masks are
     all ones) and the second run of what a VALIDATE undoes are left out.
     """
     plan = plan.replace(microbatches=len(traces))
-    program = class_of(programs or lower(traces[0], plan, batches=steady_batches(plan)), plan.mesh, rank)
+    programs = programs or lower(traces[0], plan, batches=steady_batches(plan), part=fullest_step(plan))
+    program = class_of(programs, plan.mesh, rank)
     ours = _RankTraffic(Subject(list(traces), plan, choice, rows), rank)
     return [TrafficMoment(one, ours.of(one), ours.unknown(one)) for one in program.instructions]
 
@@ -85,10 +88,13 @@ class _RankTraffic:
             case Op.GATHER:
                 nbytes = self.share(one.bucket).layout.numel * self.traces[0].buckets[one.bucket].dtype.itemsize
                 return [Traffic("all_gather", (SHARDS,), nbytes)]
+            case Op.REDUCE if one.bucket >= 0 and one.axes == (ISLANDS,):
+                nbytes = self.share(one.bucket).held.numel * self.traces[0].buckets[one.bucket].wide.itemsize
+                return [Traffic("all_reduce", one.axes, nbytes)]
             case Op.REDUCE if one.bucket >= 0:
                 return [self.reduced(one)]
             case Op.REDUCE:
-                number = 2
+                number = 1 if one.axes == (ISLANDS,) else 2
                 if one.writes[0].kind == BufferKind.NORM:
                     number = norms_of(self.traces[0]) * self.plan.mesh.axis_size(
                         (*batch_axes(self.plan.mesh), *tensor_axes(self.plan.mesh))

@@ -31,6 +31,7 @@ from shardwise.checkpoint.folder import latest
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.parallel.local import refuse_islands
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.train.checkpoints import Checkpoints
@@ -63,6 +64,7 @@ class Accelerator:
         check_count("gradient_accumulation_steps", gradient_accumulation_steps)
         check_choice("mixed_precision", mixed_precision or "no", PRECISIONS)
         plan = plan or Plan.of(Mesh.of(dp=self.num_processes))
+        refuse_islands(plan, "Accelerator")
         if plan.mesh.size != self.num_processes:
             wrong = f"its mesh {plan.mesh.shape} has {plan.mesh.size} ranks"
             raise ConfigError.on("plan", wrong, f"as many as there are processes, {self.num_processes}")

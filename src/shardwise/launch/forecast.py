@@ -108,7 +108,7 @@ class Forecast:
     def predict(self, plan: Plan, rank: int | None = None) -> Prediction:
         """Predict the memory of ``rank`` under ``plan``, by default of the rank that needs most."""
         if (plan, rank) not in self._known:
-            compiled, rows = self._traced(plan), self.config.data.batch_size
+            compiled, rows = self._traced(plan), self.config.rows_together
             self._known[plan, rank] = predict(
                 lambda size: compiled.trace_of(self._ones, size, rows), plan, build_optimizer(self.config),
                 rows=rows, device=self.device.kind, rank=rank, common=self.common,
@@ -118,7 +118,7 @@ class Forecast:
 
     def peaks(self, plan: Plan) -> list[int]:
         """Return, for each stage of the pipeline, the peak bytes of the rank that needs most."""
-        trace, rows = self._trace(plan), self.config.data.batch_size
+        trace, rows = self._trace(plan), self.config.rows_together
         ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).stages_of(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
@@ -126,7 +126,7 @@ class Forecast:
         """Return the trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with
         backwards split into two parts."""
         plan, trace = self.plan, self._trace(self.plan)
-        parts, rows = plan.mesh.axis_size(batch_axes(plan.mesh)), self.config.data.batch_size // plan.microbatches
+        parts, rows = plan.mesh.axis_size(batch_axes(plan.mesh)), self.config.rows_together // plan.microbatches
         options: dict[str, Any] = {
             "microbatches": plan.microbatches,
             "index": 0,
@@ -251,7 +251,7 @@ class Forecast:
         plan, axes = self.plan, shard_axes(self.plan.mesh)
         if self.device.kind != "gpu" or not axes or self.compiled.general.opaque is not None:
             return
-        trace, rows = self._trace(plan), self.config.data.batch_size // plan.microbatches
+        trace, rows = self._trace(plan), self.config.rows_together // plan.microbatches
         links = plan.mesh.links(self.compiled.per_host or plan.mesh.size)
         across = [axis for axis in axes if links[axis] != "device"]
         costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), self.device.kind)
@@ -335,7 +335,7 @@ class Forecast:
 
     def _trace(self, plan: Plan) -> Trace:
         """Return the trace of a microbatch of a full batch."""
-        rows = self.config.data.batch_size
+        rows = self.config.rows_together
         return self._traced(plan).trace_of(self._ones, rows // plan.microbatches, rows)
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:

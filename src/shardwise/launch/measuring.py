@@ -175,6 +175,9 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         given = bucket.optimizer_gradient
         if given is not None and bucket.grad is not None and not _inside(given, bucket.grad):
             yield "gradients", given
+        if bucket.local.steps and bucket.learns:
+            yield from (("optimizer", one) for one in (bucket.outer.base, bucket.outer.momentum))
+            yield from (("gradients", bucket.outer.difference),) if bucket.local.streams else ()
         for update in bucket.updates:
             yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
 

@@ -179,7 +179,7 @@ class Run(Ready):
                 now = self._clock if at == step else time.perf_counter()
                 batch = next(loader) if measuring is None else measuring.taking(loader)
                 self.side.progress.batch(batch.rows)
-                begun.append((now, batch.rows))
+                begun.append((now, batch.of_all))
                 if self.side.stop:
                     self.trainer.request_stop()
                 yield batch

@@ -233,7 +233,7 @@ def _compiled(
         module = initial_values(config, constructor).structure()
         plan = build_plan(config)
         return Compiled(
-            module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
+            module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.rows_together, kind=kind,
             model=model, per_host=default_ranks_per_host(plan.mesh), links=links_of(config),
             loss_weight=config.model.loss_weight, wanted=wanted_of(config),
         )  # fmt: skip

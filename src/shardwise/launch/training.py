@@ -150,13 +150,13 @@ def _build(
     data = build_data(config)
     example = example_of(data.train)
     progress.phase("choosing kernels")
-    rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
+    rows = config.rows_together // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
     matmul = _choose_matmul(module, rows * (tokens_per_row(example) or 1), plan, comm)
     progress.phase("capturing the model")
     per_host = ranks_of_a_host(comm)
     with without_gc():
         compiled = Compiled(
-            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
+            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.rows_together,
             per_host=per_host, model=_slowest(cards), links=links_of(config), loss_weight=config.model.loss_weight,
             wanted=wanted_of(config),
         )  # fmt: skip

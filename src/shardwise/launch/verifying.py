@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,13 @@ from shardwise.report.files import CONFIG
 
 from .rank import rank_process
 
+MEETING_STEPS = 3  # the number of steps after which islands meet in a verification, if that is fewer than the plan's
+
 if TYPE_CHECKING:
     import torch
 
     from shardwise.config import Config
+    from shardwise.core.plan import Plan
     from shardwise.lower.compiled import Compiled
     from shardwise.runtime.communicator import Communicator
     from shardwise.verify.verify import Report, VerifiedStep
@@ -32,22 +36,39 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
 
     with config.answering():
         found = subject(config, STEPS)
-        plan = found.plan
+        plan, note = found.plan, None
         if plan.overlaps:
             found = subject(config, OVERLAPPING_STEPS)
+        if plan.local.steps:
+            plan, note = meeting_often(plan)
+            found = replace(subject(config, 2 * plan.local.steps + 1), plan=plan)
         captured = None
         if depends_on_device(config) or device is not None:
             captured = with_device_choices(config, compiled_here(config, found, device=device))
-        return verify(
+            plan = meeting_often(captured.plan)[0]
+        report = verify(
             found.module,
             found.batches,
-            plan if captured is None else captured.plan,
+            plan,
             loss=found.loss,
             clip_norm=config.train.clip_norm or None,
             seed=config.train.seed,
             run=None if comm is None else _one_rank(comm),
             captured=captured,
         )
+        report.notes += [] if note is None else [note]
+        return report
+
+
+def meeting_often(plan: Plan) -> tuple[Plan, str | None]:
+    """Return a plan whose islands, if there are any, meet after so few steps that a short run sees them meet, with a
+    note if these are fewer than the plan's."""
+    local = plan.local
+    steps = min(local.steps, max(MEETING_STEPS, local.fragments))
+    if steps == local.steps:
+        return plan, None
+    note = f"the plan's islands meet every {local.steps} steps, of which a short run would see nothing"
+    return plan.replace(local_steps=steps), note
 
 
 def _one_rank(

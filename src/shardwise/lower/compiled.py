@@ -363,6 +363,8 @@ class Compiled:
         """
         one, plan = self.general, self.plan
         programs = [*self.programs(one, plan.microbatches, steady_batches(plan))]
+        for due in dict.fromkeys(map(plan.local.due, range(2 * plan.local.steps))):
+            programs += self.programs(one, plan.microbatches, part=replace(STEP, outer=due))
         if self.training:
             programs += lower(one, plan, buckets=self.buckets, cut=self.stages_of(one), training=False)
         return communicators(programs, plan.mesh, self.beside_programs(one))

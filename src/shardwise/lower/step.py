@@ -10,6 +10,7 @@ from functools import cached_property
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.mesh import Coordinates
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
@@ -19,6 +20,7 @@ from shardwise.lower.compute import Compute
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
+from shardwise.lower.outer import fragments, outer_step
 from shardwise.lower.reduce import Reductions
 from shardwise.lower.refused import refuse
 from shardwise.lower.stages import StageSplit
@@ -149,7 +151,9 @@ class _Lowering:
             draft.after[early] += [*loss, *(tied(self.cut, self.rank, own) if self.part.completes else ())]
             if self.training and self.part.updates:
                 draft.after[early] += self.norm(batch)
-                draft.after[end] += self.finish(batch, copies[batch])
+                sent, taken = self.outer(batch)
+                draft.after[-1][:0] = sent
+                draft.after[end] += [*self.finish(batch, copies[batch]), *taken]
             if self.training and versions.validates(batch):
                 at = draft.before[validations[batch]]
                 at[:0] = [self.validate(batch), *self.reports(batch)]
@@ -167,7 +171,8 @@ class _Lowering:
 
     def update_alone(self) -> Program:
         """Return the program of an update by gradients that earlier programs have completed."""
-        instructions = [*self.norm(0), *self.finish(0, ()), self.report(0)]
+        sent, taken = self.outer(0)
+        instructions = [*sent, *self.norm(0), *self.finish(0, ()), *taken, self.report(0)]
         return Program(*self.place, tuple(derive_waits(instructions)))
 
     # ---- the rest of a batch -----------------------------------------------------------------------------------------
@@ -228,6 +233,17 @@ class _Lowering:
         reads = BufferKind.PARAM.of(bucket.index), BufferKind.STATE.of(bucket.index)
         writes = (BufferKind.BACKUP.of(bucket.index),)
         return Instruction(Op.BACKUP, bucket=bucket.index, version=batch, reads=reads, writes=writes)
+
+    def outer(self, batch: int) -> tuple[list[Instruction], list[Instruction]]:
+        """Return what an outer step puts before everything else, and what comes after the update.  In it islands also
+        learn whether any of their ranks was asked to stop."""
+        if not self.part.outer:
+            return [], []
+        streams, place = self.plan.local.streams, fragments(self.buckets, self.plan.local)
+        met = [b for b in self.own if place.get(b.index) in self.part.outer]
+        sent, taken = outer_step(met, streams)
+        stop = self.sum_over((ISLANDS,), BufferKind.LOSS.of(version=batch))
+        return (sent, [stop, *taken]) if streams else ([], [stop, *sent, *taken])
 
     def validate(self, batch: int) -> Instruction:
         """Return VALIDATE; it reads gradients too, for the update may have to be made again."""

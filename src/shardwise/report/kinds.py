@@ -25,6 +25,8 @@ LOOKS = {
     "W": Look("backward: weights", "W", "#e3b23c", "black on yellow"),
     "RECOMPUTE": Look("recompute", "R", "#9ecae9", "black on bright_blue"),
     "STEP": Look("step", "S", "#b279a2", "white on magenta"),
+    "DIFFER": Look("difference", "-", "#c9a0c0", "black on bright_magenta"),
+    "OUTER": Look("outer step", "U", "#7b4f74", "white on magenta"),
     "STASH": Look("stash", "H", "#9d755d", "white on bright_black"),
     "BACKUP": Look("backup", "K", "#8a6d5c", "white on bright_black"),
     "VALIDATE": Look("validate", "V", "#d37295", "white on red"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.core.data_options import DATA_PARALLEL_ROWS
-from shardwise.core.plan import CHOICES, COUNTS, OPTIONS, Plan
+from shardwise.core.local_options import ISLANDS
+from shardwise.core.plan import CHOICES, COUNTS, NUMBERS, OPTIONS, Plan
 from shardwise.core.schedules import traits
 from shardwise.core.tensor_options import CONTEXT, EXPERTS, parameter_axes
 from shardwise.parallel.data import batch_axes
@@ -35,8 +36,9 @@ def sentences(plan: Plan) -> list[str]:
     """Return the plan in sentences."""
     ranks = plan.mesh.size
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
-    found = ["One rank trains alone." if ranks == 1 else f"{ranks} ranks train as one device ({axes})."]
-    found += [*_rows(plan), *_pipeline(plan), *_tensors(plan)]
+    one = "" if plan.local.steps else " as one device"
+    found = ["One rank trains alone." if ranks == 1 else f"{ranks} ranks train{one} ({axes})."]
+    found += [*_islands(plan), *_rows(plan), *_pipeline(plan), *_tensors(plan)]
     if ranks > 1:
         found += [_states(rule.pattern, rule.rest, rule.grad, rule.state) for rule in plan.data.parameters]
     precision = plan.numeric.precision
@@ -45,10 +47,26 @@ def sentences(plan: Plan) -> list[str]:
     return [*found, *filter(None, (RECOMPUTE[plan.memory.recompute], OFFLOAD[plan.memory.offload]))]
 
 
+def _islands(plan: Plan) -> Iterator[str]:
+    local, islands = plan.local, plan.mesh.axis_size(ISLANDS)
+    if not local.steps:
+        return
+    yield (
+        f"Each of {islands} islands trains on its part of the batch by itself, for {plural(local.steps, 'step')}; then "
+        f"an outer step of rate {local.outer_lr:g} and momentum {local.outer_momentum:g} brings them together."
+    )
+    if local.streams:
+        yield (
+            f"They meet in {local.fragments} fragments, one after the other and under the computing of a step, and "
+            f"keep {local.mix:g} of their own parameters."
+        )
+
+
 def _rows(plan: Plan) -> Iterator[str]:
     parts = plan.mesh.axis_size(batch_axes(plan.mesh))
     if parts > 1:
-        yield f"The rows of each step are divided over {parts} ranks or groups of ranks, whose gradients are summed."
+        of = "of an island" if plan.local.steps else "of each step"
+        yield f"The rows {of} are divided over {parts} ranks or groups of ranks, whose gradients are summed."
     if plan.microbatches > 1:
         yield f"A step is computed in {plan.microbatches} microbatches, whose gradients add up before the update."
 
@@ -100,7 +118,7 @@ def options(plan: Plan) -> list[tuple[str, str]]:
     """Return the plan's options and their values, both as text; options that are empty are left out."""
     found = [("mesh", " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes) or "one rank")]
     found.append(("microbatches", str(plan.microbatches)))
-    for key in (*CHOICES, *COUNTS, "vertical_sync", "stages"):
+    for key in (*CHOICES, *COUNTS, *NUMBERS, "vertical_sync", "stages"):
         group, option = OPTIONS[key]
         value = getattr(getattr(plan, group), option.name)
         if value not in ((), ""):

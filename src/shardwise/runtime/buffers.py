@@ -19,6 +19,7 @@ from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
+from shardwise.core.local_options import ISLANDS, LocalOptions
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.pieces import parts, range_parts
@@ -30,9 +31,12 @@ from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
+from shardwise.runtime.outer import OuterBucket
 from shardwise.runtime.scale import LossScale
 from shardwise.units.share import Share, Span, entry_ranges
 from shardwise.units.trace import Bucket, Parameter
+
+ALWAYS_TOGETHER = LocalOptions()
 
 
 class Update(NamedTuple):
@@ -65,11 +69,13 @@ class BucketMemory:
     comm: Communicator
     choice: OptimizerChoice
     host: bool
+    local: LocalOptions = ALWAYS_TOGETHER
 
     @staticmethod
     def allocate(
-        bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False
-    ) -> BucketMemory:
+        bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False,
+        local: LocalOptions = ALWAYS_TOGETHER,
+    ) -> BucketMemory:  # fmt: skip
         """Return zeroed buffers for what this rank has of ``bucket``."""
         layout, held = share.layout, share.held
         shard = layout.shard(comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS))
@@ -87,7 +93,7 @@ class BucketMemory:
             master = _host(held.numel, wide, comm)
         else:
             master = own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
-        return BucketMemory(bucket, share, shard, param, master, common, comm, choice, host)
+        return BucketMemory(bucket, share, shard, param, master, common, comm, choice, host, local)
 
     @property
     def rule(self) -> ParameterRule:
@@ -124,6 +130,16 @@ class BucketMemory:
         return [
             Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each
         ]
+
+    @cached_property
+    def outer(self) -> OuterBucket:
+        """Return the outer step of islands that train apart; it begins where the masters are when it is first asked
+        for."""
+        assert self.optimizer_gradient is not None
+        difference, here = self.held_gradient, self.optimizer_gradient
+        if self.local.streams:  # gradients are in use while this is under way
+            difference = here = self.comm.allocate(self.held.numel, self.bucket.wide)
+        return OuterBucket(self.master, difference, here, self.local, self.comm.mesh.axis_size(ISLANDS))
 
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.communicators import CONTROL, Members
+from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
@@ -351,10 +351,17 @@ class Communicator(ABC):
     def _barrier(self, call: Call) -> None: ...
 
 
-def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
-    """Sum ``numbers``, a CPU tensor, over all ranks in place, and return it; all ranks call it.  It uses no device."""
-    comm.host.all_reduce(numbers, comm.mesh.names, lane=CONTROL, what=what).wait()
+def host_sum(comm: Communicator, numbers: Tensor, what: str, axes: Axes | None = None) -> Tensor:
+    """Sum ``numbers``, a CPU tensor, over all ranks in place, and return it; all ranks call it.  It uses no device.
+
+    With ``axes``, whose groups :func:`host_groups` has prepared, it is summed over these, by the ranks of a group."""
+    comm.host.all_reduce(numbers, comm.mesh.names if axes is None else axes, lane=CONTROL, what=what).wait()
     return numbers
+
+
+def host_groups(comm: Communicator, axes: Axes) -> None:
+    """Prepare sums of hosts over ``axes``; all ranks call it together."""
+    comm.host.prepare(groups(comm.mesh, axes, CONTROL))
 
 
 def host_gather(comm: Communicator, numbers: Tensor, what: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.program import Program, class_of
@@ -29,7 +31,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime import collect
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
-from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.communicator import Communicator, host_groups, host_sum
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
@@ -91,6 +93,10 @@ class Engine:
             )
         values.check()
         comm.prepare(compiled.first_communicators)
+        # What the hosts of an island's ranks agree on; other islands may be in another step.
+        self.island = tuple(name for name in comm.mesh.names if name != ISLANDS)
+        if plan.local.steps:
+            host_groups(comm, self.island)
         self._prepared: set[tuple[int | Part | None, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
@@ -103,7 +109,9 @@ class Engine:
         own = self.cut.own(trace.buckets, self.pipe)
         shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
         buckets = {
-            b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.memory.offloads_optimizer)
+            b.index: BucketMemory.allocate(
+                b, shares[b.index], comm, optimizer, plan.memory.offloads_optimizer, plan.local
+            )
             for b in own
         }
         for memory in buckets.values():
@@ -156,13 +164,33 @@ class Engine:
         ``turn``.
         """
         compiled = compiled or self.compiled
+        part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
         program = self.program(compiled, traces, part=part)
-        if part != STEP and self.interpreter.gradients is None:
+        if not part.alone and self.interpreter.gradients is None:
             self.interpreter.gradients = Gradients(self.memory, self.comm, self.interpreter.strict)
         found = self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled, part, turn))
         self.interpreter.gradients = None if part.updates else self.interpreter.gradients
         return found
+
+    def _summed(self, numbers: Tensor, what: str) -> Tensor:
+        """Sum numbers of the host over the ranks of this island, or over all ranks where there are no islands."""
+        return host_sum(self.comm, numbers, what, self.island if self.compiled.plan.local.steps else None)
+
+    def _drawing(self, step: int) -> int:
+        """Return the number that keys the random numbers of a step: islands draw numbers of their own."""
+        mesh = self.comm.mesh
+        return step * mesh.axis_size(ISLANDS) + mesh.index(self.comm.rank, ISLANDS)
+
+    def _meeting(self, part: Part) -> Part:
+        """Return a part of a step with the outer step that is due at its end; the first notes where all begin."""
+        local = self.compiled.plan.local
+        if not local.steps or not part.updates:
+            return part
+        for bucket in self.memory.buckets.values():
+            if bucket.learns:
+                bucket.outer  # noqa: B018 - it begins where it is first asked for
+        return replace(part, outer=local.due(self.step_index))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradients that parts of a step have completed, by name; all ranks call it together."""
@@ -206,7 +234,9 @@ class Engine:
             )
         at = self.step_index
         self.step_index += part.updates
-        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop, turn)
+        # Islands learn only where they meet that one of them was asked to stop.
+        stop = stop and (bool(part.outer) or not self.compiled.plan.local.steps)
+        return StepInput(fields, rows, self._drawing(at), self.optimizer.learning_rate(at), stop, turn)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(
@@ -230,7 +260,7 @@ class Engine:
         program = self.program(compiled, traces, part=None)
         self.interpreter.commits = not compiled.training
         try:
-            return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+            return self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(self.step_index), 0.0))
         finally:
             self.interpreter.commits = True
 
@@ -303,9 +333,7 @@ class Engine:
         here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
         padded = len(here) < len(compiled.masks)
         if not Backend.of(self.comm.device).asynchronous:
-            return (
-                () if bool(host_sum(self.comm, torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
-            )
+            return () if bool(self._summed(torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
         return () if padded or not compiled.alike_over_batch else compiled.masks
 
     def culprit(
@@ -339,14 +367,14 @@ class Engine:
         before = None if scale is None else {name: value.clone() for name, value in scale.state_dict().items()}
         self.interpreter.inspect = inspect
         try:
-            self.interpreter.run(traces, program, StepInput(fields, rows, step, 0.0))
+            self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(step), 0.0))
         finally:
             self.interpreter.inspect = None
         if scale is not None and before is not None:
             scale.load_state_dict(before)
         mine = torch.zeros(never + 1, dtype=torch.int64)
         mine[first[0]] = 1
-        at = int(torch.nonzero(host_sum(self.comm, mine, "search for the first non-finite value"))[0])
+        at = int(torch.nonzero(self._summed(mine, "search for the first non-finite value"))[0])
         if at == never:
             return "none", "gradient norm"
         forward, unit = at < len(traces) * units, at // len(traces) % units
@@ -388,6 +416,8 @@ class Engine:
         values = Values.of_mapping(self.compiled.module, state)
         for bucket in self.memory.buckets.values():
             bucket.load(values)
+            if bucket.local.steps and bucket.learns:
+                bucket.outer.begin()
         with torch.no_grad():
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import BufferKind, Instruction, Op
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.program import Program
 from shardwise.core.repeat import of_norm
 from shardwise.runtime.batch import BatchStates, StepInput, StepResult
@@ -27,6 +28,7 @@ Executor = Callable[[Instruction], None]
 
 
 SUMS = "sums over the batch"
+DIFFERENCE = "difference over islands"
 
 
 class Recording(Protocol):
@@ -111,7 +113,8 @@ class Run:
             Op.ROUND: self.gradients.round,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide,
             Op.STASH: self.gathered.stash,
-            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report,
+            Op.STEP: self.update, Op.DIFFER: self.differ, Op.OUTER: self.outer_step,
+            Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report,
         }  # fmt: skip
 
     def run(self) -> Iterator[StepResult]:
@@ -202,12 +205,18 @@ class Run:
         self.handles[self.computing.position] = (one, self.gathered.gather(one))
 
     def reduce(self, one: Instruction) -> None:
+        over_islands = one.axes == (ISLANDS,)
+        if one.bucket >= 0 and over_islands:
+            self.sum_over(one, self.memory.buckets[one.bucket].outer.difference, DIFFERENCE)
+            return
         if one.bucket >= 0:
             self.handles[self.computing.position] = (one, self.gradients.reduce(one))
             return
         batch = self.batches[one.version]
         x = batch.norms if one.writes[0].kind == BufferKind.NORM else batch.shared
         assert x is not None
+        if over_islands:  # each island reports its own loss, but they stop together
+            x = batch.shared[1:]
         self.sum_over(one, x, one.writes[0].kind)
 
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
@@ -254,6 +263,14 @@ class Run:
         self.batches[one.version].update(one, self.updated[self.computing.position])
         self.gradients.updated(one.bucket)
         self.gathered.updated(one.bucket)
+
+    def differ(self, one: Instruction) -> None:
+        self.memory.buckets[one.bucket].outer.differ()
+
+    def outer_step(self, one: Instruction) -> None:
+        bucket = self.memory.buckets[one.bucket]
+        bucket.outer.step()
+        bucket.publish()
 
     @torch.no_grad()
     def commit_buffers(self) -> None:

@@ -17,10 +17,11 @@ from shardwise.backend import Backend
 from shardwise.capture.outputs import Wanted, number_of, rebuilt
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.data.loader import AXES, Batch
 from shardwise.graph.torch_private import version
-from shardwise.runtime.communicator import host_gather_bytes
+from shardwise.runtime.communicator import host_gather_bytes, host_sum
 from shardwise.runtime.engine import Engine
 
 from .metrics import Metric, kind
@@ -73,7 +74,7 @@ def evaluate(
                     _added(one, state, structure, outputs, fields) if one.of_outputs else state
                     for one, state in zip(metrics, states, strict=True)
                 ]
-    loss = float(total / weight) if rows else math.nan
+    loss = _of_first_island(engine, float(total / weight) if rows else math.nan)
     values: dict[str, float] = {}
     if metrics:
         every = _of_all_ranks(engine, [one.packed(state) for one, state in zip(metrics, states, strict=True)])
@@ -83,6 +84,15 @@ def evaluate(
                 raise ConfigError.on(f"metric {one.name}", f"it gives {twice[0]}, as another one does", "other names")
             values |= new
     return Evaluation(loss, rows, values, time.perf_counter() - start)
+
+
+def _of_first_island(engine: Engine, loss: float) -> float:
+    """Return the loss that the first of the islands has found, by which all ranks decide alike; all call it."""
+    comm = engine.comm
+    if comm.mesh.axis_size(ISLANDS) == 1:
+        return loss
+    mine = torch.tensor([loss if comm.rank == 0 else 0.0], dtype=torch.float64)
+    return float(host_sum(comm, mine, "the loss of the first island"))
 
 
 def _added(metric: Metric, state: Any, structure: Any, outputs: Sequence[Tensor], fields: Mapping[str, Tensor]) -> Any:
@@ -127,11 +137,11 @@ def _read(data: bytes) -> Any:
 
 def leads(engine: Engine, outputs: list[Tensor] | None) -> bool:
     """Return whether this rank is the one that counts its rows: of the ranks with the same rows, one that has the
-    outputs does."""
+    outputs does, and of islands that train apart the first."""
     if outputs is None:
         return False
     mesh = engine.comm.mesh
-    return mesh.index(engine.comm.rank, mesh.other_axes(NON_TENSOR_AXES)) == 0
+    return mesh.index(engine.comm.rank, (ISLANDS, *mesh.other_axes(NON_TENSOR_AXES))) == 0
 
 
 def predictions(

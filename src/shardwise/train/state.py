@@ -2,6 +2,9 @@
 
 The names are ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for buffers that it leaves out,
 ``optimizer.NAME.KEY`` for the optimizer's state of a parameter, and ``loss_scale.KEY`` under fp16.
+
+Of islands that train apart the first has these names, and the others have them behind ``island1.``, ``island2.`` and so
+on; ``outer.NAME.base`` and ``outer.NAME.momentum`` are the outer step's, which all islands have.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from torch import Tensor
 from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.core.layout import Box, shard_range
+from shardwise.core.local_options import ISLANDS
 from shardwise.parallel.data import SHARDS
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
-SCALE = "loss_scale."
+SCALE, OUTER = "loss_scale.", "outer."
 LINE = 16  # the number of elements in a cache line: shares begin where one does
 
 
@@ -32,28 +36,39 @@ def owned(engine: Engine) -> list[Piece]:
         if not engine.leads(index):
             continue
         others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
-        axes = mesh.other_axes(others)
+        axes = mesh.other_axes({*others, ISLANDS})
         lines = -(-memory.held.numel // LINE)
         start, stop = (
             memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))
         )
         found += _bucket(memory, start, min(stop, memory.held.stop))
-    return found + [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
+        if not mesh.index(rank, ISLANDS):
+            found += _outer(memory, start, min(stop, memory.held.stop))
+    found += [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
+    return [replace(piece, name=_named(engine, piece.name)) for piece in found]
 
 
 def _saver(engine: Engine, name: str, number: int) -> int:
-    """Return the rank that saves a replicated piece: any, or one of the only stage that keeps a buffer up to date."""
+    """Return the rank that saves a replicated piece of an island: any of its ranks, or one of the only stage that keeps
+    a buffer up to date."""
     mesh, root = engine.comm.mesh, engine.updating.get(name.partition(".")[2])
-    ranks = range(mesh.size) if root is None else mesh.members(((PIPELINE, root),))
+    own = ((ISLANDS, mesh.index(engine.comm.rank, ISLANDS)),) if ISLANDS in mesh.names else ()
+    ranks = mesh.members(own if root is None else (*own, (PIPELINE, root)))
     return ranks[number % len(ranks)]
+
+
+def _named(engine: Engine, name: str) -> str:
+    """Return the name under which a piece of this rank's island is saved."""
+    island = engine.comm.mesh.index(engine.comm.rank, ISLANDS)
+    return name if not island or name.startswith(OUTER) else f"island{island}.{name}"
 
 
 def held(engine: Engine) -> list[Piece]:
     """Return all that this rank holds, in memory that a checkpoint can fill."""
     buckets = engine.memory.buckets.values()
-    return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(
-        _replicated(engine)
-    )
+    found = [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)]
+    found += [p for m in buckets for p in _outer(m, m.held.start, m.held.stop)]
+    return [*found, *_replicated(engine)]
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -61,8 +76,13 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
-    # A run that was not in fp16 has left no loss scale: it begins anew.
-    wanted = [piece for piece in held(engine) if not piece.name.startswith(SCALE) or piece.name in checkpoint.tensors]
+    # A run that was not in fp16 has left no loss scale: it begins anew.  So do outer steps, where there were none.
+    optional = (SCALE, OUTER)
+    wanted = [
+        piece for piece in held(engine) if not piece.name.startswith(optional) or piece.name in checkpoint.tensors
+    ]
+    begun = any(piece.name.startswith(OUTER) for piece in wanted)
+    wanted = [replace(piece, name=_saved(engine, piece.name, checkpoint)) for piece in wanted]
     like: dict[int, Piece] = {}
     for i, piece in enumerate(wanted):
         saved = checkpoint.tensors.get(piece.name)
@@ -75,8 +95,23 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             piece.tensor.copy_(wanted[i].tensor)
     for memory in engine.memory.buckets.values():
         memory.publish()
+        if memory.local.steps and memory.learns and not begun:
+            memory.outer.begin()
     engine.memory.halted.zero_()
     engine.step_index = checkpoint.step
+
+
+def _saved(engine: Engine, name: str, checkpoint: Checkpoint) -> str:
+    """Return the name of a piece of this rank's island in a checkpoint: where there were fewer islands, that of an
+    earlier one."""
+    island = engine.comm.mesh.index(engine.comm.rank, ISLANDS)
+    saved = 1 + max((int(n.partition(".")[0][6:]) for n in checkpoint.tensors if _of_island(n)), default=0)
+    return name if name.startswith(OUTER) or not island % saved else f"island{island % saved}.{name}"
+
+
+def _of_island(name: str) -> bool:
+    first = name.partition(".")[0]
+    return first.startswith("island") and first[6:].isdigit()
 
 
 def aliases(engine: Engine) -> dict[str, str]:
@@ -104,6 +139,15 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
         parameter = memory.bucket.by_name[entry.name]
         if not parameter.numel and start <= entry.offset < max(stop, start + 1):
             yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
+
+
+def _outer(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:
+    """Yield elements ``start`` to ``stop`` of what the outer step of a bucket keeps, if islands train apart."""
+    if not memory.local.steps or not memory.learns:
+        return
+    for key, flat in (("base", memory.outer.base), ("momentum", memory.outer.momentum)):
+        for parameter, box, values in memory.boxes(flat, memory.held.start, start, stop):
+            yield Piece(f"{OUTER}{parameter.name}.{key}", parameter.shape, box, values)
 
 
 def _whole(name: str, value: Tensor) -> Piece:

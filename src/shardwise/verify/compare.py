@@ -119,7 +119,10 @@ class Comparison:
 
     def limited(self, noise: Comparison) -> Comparison:
         """Return the same differences with limits from those of one device with itself."""
-        own = {(d.name, d.step, d.what): min(NOISE_FACTOR * d.error, LARGEST_LIMIT) for d in noise.differences}
+        own: dict[tuple[str, int, str], float] = {}
+        for d in noise.differences:  # islands have the same names
+            key = (d.name, d.step, d.what)
+            own[key] = max(own.get(key, 0.0), min(NOISE_FACTOR * d.error, LARGEST_LIMIT))
         return Comparison([replace(d, limit=own.get((d.name, d.step, d.what), 0.0)) for d in self.differences])
 
     def worst(self, count: int = 10) -> list[Difference]:

@@ -83,7 +83,8 @@ class Oracle:
     with microbatches counted over all steps; by default they use the newest.
 
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch):
-    :mod:`shardwise.capture.keyed_calls` says which calls count.  Others are refused by name.
+    :mod:`shardwise.capture.keyed_calls` says which calls count.  Others are refused by name.  ``drawing(step)`` stands
+    for the step where several runs must draw different numbers.
 
     ``optimizer`` makes the optimizer from parameter groups: first those for which ``decays(name, shape)`` holds, then
     the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it, parameters
@@ -108,6 +109,7 @@ class Oracle:
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
         device: torch.device | None = None,
+        drawing: Callable[[int], int] = lambda step: step,
     ) -> None:
         self.device = device or next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.loss_fn = loss_fn
@@ -126,7 +128,7 @@ class Oracle:
         self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
         self.version = version
         self._history = [] if version is None else [self.parameters()]  # after each update
-        self._random = KeyedRandom(seed)
+        self._random, self._drawing = KeyedRandom(seed), drawing
         self._losses = MeanCrossEntropy()
         self._norms, self.parts = BatchNormInParts(), parts
         self._probed = False
@@ -217,7 +219,7 @@ class Oracle:
     ) -> tuple[Tensor, float | None]:
         """Return the loss, and the number of its targets (or the sum of their weights) if it is a mean cross-entropy;
         call it under the modes. BatchNorm sees the rows in ``parts`` parts."""
-        self._random.begin(self.step_index, row_start)
+        self._random.begin(self._drawing(self.step_index), row_start)
         self._losses.begin()
         self._norms.begin(_rows(fields), parts)
         loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))

@@ -23,18 +23,22 @@ from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
 from shardwise.core.layout import rank_rows, shard_sizes
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled
+from shardwise.lower.outer import fragments
 from shardwise.lower.traced_for import solves
+from shardwise.parallel.local import island_rows
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference, total_norm
+from shardwise.verify.islands import Islands
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 
 TOLERANCE = 1e-10
@@ -104,7 +108,8 @@ def verify(
 
     The loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the step are
     compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
-    Under an asynchronous schedule one device uses the old weights that the programs say.  ``module`` is not changed.
+    Under an asynchronous schedule one device uses the old weights that the programs say.  Islands that train apart are
+    compared with as many runs on one device, which meet as they do.  ``module`` is not changed.
     ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
     is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
     decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; the run in
@@ -119,6 +124,8 @@ def verify(
     if captured is None and solves(plan):
         captured = Compiled(module, plan, batches[0], loss, device, kind=Backend.here().kind)
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
+    mesh, islands = exact.mesh, exact.mesh.axis_size(ISLANDS)
+    only = only if islands == 1 else None
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
     pieces = in_pieces(compiled)
     oracle_of = functools.partial(
@@ -134,13 +141,20 @@ def verify(
         microbatches=pieces.microbatches,
         parts=pieces.parts,
     )
-    oracle = oracle_of()
-    truth = _trained(oracle, batches, optimizer)
-    comparison = compare(ours[0], truth)
+    met = _fragments(compiled) if islands > 1 else {}
+
+    def islands_of() -> Islands:
+        each = [oracle_of(drawing=functools.partial(_drawn, islands, i)) for i in range(islands)]
+        return Islands(each, exact.local, met)
+
+    oracle = islands_of()
+    every = _trained(oracle, batches, optimizer)
+    truth, firsts = every[0], [mesh.rank({ISLANDS: i} if islands > 1 else {}) for i in range(islands)]
+    comparison = compare_all([ours[first] for first in firsts], every)
     if not comparison.passes(tolerance) and oracle.repeatable:
-        turned = [_turned(batch, pieces) for batch in batches]
-        comparison = comparison.limited(compare(_trained(oracle_of(), turned, optimizer), truth))
-    agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
+        turned = [_turned(batch, pieces, islands) for batch in batches]
+        comparison = comparison.limited(compare_all(_trained(islands_of(), turned, optimizer), every))
+    agree = all(_same(ours[firsts[mesh.index(r, ISLANDS)]][-1], rank[-1]) for r, rank in enumerate(ours))
     low = None
     if plan.numeric.precision in LOW_PRECISIONS:
         low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured, device)
@@ -150,6 +164,11 @@ def verify(
         notes.append(
             f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, "
             "not the plan"
+        )
+    if islands > 1:
+        notes.append(
+            f"compared with {islands} runs on one device, one for each island, which meet every {plan.local.steps} "
+            "steps"
         )
     if plan.post_validates:
         notes.append(
@@ -245,9 +264,10 @@ def run_steps(
     for start, stop in windows(compiled.plan, len(batches)):
         given = []
         for batch in batches[start:stop]:
-            rows = rows_in(batch)
-            own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
-            given.append(({name: value[own] for name, value in batch.items()}, rows, False))
+            first, last = island_rows(comm.mesh, comm.rank, rows_in(batch))
+            ranges = rank_rows(last - first, compiled.plan.microbatches, parts, index)
+            own = [first + i for a, b in ranges for i in range(a, b)]
+            given.append(({name: value[own] for name, value in batch.items()}, last - first, False))
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients, engine.interpreter.needs_gradients = kept, needed
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
@@ -295,17 +315,44 @@ def versions(compiled: Compiled, batches: int, pieces: int) -> Callable[[str, in
     return lambda name, piece: found[name, piece]
 
 
-def _trained(oracle: Oracle, batches: Batches, optimizer: OptimizerChoice) -> list[OracleStep]:
-    """Return the steps of one device on the batches."""
-    in_training(oracle)
-    return [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+def _drawn(islands: int, island: int, step: int) -> int:
+    """Return what keys the random numbers of an island's step."""
+    return step * islands + island
 
 
-def _turned(batch: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
-    """Return a batch with the rows of each piece in the opposite order."""
-    sizes = shard_sizes(rows_in(batch), pieces.microbatches * pieces.parts)
+def _fragments(compiled: Compiled) -> dict[str, int]:
+    """Return the fragment of each parameter that learns, by name."""
+    place = fragments(compiled.buckets, compiled.plan.local)
+    return {p.name: place[b.index] for b in compiled.buckets if b.learns for p in b.parameters}
+
+
+def _trained(oracle: Islands, batches: Batches, optimizer: OptimizerChoice) -> list[list[OracleStep]]:
+    """Return the steps of one device on the batches, of each island."""
+    for one in oracle.oracles:
+        in_training(one)
+    every = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+    return [list(steps) for steps in zip(*every, strict=True)]
+
+
+def _turned(batch: Mapping[str, Tensor], pieces: Pieces, islands: int) -> dict[str, Tensor]:
+    """Return a batch with the rows of each piece, of each island, in the opposite order."""
+    each = shard_sizes(rows_in(batch), islands)
+    sizes = [size for rows in each for size in shard_sizes(rows, pieces.microbatches * pieces.parts)]
     order = torch.cat([piece.flip(0) for piece in torch.split(torch.arange(sum(sizes)), sizes)])
     return {name: value[order.to(value.device)] for name, value in batch.items()}
+
+
+def compare_all(
+    ours: Sequence[Sequence[VerifiedStep | OracleStep]], truth: Sequence[Sequence[OracleStep]]
+) -> Comparison:
+    """Compare all steps of all islands; of one whose steps are in another process, what it has after the last."""
+    found = Comparison()
+    for number, (mine, right) in enumerate(zip(ours, truth, strict=True)):
+        if number and len(mine) < len(right):
+            found.add(right[-1].step, "parameter", mine[-1].parameters, right[-1].parameters)
+        else:
+            found.differences += compare(mine, right).differences
+    return found
 
 
 def compare(ours: Sequence[VerifiedStep | OracleStep], truth: Sequence[OracleStep]) -> Comparison:
@@ -348,7 +395,8 @@ def low_precision(
             microbatches=pieces.microbatches, parts=pieces.parts,
         )  # fmt: skip
         in_training(oracle)
-        single = oracle.step(batch).gradients
+        own = island_rows(plan.mesh, 0, rows_in(batch))
+        single = oracle.step({name: value[slice(*own)] for name, value in batch.items()}).gradients
         last = scale <= LEAST_SCALE or plan.numeric.precision != "fp16"
         if last or _finite(single):
             fixed = ScaleChoice.fixed(scale)

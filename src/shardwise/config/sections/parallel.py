@@ -18,6 +18,7 @@ from ..rules import (
     choice,
     integer,
     key,
+    number,
     several,
     switch,
     text,
@@ -136,6 +137,36 @@ class ParallelConfig:
         1,
         does="the number of groups of data-parallel ranks, each of which holds everything that `zero` shards",
         legal="a divisor of `dp`",
+    )
+    local_steps: int = key(
+        integer(0),
+        0,
+        does=(
+            "how many steps each of the `dp_replicate` groups takes by itself before all meet (local SGD, DiLoCo); 0: "
+            "they are one"
+        ),
+    )
+    local_fragments: int = key(
+        integer(1),
+        1,
+        does="in how many parts the parameters meet, one after the other and under computing; 1: all at once",
+        legal="1 to `local_steps`",
+    )
+    local_mix: float = key(
+        number(0.0, most=1.0),
+        0.5,
+        does="with several `local_fragments`: how much of its own parameters a group keeps where they meet",
+        legal="0 to 1",
+    )
+    outer_lr: float = key(
+        number(0.0),
+        0.7,
+        does="with `local_steps`: the learning rate of the outer step; 1 with momentum 0 is local SGD",
+    )
+    outer_momentum: float = key(
+        number(0.0, below=1.0),
+        0.9,
+        does="with `local_steps`: the Nesterov momentum of the outer step",
     )
     zero: int = key(
         integer(0, most=len(ZERO) - 1),

@@ -19,6 +19,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES
+from shardwise.parallel.local import refuse_islands
 from shardwise.train.trainer import Trainer as ShardedTrainer
 
 from ..collated import RankBatches, Shapes, first_batch, longest, padding
@@ -50,6 +51,7 @@ class Base(Trainer):
         if pad_to is not None:
             self._shapes.fit(pad_to)
         self.plan = plan_of(args, plan, self.model)
+        refuse_islands(self.plan, "transformers.Trainer")
         self._sharded: ShardedTrainer | None = None
         self._choice, self._ahead = IDLE, False
         self._losses = torch.zeros((), dtype=torch.float64)
