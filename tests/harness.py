@@ -30,6 +30,9 @@ Fields = Mapping[str, Tensor]
 Loss = Callable[[Any, Fields], Tensor]
 
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
 class Unseen:
     """A communicator whose own copies trackers do not count, since other communicators make none; its buffers do count.
 
@@ -43,7 +46,7 @@ class Unseen:
         value = getattr(self.one, name)
         if name == "host":
             return Unseen(value, self.trackers)
-        if name not in ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "wait"):
+        if name not in (*COLLECTIVES, "push", "send", "receive", "wait"):
             return value
 
         def unseen(*args: Any, **kwargs: Any) -> Any:

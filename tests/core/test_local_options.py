@@ -53,6 +53,9 @@ def test_rows_of_islands_are_the_whole_batch() -> None:
     assert most_rows(mesh, 11) == 4 == max(stop - start for start, stop in parts)
 
 
+TWO = {"local_steps": 2, "microbatches": 2}
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [
@@ -61,8 +64,8 @@ def test_rows_of_islands_are_the_whole_batch() -> None:
         ({"islands": 2}, {"local_steps": 2, "local_fragments": 3}, "local_fragments: 3 are more than local_steps = 2"),
         ({"islands": 2}, {"local_steps": 2, "outer_momentum": 1.0}, "outer_momentum: 1.0 is not legal"),
         ({"islands": 2}, {"local_steps": 2, "local_mix": -0.1}, "local_mix: -0.1 is not legal"),
-        ({"islands": 2, "pp": 2}, {"local_steps": 2, "schedule": "pipedream-2bw", "microbatches": 2}, "batches overlap"),
-        ({"islands": 2, "pp": 2}, {"local_steps": 2, "norm": "post-validate", "microbatches": 2}, "batches overlap"),
+        ({"islands": 2, "pp": 2}, {**TWO, "schedule": "pipedream-2bw"}, "batches overlap"),
+        ({"islands": 2, "pp": 2}, {**TWO, "norm": "post-validate"}, "batches overlap"),
         (
             {"islands": 2}, {"local_steps": 2, "local_fragments": 2, "offload": "optimizer"},
             "local_fragments: 2 are not legal with an optimizer on the host",

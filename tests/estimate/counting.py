@@ -49,6 +49,13 @@ class Counting:
         self.note("all_to_all", x, self.one.group(axes).axes)
         return self.one.all_to_all(out, x, axes, **more)
 
+    def push(self, *given: Any, **more: Any) -> Any:
+        return self.one.push(*given, **more)  # by threads it is an all_to_all
+
+    def broadcast(self, x: Tensor, axes: Any, root: int = 0, **more: Any) -> Any:
+        self.note("broadcast", x, self.one.group(axes).axes)
+        return self.one.broadcast(x, axes, root, **more)
+
     def shift(self, out: Tensor, x: Tensor, axes: Any, **more: Any) -> Any:
         self.note("shift", x, self.one.group(axes).axes)
         return self.one.shift(out, x, axes, **more)

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import torch
@@ -28,11 +28,14 @@ from torch import Tensor
 
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.flat import FlatShard
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
+from shardwise.parallel.data import SHARDS
 from shardwise.runtime.call import CommunicationError, CommunicationTimeout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.distributed import DistributedCommunicator
+from shardwise.runtime.served import pull, push
 from shardwise.runtime.shared import SharedMemoryCommunicator
 from shardwise.runtime.staged import StagedCommunicator
 from shardwise.runtime.threads import ThreadCommunicator
@@ -458,12 +461,31 @@ def bad_arguments(c: Communicator) -> None:
     assert x.tolist() == [c.mesh.size] * 6
 
 
+def pushes_and_pulls(c: Communicator) -> None:
+    """Servers have uneven ranges, some of them empty; buffers lie in the communicator's memory or elsewhere."""
+    ranks, own = members(c, (SHARDS,)), c.mesh.index(c.rank, SHARDS)
+    for (dtype, numel), servers in ((kind, n) for kind in KINDS for n in range(1, len(ranks) + 1)):
+        cuts = [0, *(min(numel, k * (numel // servers + 2)) for k in range(1, servers)), numel]
+        ranges = [FlatShard(start, stop) for start, stop in pairwise(cuts)]
+        mine = ranges[own] if own < servers else FlatShard(0, 0)
+        whole = torch.stack([value(rank, numel, dtype) for rank in ranks]).sum(0).to(dtype)
+        for x in (value(c.rank, numel, dtype), c.allocate(numel, dtype)):
+            x.copy_(value(c.rank, numel, dtype))
+            push(c, x, ranges, lane="reduce", what="a push").wait()
+            same(x[mine.start : mine.stop], whole[mine.start : mine.stop], (dtype, numel, servers))
+            others = torch.full_like(x, -1)
+            others[mine.start : mine.stop] = x[mine.start : mine.stop]
+            x.copy_(others)
+            pull(c, x, ranges, lane="gather", what="a pull").wait()
+            same(x, whole, (dtype, numel, servers))
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
         all_gather, reduce_scatter, complex_numbers,
-        all_to_all, shift, large_parts, broadcast, messages, messages_both_ways, many_outstanding,
+        all_to_all, shift, large_parts, broadcast, pushes_and_pulls, messages, messages_both_ways, many_outstanding,
         a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
         subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,

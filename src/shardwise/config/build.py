@@ -31,6 +31,7 @@ from shardwise.parallel.experts import expert_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.server import parameter_server
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.train.given_metrics import metrics_of
 from shardwise.train.metrics import Metric
@@ -321,6 +322,8 @@ def build_plan(config: Config) -> Plan:
     plan = expert_parallel(plan, parallel.ep)
     islands = parallel.dp_replicate if parallel.local_steps else 1
     plan = data_parallel(plan, parallel.dp // islands, parallel.zero, parallel.dp_replicate // islands)
+    if parallel.server == "sync":
+        plan = parameter_server(plan, parallel.server_ranks)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:
         schedule = "1f1b" if parallel.stages_per_rank in (None, 1) else "interleaved"

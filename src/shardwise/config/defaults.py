@@ -363,10 +363,32 @@ def _shards(draft: ConfigDraft, ranks: int) -> None:
     elif draft["parallel.zero"] and ranks // groups == 1:
         smallest = f"parallel.dp of at least {2 * groups}" + (f" with {key} = {groups}" if groups > 1 else "")
         draft.refuse("parallel.zero", f"0, or {smallest}", "There is one rank to shard over")
-    elif groups > 1 and not draft["parallel.zero"] and not draft["parallel.local_steps"]:
+    elif groups > 1 and not any(draft[f"parallel.{one}"] for one in ("zero", "local_steps")) and not _serves(draft):
         legal = "1, or parallel.zero or parallel.local_steps of at least 1"
         draft.refuse(key, legal, "Nothing is sharded within a group")
     _islands(draft, groups)
+    _servers(draft, ranks // groups if groups and not ranks % groups else ranks)
+
+
+def _serves(draft: ConfigDraft) -> bool:
+    return bool(draft["parallel.server"] != "none")
+
+
+def _servers(draft: ConfigDraft, ranks: int) -> None:
+    """Check that the keys of parameter servers make sense with groups of this many data-parallel ranks."""
+    key = "parallel.server_ranks"
+    if not draft.sound("parallel.server", key):
+        return
+    if not _serves(draft):
+        if draft[key] > 1:
+            draft.refuse(key, '1, or parallel.server = "sync"', "There is no server")
+        return
+    if draft["parallel.zero"]:
+        draft.refuse("parallel.server", '"none", or parallel.zero = 0', "ZeRO shards what servers have")
+    if ranks == 1:
+        draft.refuse("parallel.server", '"none", or parallel.dp of at least 2', "One rank has nobody to serve")
+    elif draft[key] > ranks:
+        draft.refuse(key, f"1 to the {ranks} ranks of a group of parallel.dp")
 
 
 def _islands(draft: ConfigDraft, groups: int) -> None:

@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from shardwise.core.errors import ConfigError, check_choice, check_text
+from shardwise.core.errors import ConfigError, check_choice, check_count, check_text
 from shardwise.core.options import check_options, count, word
 
 Gathered = Literal["use", "forward", "step"]
 Reduced = Literal["microbatch", "step"]
 Rest = Literal["R", "S"]
 Gradient = Literal["P", "S"]
+State = Literal["R", "S", "O"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Rows = Literal["microbatch", "batch"]
 
-DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, Rest], str] = {
+DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, State], str] = {
     ("R", "P", "R"): "DDP",
     ("R", "P", "S"): "ZeRO-1",
     ("R", "S", "S"): "ZeRO-2",
     ("S", "S", "S"): "ZeRO-3",
+    ("R", "P", "O"): "parameter server",
 }
 """The data-parallel table maps (rest, gradient between microbatches, optimizer state) to its usual name."""
 
@@ -31,19 +33,24 @@ class ParameterRule:
     """A rule is one row of the data-parallel table, for parameters whose name matches ``pattern`` (:mod:`fnmatch`).
 
     R means replicated, P a partial sum, and S a flat shard over ``dp`` (over ``dp_replicate`` S is replicated, or a
-    partial sum).  ``rest`` says this of the parameter between steps, ``grad`` of its gradient between microbatches, and
-    ``state`` of its optimizer state.
+    partial sum).  O is a range on each of the first ``servers`` ranks of ``dp``, and nothing on the others.  ``rest``
+    says this of the parameter between steps, ``grad`` of its gradient between microbatches, and ``state`` of its
+    optimizer state.
     """
 
     pattern: str
     rest: Rest = "R"
     grad: Gradient = "P"
-    state: Rest = "R"
+    state: State = "R"
+    servers: int = 0
 
     def __post_init__(self) -> None:
         check_text("parameters.pattern", self.pattern)
         where = f'parameters "{self.pattern}"'
-        for field, legal in (("rest", "RS"), ("grad", "PS"), ("state", "RS")):
+        check_count(f"{where}: servers", self.servers, least=int(self.state == "O"))
+        if self.servers and self.state != "O":
+            raise ConfigError.on(f"{where}: servers", f'{self.servers} with state "{self.state}"', '0, or state "O"')
+        for field, legal in (("rest", "RS"), ("grad", "PS"), ("state", "RSO")):
             check_choice(f"{where}: {field}", getattr(self, field), legal)
         row = (self.rest, self.grad, self.state)
         if row not in DATA_PARALLEL_ROWS:
@@ -53,8 +60,8 @@ class ParameterRule:
 
     @property
     def sharded(self) -> bool:
-        """Return whether anything that belongs to these parameters is sharded over ``dp``."""
-        return self.state == "S"
+        """Return whether anything that belongs to these parameters differs over ``dp``."""
+        return self.state != "R"
 
 
 @dataclass(frozen=True, slots=True)

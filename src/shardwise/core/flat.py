@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.layout import Box
+from shardwise.core.layout import Box, shard_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,15 @@ class FlatBuffer:
             )
         size = self.numel // parts
         return FlatShard(index * size, (index + 1) * size)
+
+    def served(self, servers: int, index: int) -> FlatShard:
+        """Return the aligned range that rank ``index`` has if the first ``servers`` ranks share the buffer, as equally
+        as lines of ``align`` bytes allow; it is empty on the other ranks."""
+        unit = self.align // self.itemsize or 1
+        if index >= servers:
+            return FlatShard(self.numel, self.numel)
+        start, stop = shard_range(-(-self.numel // unit), servers, index)
+        return FlatShard(start * unit, min(stop * unit, self.numel))
 
 
 @dataclass(frozen=True, slots=True)

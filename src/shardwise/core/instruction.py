@@ -21,6 +21,8 @@ class Op(StrEnum):
     BACKWARD_INPUT = "BACKWARD_INPUT"  # Run backward without the weight gradients of products, and keep their operands.
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # Compute the weight gradients from these operands; this reads no parameters.
     GATHER = "GATHER"  # All-gather parameters from their shards, into a slot or their own buffer.
+    PUSH = "PUSH"  # Send each server its range of a gradient; servers add up what comes.
+    PULL = "PULL"  # Receive parameters from the servers, each of which sends its range.
     ROUND = "ROUND"  # Cast a gradient buffer into a slot of the dtype in which it is summed over ranks.
     REDUCE = "REDUCE"  # Sum a gradient buffer or a slot over mesh axes, or the loss, or the norms.
     ADD = "ADD"  # Add this rank's shard of a slot, or the gradient of a tied bucket from another rank.
@@ -57,6 +59,8 @@ OP_INFO: Mapping[Op, OpInfo] = {
     Op.BACKWARD_INPUT: OpInfo("backward to the inputs", task="I", carries="backward", runs_unit=True),
     Op.BACKWARD_WEIGHT: OpInfo("backward to the weights", task="W"),
     Op.GATHER: OpInfo("gathering the parameters", carries="parameters", repeats=True),
+    Op.PUSH: OpInfo("pushing gradients to servers", carries="gradients"),
+    Op.PULL: OpInfo("pulling parameters from servers", carries="parameters", repeats=True),
     Op.ROUND: OpInfo("rounding the gradient"),
     Op.REDUCE: OpInfo("summing", carries="gradients"),
     Op.ADD: OpInfo("adding the summed gradient"),
@@ -110,6 +114,7 @@ class BufferKind(StrEnum):
     # These are memory of a pool, which buckets use in turn.
     SLOT = "slot"  # whole parameters
     UNREDUCED = "unreduced"  # whole gradients that wait for their reduction
+    INBOX = "inbox"  # of a server: what ranks have pushed of a bucket
     STASH = "stash"  # parameters as they were before an update
     # These belong to a unit and a microbatch.
     ACTIVATION = "activation"  # the unit's live outputs
@@ -141,7 +146,9 @@ class BufferKind(StrEnum):
 CATEGORY: Mapping[BufferKind, Category] = {
     **dict.fromkeys((BufferKind.PARAM, BufferKind.SLOT, BufferKind.STASH), Category.PARAMETERS),
     **dict.fromkeys((BufferKind.BUFFER, BufferKind.UNUSED), Category.PARAMETERS),
-    **dict.fromkeys((BufferKind.GRAD, BufferKind.UNREDUCED, BufferKind.DIFFERENCE), Category.GRADIENTS),
+    **dict.fromkeys(
+        (BufferKind.GRAD, BufferKind.UNREDUCED, BufferKind.INBOX, BufferKind.DIFFERENCE), Category.GRADIENTS
+    ),
     **dict.fromkeys((BufferKind.STATE, BufferKind.BACKUP, BufferKind.OUTER), Category.OPTIMIZER),
     **dict.fromkeys(
         (BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS

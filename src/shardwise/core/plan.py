@@ -53,6 +53,9 @@ class Plan:
         if sharded is not None and "dp" not in self.mesh.names:
             wrong = f"S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have"
             raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
+        most = max((rule.servers for rule in self.data.parameters), default=0)
+        if most > (size := self.mesh.axis_size("dp")):
+            raise ConfigError.on("server_ranks", f"{most} are more than the {size} ranks of dp", f"1 to {size}")
         wide = ("fp64",) if self.numeric.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.data.reduce, ("auto", *wide))
         self.local.check_mesh(self.mesh, self.overlaps, self.memory.offloads_optimizer)
@@ -125,7 +128,8 @@ class Plan:
             lines += ["", "[[mesh]]", f"name = {_quote(axis.name)}", f"size = {axis.size}"]
         for rule in self.data.parameters:
             lines += ["", "[[parameters]]"]
-            lines += [f"{field.name} = {_quote(getattr(rule, field.name))}" for field in fields(ParameterRule)]
+            values_of = {field.name: getattr(rule, field.name) for field in fields(ParameterRule)}
+            lines += [f"{key} = {_quote(v) if isinstance(v, str) else v}" for key, v in values_of.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod

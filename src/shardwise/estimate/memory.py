@@ -18,7 +18,7 @@ from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, st
 from shardwise.estimate.timeline import Made
 from shardwise.measure.unit_memory import Flight, Profile, UnitMemory, Way
 from shardwise.ops.env import Env
-from shardwise.parallel.data import batch_axes, placement
+from shardwise.parallel.data import SHARDS, batch_axes, placement
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
@@ -34,6 +34,7 @@ class HeldBytes:
     steps: dict[int, int] = field(default_factory=dict)
     final: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket's gradient that the optimizer takes
     changed: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket that its STEP changes
+    inboxes: dict[int, int] = field(default_factory=dict)  # the bytes that a server receives of each bucket's gradient
 
     def hold(self, buffer: Buffer, nbytes: int) -> None:
         if nbytes:
@@ -100,6 +101,9 @@ def _buckets(
             sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
         )
         on_device.final[bucket.index] = share.held.numel * bucket.wide.itemsize
+        if share.rule.state == "O" and bucket.learns and not common:  # in common memory a server reads what ranks have
+            dtype = COMPUTE_DTYPE.get(plan.data.reduce, bucket.wide)
+            on_device.inboxes[bucket.index] = plan.mesh.axis_size(SHARDS) * share.held.numel * dtype.itemsize
 
 
 def _pools(
@@ -263,6 +267,8 @@ class ProgramSizes:
                 }
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
+            case Op.PUSH:
+                return {one.writes[-1]: {"": self.account.inboxes.get(one.bucket, 0)}}
             case Op.BACKUP:
                 return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
             case Op.RECEIVE if one.bucket < 0:

@@ -206,5 +206,6 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     found, last = [], tuple((axis, plan.mesh.axis_size(axis) - 1) for axis in tensor_axes(plan.mesh))
     for pipe in range(cut.ranks):
         ranks = plan.mesh.members((*last, *(((PIPELINE, pipe),) if cut.ranks > 1 else ())))
-        found.append(max((r for r in ranks if max(each[r]) == most), key=needs))
+        served = any(rule.servers for rule in plan.data.parameters)  # a server has more than ranks with more rows
+        found.append(max((r for r in ranks if served or max(each[r]) == most), key=needs))
     return found

@@ -66,7 +66,7 @@ def bucket_states(
     Buffers have the layout's padding; optimizer state does not.
     """
     whole, held = share.layout.numel, share.held.numel
-    parameters = (held if share.rule.rest == "S" or common else whole) * each.parameter
+    parameters = (held if share.rule.rest == "S" or common and share.rule.state != "O" else whole) * each.parameter
     if not learns:
         return States(parameters), States()
     gradients = (held if share.rule.grad == "S" else whole) * each.gradient

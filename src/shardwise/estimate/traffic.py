@@ -30,11 +30,13 @@ _OPAQUE = UnitTraffic(unknown=(NOT_CAPTURED,))
 
 @dataclass(frozen=True)
 class TrafficMoment:
-    """What one instruction hands to the communicator; ``unknown`` is as in :class:`UnitTraffic`."""
+    """What one instruction hands to the communicator; ``unknown`` is as in :class:`UnitTraffic`.  ``sent`` are the bytes
+    that the rank sends, where they do not follow from ``traffic``: what servers do, others do not."""
 
     instruction: Instruction
     traffic: tuple[Traffic, ...]
     unknown: tuple[str, ...] = ()
+    sent: float | None = None
 
 
 def step_traffic(
@@ -52,7 +54,7 @@ def step_traffic(
     programs = programs or lower(traces[0], plan, batches=steady_batches(plan), part=fullest_step(plan))
     program = class_of(programs, plan.mesh, rank)
     ours = _RankTraffic(Subject(list(traces), plan, choice, rows), rank)
-    return [TrafficMoment(one, ours.of(one), ours.unknown(one)) for one in program.instructions]
+    return [TrafficMoment(one, ours.of(one), ours.unknown(one), ours.served(one)) for one in program.instructions]
 
 
 class _RankTraffic:
@@ -88,6 +90,12 @@ class _RankTraffic:
             case Op.GATHER:
                 nbytes = self.share(one.bucket).layout.numel * self.traces[0].buckets[one.bucket].dtype.itemsize
                 return [Traffic("all_gather", (SHARDS,), nbytes)]
+            case Op.PUSH:
+                return [self.reduced(one)]
+            case Op.PULL:
+                share, each = self.share(one.bucket), self.traces[0].buckets[one.bucket].dtype.itemsize
+                ranges = (share.layout.served(share.rule.servers, k) for k in range(share.rule.servers))
+                return [Traffic("broadcast", (SHARDS,), held.numel * each) for held in ranges]
             case Op.REDUCE if one.bucket >= 0 and one.axes == (ISLANDS,):
                 nbytes = self.share(one.bucket).held.numel * self.traces[0].buckets[one.bucket].wide.itemsize
                 return [Traffic("all_reduce", one.axes, nbytes)]
@@ -127,14 +135,24 @@ class _RankTraffic:
             self._shares[bucket] = self.subject.share(bucket, self.rank)
         return self._shares[bucket]
 
+    def served(self, one: Instruction) -> float | None:
+        """Return the bytes that this rank sends to servers in a PUSH, or, as a server, to the other ranks in a PULL."""
+        if one.op not in (Op.PUSH, Op.PULL):
+            return None
+        share, ranks = self.share(one.bucket), self.plan.mesh.axis_size(SHARDS)
+        if one.op is Op.PUSH:
+            whole = self.reduced(one).nbytes
+            return whole * (1 - share.held.numel / share.layout.numel)
+        return float((ranks - 1) * share.held.numel * self.traces[0].buckets[one.bucket].dtype.itemsize)
+
     def reduced(self, one: Instruction) -> Traffic:
         """Return the traffic of a gradient: the whole, or in an all-reduce after a reduce-scatter the shard."""
+        served = one.op is Op.PUSH
         share, wide = self.share(one.bucket), self.traces[0].buckets[one.bucket].wide
         dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.data.reduce, wide)
-        whole = one.scatters or share.rule.state == "R"
-        numel = share.layout.numel if whole else share.layout.numel // self.plan.mesh.axis_size(SHARDS)
+        numel = share.layout.numel if one.scatters or served or share.rule.state == "R" else share.held.numel
         return Traffic(
-            "reduce_scatter" if one.scatters else "all_reduce",
+            "all_to_all" if served else "reduce_scatter" if one.scatters else "all_reduce",
             (SHARDS,) if one.scatters else one.axes,
             numel * dtype.itemsize,
         )

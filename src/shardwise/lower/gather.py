@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.core.data_options import DataOptions
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
@@ -20,8 +21,8 @@ def gather(
 
     Parameters that rest sharded are gathered into a slot for each span of their uses, ``prefetch`` units ahead.
     Parameters that rest whole but are updated in shards are gathered once for each batch, in their own buffer, before
-    their first use, so that this overlaps with the forward after the update. ``ends`` are the positions after which
-    each batch is updated.
+    their first use, so that this overlaps with the forward after the update; those that servers update are pulled.
+    ``ends`` are the positions after which each batch is updated.
     """
     prefetch, axes = plan.data.prefetch, shard_axes(plan.mesh)
     spans: list[SlotSpan] = []
@@ -35,7 +36,8 @@ def gather(
             mine = [i for i in readers if begin <= i <= end]
             if mine and rule.rest == "R":
                 start = max(begin, draft.ahead(mine[0], prefetch))
-                draft.before[start].append(_gather(axes, bucket, -1, param))
+                whole = _gather(axes, bucket, -1, param)
+                draft.before[start].append(replace(whole, op=Op.PULL) if rule.state == "O" else whole)
                 continue
             for group in _groups(draft, plan.data, mine) if mine else ():
                 start = max(begin, draft.ahead(group[0], prefetch))

@@ -141,8 +141,11 @@ def _reduce(
     bucket: int, reduction: Reduction, slot: int = -1, *, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...],
     first: tuple[int, ...] = (), frees: tuple[Buffer, ...] = (),
 ) -> Instruction:  # fmt: skip
+    if reduction.serves:
+        inbox = BufferKind.INBOX.of(bucket)
+        writes, frees = (*writes, inbox), (*frees, inbox)
     return Instruction(
-        Op.REDUCE, bucket=bucket, slot=slot, axes=reduction.axes, lane=Lane.REDUCE, reads=reads, writes=writes,
-        first=first,
-        frees=frees, scatters=reduction.scatters,
+        Op.PUSH if reduction.serves else Op.REDUCE, bucket=bucket, slot=slot, axes=reduction.axes, lane=Lane.REDUCE,
+        reads=reads,
+        writes=writes, first=first, frees=frees, scatters=reduction.scatters,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Data parallelism and ZeRO: every rank of the batch axes works on its share of each microbatch's rows.
 
-A row of one table says who holds what (R replicated, P partial sum, S flat shard over ``dp``):
+A row of one table says who holds what (R replicated, P partial sum, S flat shard over ``dp``, O a range on each of the
+ranks that own it, the servers of ``parallel/server.py``):
 
     =================  ====  ====  =====
     kind               rest  grad  state
@@ -9,12 +10,13 @@ A row of one table says who holds what (R replicated, P partial sum, S flat shar
     ZeRO-1             R     P     S
     ZeRO-2             R     S     S
     ZeRO-3             S     S     S
+    parameter server   R     P     O
     =================  ====  ====  =====
 
 (Rajbhandari et al., arXiv 1910.02054, section 5.)  No collective is placed by hand: each follows from the table.
 A gradient leaves backward as a partial sum (P) over the batch axes; ``grad`` is what it is between microbatches and
-``state`` what the optimizer takes: P → S is a reduce-scatter, P → R an all-reduce.  Parameters go from ``state`` (after
-a step) or ``rest`` to replicated.
+``state`` what the optimizer takes: P → S is a reduce-scatter, P → R an all-reduce, P → O a push.  Parameters go from
+``state`` (after a step) or ``rest`` to replicated.
 
 Under hybrid sharding there is a second batch axis, ``dp_replicate``: shards are over ``dp`` alone, and what is sharded
 between microbatches stays a partial sum over ``dp_replicate`` until the last of them.
@@ -35,7 +37,7 @@ from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
 
-ZERO = tuple(ParameterRule("*", *row) for row in DATA_PARALLEL_ROWS)
+ZERO = tuple(ParameterRule("*", *row) for row in DATA_PARALLEL_ROWS if row[2] != "O")
 """These are the rules of the stages of ZeRO; stage 0 is DDP."""
 
 
@@ -66,7 +68,7 @@ def shard_axes(mesh: Mesh) -> tuple[str, ...]:
 def placement(plan: Plan, name: str) -> ParameterRule:
     """Return the rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
     rule = plan.data.rule(name)
-    return rule if shard_axes(plan.mesh) else replace(rule, rest="R", grad="P", state="R")
+    return rule if shard_axes(plan.mesh) else replace(rule, rest="R", grad="P", state="R", servers=0)
 
 
 def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
@@ -74,15 +76,19 @@ def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, 
 
     For a frozen bucket, which does not learn, it is the range that the rank holds at rest.
     """
-    sharded = (rule.state if learns else rule.rest) == "S"
-    return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
+    kind = rule.state if learns else rule.rest
+    if kind == "O":
+        return layout.served(rule.servers, index)
+    return layout.shard(parts, index) if kind == "S" else FlatShard(0, layout.numel)
 
 
 class Reduction(NamedTuple):
-    """This is a collective that sums a flat gradient over ``axes``; if it ``scatters``, each rank gets its shard."""
+    """This is a collective that sums a flat gradient over ``axes``; if it ``scatters``, each rank gets its shard, and
+    if it ``serves``, the servers get their ranges."""
 
     axes: tuple[str, ...]
     scatters: bool
+    serves: bool = False
 
 
 def reductions(
@@ -94,7 +100,8 @@ def reductions(
     """
     shards = shard_axes(mesh)
     rest = [a for a in (*batch_axes(mesh), *summed) if mesh.axis_size(a) > 1 and a not in shards]
-    scatter = (Reduction(shards, True),) if shards and "S" in (rule.grad, rule.state) else ()
+    serves = rule.state == "O"
+    scatter = (Reduction(shards, not serves, serves),) if shards and rule.state != "R" else ()
     over = tuple(sorted(rest if scatter else (*rest, *shards)))
     whole = (Reduction(over, False),) if over else ()
     return (scatter, whole) if rule.grad == "S" else ((), (*scatter, *whole))

@@ -84,11 +84,14 @@ def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum
     """Return the sums of ``rank``, whose instructions the moments are."""
     found: dict[tuple[str, tuple[str, ...], str], Sum] = {}
     for moment in moments:
-        for t in moment.traffic:
+        for number, t in enumerate(moment.traffic):
             what = _what(moment.instruction)
             one = found.setdefault((what, t.axes, t.kind), Sum(rank, what, t.axes, t.kind))
             one.times, one.nbytes = one.times + 1, one.nbytes + t.nbytes
-            one.sent_bytes += t.ring(mesh.axis_size(t.axes))
+            if moment.sent is None:
+                one.sent_bytes += t.ring(mesh.axis_size(t.axes))
+            elif not number:
+                one.sent_bytes += moment.sent
             if moment.instruction.bucket >= 0:
                 one.buckets = tuple(sorted({*one.buckets, moment.instruction.bucket}))
     return sorted(found.values(), key=lambda one: PURPOSES.index(one.of))

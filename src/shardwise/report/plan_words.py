@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.core.data_options import DATA_PARALLEL_ROWS
+from shardwise.core.data_options import DATA_PARALLEL_ROWS, ParameterRule
 from shardwise.core.local_options import ISLANDS
 from shardwise.core.plan import CHOICES, COUNTS, NUMBERS, OPTIONS, Plan
 from shardwise.core.schedules import traits
@@ -19,6 +19,9 @@ STATES = {
     "ZeRO-2": "Gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-2).",
     "ZeRO-3": "Parameters, gradients and the optimizer's state are sharded over the ranks of dp (ZeRO-3).",
 }
+SERVED = (
+    "The optimizer's state is on {servers} of the ranks of dp: all push gradients to these servers, and pull from them."
+)
 RECOMPUTE = {
     "none": "",
     "selective": "Backward computes a unit's forward again, without its products, convolutions and attention.",
@@ -40,7 +43,7 @@ def sentences(plan: Plan) -> list[str]:
     found = ["One rank trains alone." if ranks == 1 else f"{ranks} ranks train{one} ({axes})."]
     found += [*_islands(plan), *_rows(plan), *_pipeline(plan), *_tensors(plan)]
     if ranks > 1:
-        found += [_states(rule.pattern, rule.rest, rule.grad, rule.state) for rule in plan.data.parameters]
+        found += [_states(rule) for rule in plan.data.parameters]
     precision = plan.numeric.precision
     low = precision in ("bf16", "fp16")
     found.append(f"The model computes in {precision}{', with masters of the weights in fp32' if low else ''}.")
@@ -109,9 +112,10 @@ def _tensors(plan: Plan) -> Iterator[str]:
             yield "Of a layer's experts each of these ranks has some, for which it computes the rows of all tokens."
 
 
-def _states(pattern: str, rest: str, grad: str, state: str) -> str:
-    kind = next(name for row, name in DATA_PARALLEL_ROWS.items() if row == (rest, grad, state))
-    return STATES[kind] if pattern == "*" else f"{pattern}: {STATES[kind]}"
+def _states(rule: ParameterRule) -> str:
+    kind = DATA_PARALLEL_ROWS[rule.rest, rule.grad, rule.state]
+    words = SERVED.format(servers=rule.servers) if rule.servers else STATES[kind]
+    return words if rule.pattern == "*" else f"{rule.pattern}: {words}"
 
 
 def options(plan: Plan) -> list[tuple[str, str]]:

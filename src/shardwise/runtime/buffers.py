@@ -81,7 +81,8 @@ class BucketMemory:
         shard = layout.shard(comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS))
         rest = shard if share.rule.rest == "S" else FlatShard(0, layout.numel)
         # The communicator says where what others gather lies: at best in memory that all of them have in common.
-        sharded = held.numel < layout.numel
+        # What servers update each rank has by itself: the others may still read it while a server takes its step.
+        sharded = held.numel < layout.numel and share.rule.state != "O"
         param = comm.common(layout.numel, bucket.dtype, SHARDS) if sharded else _zeros(layout.numel, bucket.dtype, comm)
         common = sharded and param is not None
         if param is None:
@@ -171,6 +172,11 @@ class BucketMemory:
         """Return the held range of the gradient, which the optimizer is given."""
         assert self.grad is not None
         return part(self.grad, self.held)
+
+    @property
+    def served(self) -> tuple[FlatShard, ...]:
+        """Return the range of each of the bucket's servers."""
+        return tuple(self.layout.served(self.rule.servers, index) for index in range(self.rule.servers))
 
     @property
     def held_parameters(self) -> Tensor:

@@ -174,6 +174,16 @@ class Communicator(ABC):
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return self._moved(call, out, x, self._all_to_all)
 
+    def push(
+        self, x: Tensor, ranges: Sequence[tuple[int, int]], axes: Axes, lane: str = "compute", what: str = ""
+    ) -> Handle | None:
+        """Replace elements ``ranges[i]`` = (start, stop) of ``x``, on member i, by their sums over all members, where
+        each can read what the others have; return None where it cannot, and they have to send it.  What else is in
+        ``x`` stays, or is lost."""
+        call = Call("push", self.group(axes), lane, what)
+        self._check(call, x, reducing=True)
+        return self._push(call, _flat(x), ranges)
+
     def shift(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Send ``x`` to the next member of the group, the last to the first, and put what the one before sends in
         ``out``, which has as many elements on all members."""
@@ -334,6 +344,9 @@ class Communicator(ABC):
         got = torch.empty_like(padded)
         handle = self._all_to_all(call, got.view(-1), padded.view(-1))
         return _Unpadded(handle, got, out, [row[own] for row in sizes])
+
+    def _push(self, call: Call, x: Tensor, ranges: Sequence[tuple[int, int]]) -> Handle | None:
+        return None
 
     @abstractmethod
     def _shift(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...

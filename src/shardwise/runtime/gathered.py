@@ -22,6 +22,7 @@ from shardwise.core.memory_options import LEAST_OFFLOAD
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
+from shardwise.runtime.served import pull
 
 
 class Reference(NamedTuple):
@@ -114,6 +115,8 @@ class Gathered:
             self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
             self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
             self._bucket[_address(out)] = one.bucket
+        if one.op is Op.PULL:
+            return pull(self._comm, out, memory.served, lane=str(one.lane), what=what)
         return self._comm.all_gather(out, memory.held_parameters, SHARDS, lane=str(one.lane), what=what)
 
     def free(self, buffer: Buffer) -> None:

@@ -10,6 +10,7 @@ from shardwise.ops.weight_gradients import GradientFactors, accumulate
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory, part
 from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.served import push
 
 
 class Gradients:
@@ -102,11 +103,19 @@ class Gradients:
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
-        own = part(x, memory.shard)
+        own = part(x, memory.shard if memory.rule.state == "S" else memory.held)
         if not one.scatters:
-            return comm.all_reduce(own if memory.rule.state == "S" else x, one.axes, lane=lane, what=what)
+            return comm.all_reduce(own if memory.rule.sharded else x, one.axes, lane=lane, what=what)
         out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
+
+    def push(self, one: Instruction) -> Handle:
+        """Post a bucket's gradient, or that of the slot that holds it, to its servers."""
+        memory = self._memory.buckets[one.bucket]
+        assert memory.grad is not None
+        self._complete(one.bucket, one.slot)
+        x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
+        return push(self._comm, x, memory.served, lane=str(one.lane), what=f"gradient bucket {one.bucket}")
 
     def add_slot(self, one: Instruction) -> None:
         """Add to a bucket's own gradient what a slot has of it; the first overwrites."""
@@ -125,7 +134,9 @@ class Gradients:
     def norm(self, bucket: int) -> Tensor:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
         self._complete(bucket, -1)
-        found: Tensor = torch.linalg.vector_norm(self._memory.buckets[bucket].shard_gradient)
+        memory = self._memory.buckets[bucket]
+        own = memory.held_gradient if memory.rule.state == "O" else memory.shard_gradient
+        found: Tensor = torch.linalg.vector_norm(own)
         return found
 
     def held(self, bucket: int) -> Tensor:

@@ -89,6 +89,6 @@ class GradientHooks:
             for entry, start, stop in entry_ranges(memory.layout, held.start, held.stop):
                 if entry.name in self.hooks.parameters:
                     parameter = memory.bucket.by_name[entry.name]
-                    every = held.numel == memory.layout.numel and stop - start == parameter.numel
+                    every = not memory.share.apart and stop - start == parameter.numel
                     whole = every and parameter.layout is None
                     yield _Hooked(memory, parameter, start - held.start, stop - held.start, whole)

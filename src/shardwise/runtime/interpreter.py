@@ -110,7 +110,7 @@ class Run:
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward,
             Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather,
-            Op.ROUND: self.gradients.round,
+            Op.ROUND: self.gradients.round, Op.PUSH: self.push, Op.PULL: self.gather,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide,
             Op.STASH: self.gathered.stash,
             Op.STEP: self.update, Op.DIFFER: self.differ, Op.OUTER: self.outer_step,
@@ -218,6 +218,9 @@ class Run:
         if over_islands:  # each island reports its own loss, but they stop together
             x = batch.shared[1:]
         self.sum_over(one, x, one.writes[0].kind)
+
+    def push(self, one: Instruction) -> None:
+        self.handles[self.computing.position] = (one, self.gradients.push(one))
 
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:

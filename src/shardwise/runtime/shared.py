@@ -147,6 +147,17 @@ class SharedMemoryCommunicator(Communicator):
 
         return self._post(call, x, call.group.size, x, work)
 
+    def _push(self, call: Call, x: Tensor, ranges: Sequence[tuple[int, int]]) -> Handle:
+        own = dict(enumerate(ranges)).get(call.group.index, (0, 0))
+
+        def work(source: Source, start: int, stop: int) -> None:
+            first, last = max(start, own[0]), min(stop, own[1])
+            if first < last:
+                inputs = [source(member, 0)[first - start : last - start] for member in range(call.group.size)]
+                _sum_into([x[first:last]], inputs)
+
+        return self._post(call, x, 1, x, work, detail=str(ranges))
+
     def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
         target = as_bytes(out).view(call.group.size, -1)
 

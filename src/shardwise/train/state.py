@@ -35,7 +35,7 @@ def owned(engine: Engine) -> list[Piece]:
     for index, memory in engine.memory.buckets.items():
         if not engine.leads(index):
             continue
-        others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
+        others = {PIPELINE, *memory.bucket.axes} | ({SHARDS} if memory.share.apart else set())
         axes = mesh.other_axes({*others, ISLANDS})
         lines = -(-memory.held.numel // LINE)
         start, stop = (

@@ -54,6 +54,7 @@ class Share:
     rule: ParameterRule
     held: FlatShard
     updates: tuple[Updated, ...] = ()
+    apart: bool = False  # whether ranks over ``dp`` hold different ranges
 
     @staticmethod
     def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
@@ -71,7 +72,7 @@ class Share:
             updates = (
                 Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),
             )
-        return Share(layout, rule, held, updates)
+        return Share(layout, rule, held, updates, (rule.state if bucket.learns else rule.rest) != "R")
 
 
 def entry_ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:

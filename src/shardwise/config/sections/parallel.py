@@ -13,6 +13,7 @@ from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
 from shardwise.core.tensor_options import Context, Experts, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
+from shardwise.parallel.server import SERVERS, Server
 
 from ..rules import (
     choice,
@@ -137,6 +138,17 @@ class ParallelConfig:
         1,
         does="the number of groups of data-parallel ranks, each of which holds everything that `zero` shards",
         legal="a divisor of `dp`",
+    )
+    server: Server = key(
+        choice(*SERVERS),
+        "none",
+        does="whether ranks push gradients to servers, which update, in place of summing them among themselves",
+    )
+    server_ranks: int = key(
+        integer(1),
+        1,
+        does="with `server`: how many of the `dp` ranks are servers, each of which has a range of all parameters",
+        legal="1 to the ranks of a group of `dp`",
     )
     local_steps: int = key(
         integer(0),

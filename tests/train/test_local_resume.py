@@ -16,6 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.server import parameter_server
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
@@ -24,7 +25,7 @@ from shardwise.train.trainer import Trainer
 BASE = Plan.of(precision="fp64")
 INSIDE = {
     "alone": BASE, "zero-1": data_parallel(BASE, 2, 1), "zero-3": data_parallel(BASE, 2, 3),
-    "tp": tensor_parallel(BASE, 2), "pp": pipeline(BASE, 2),
+    "tp": tensor_parallel(BASE, 2), "pp": pipeline(BASE, 2), "server": parameter_server(data_parallel(BASE, 2)),
 }  # fmt: skip
 STEPS = 5
 
@@ -52,7 +53,10 @@ def trained(folder: Path, plan: Plan, stop: int) -> Trained:
     return Trained(losses, {name: saved.read(name) for name in saved.tensors})
 
 
-@pytest.mark.parametrize(("before", "after"), [("alone", "zero-1"), ("zero-3", "tp"), ("pp", "alone"), ("tp", "pp")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("alone", "zero-1"), ("zero-3", "tp"), ("pp", "alone"), ("tp", "pp"), ("server", "zero-1"), ("zero-3", "server")],
+)
 @pytest.mark.parametrize(("stop", "fragments"), [(2, 1), (3, 2)])
 def test_between_two_outer_steps(before: str, after: str, stop: int, fragments: int, tmp_path: Path) -> None:
     """Step 2 is in the midst of a round of three; with fragments something has always met lately."""
@@ -92,3 +96,16 @@ def test_other_numbers_of_islands(tmp_path: Path) -> None:
     assert all(torch.equal(three[f"island2.{name}"], three[name]) for name in names)
     last = trained(tmp_path, data_parallel(BASE, 3), 4).saved
     assert all(torch.equal(last[name], three[name]) for name in names)
+
+
+def test_servers_save_and_read_what_they_have(tmp_path: Path) -> None:
+    """From servers to ZeRO, to other servers, and to one device, as if none of them had stopped."""
+    right = trained(tmp_path / "whole", BASE, STEPS)
+    plans = [
+        parameter_server(data_parallel(BASE, 3), 2), INSIDE["zero-3"], INSIDE["server"],
+        parameter_server(pipeline(data_parallel(BASE, 2), 2), 2), BASE,
+    ]  # fmt: skip
+    for stop, plan in enumerate(plans, 1):
+        ours = trained(tmp_path / "parts", plan, stop)
+    error, name = difference(ours.saved, right.saved)
+    assert error <= 1e-12, name
