@@ -59,7 +59,7 @@ def test_the_server_holds_most() -> None:
 
 
 def test_what_servers_and_workers_send() -> None:
-    """Of three ranks with two servers: a worker sends the gradients once, a server half of them and parameters twice."""
+    """Of three ranks with two servers a worker sends the gradients once, a server half of them, and parameters."""
     one, batch = subject(3, 2)
     rows, choice = len(next(iter(batch.values()))), OptimizerChoice("sgd", lr=0.0)
     traces = [one.trace_of(one.masks, rows // 2, rows)] * 2

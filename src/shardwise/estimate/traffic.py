@@ -30,7 +30,7 @@ _OPAQUE = UnitTraffic(unknown=(NOT_CAPTURED,))
 
 @dataclass(frozen=True)
 class TrafficMoment:
-    """What one instruction hands to the communicator; ``unknown`` is as in :class:`UnitTraffic`.  ``sent`` are the bytes
+    """What one instruction hands to the communicator; ``unknown`` is as in :class:`UnitTraffic`.  ``sent`` are bytes
     that the rank sends, where they do not follow from ``traffic``: what servers do, others do not."""
 
     instruction: Instruction
