@@ -18,12 +18,13 @@ from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.recording import RankStep
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import recorder as module
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.recorder import RankStep, Recorder
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.threads import run_ranks
 from zoo import Blocks
 
