@@ -52,7 +52,7 @@ def scaling(
     ] = None,
     axis: Annotated[
         Literal["dp", "tp", "pp", "cp", "ep"],
-        typer.Option(help="The key of the section parallel that grows with the ranks."),
+        typer.Option(help="The key of parallel that grows with the ranks."),
     ] = "dp",
     kind: Annotated[
         Literal["strong", "weak", "both"],
