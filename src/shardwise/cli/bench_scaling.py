@@ -18,7 +18,7 @@ from shardwise.launch.devices import check_torch
 from shardwise.launch.local import run_folder, under_torchrun
 from shardwise.launch.ready import Surroundings
 from shardwise.launch.scaling import ABOUT, JOB, ROWS, Job, measure
-from shardwise.launch.scaling_cases import Case, Subject, cases_of, digest
+from shardwise.launch.scaling_cases import Case, Subject, cases_of, in_common
 from shardwise.launch.slurm import adopt
 from shardwise.launch.subject import compare_weights
 from shardwise.report.figures import check_format
@@ -75,7 +75,7 @@ def run(
         compare_weights(config)
         if config.train.deterministic:
             Backend.here().prepare_repeatable(os.environ)
-        known = Scaling(digest(config, axis), axis, subject.kinds, subject.rows, None, (), ())
+        known = Scaling(in_common(config, axis), axis, subject.kinds, subject.rows, None, (), ())
         if earlier is not None:
             known = known.beside(earlier, f"--with {files.earlier}")
             _check_new(cases, known)

@@ -3,13 +3,13 @@ starts."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 BOTH = "both"
 OUTSIDE = ("checkpoint", "validation")
 """Sections that do not change a step."""
-GROWING = ("data.batch_size", "train.devices", "train.threads", "train.steps", "optimizer.warmup_steps", "parallel.dp")
+GROWING = ("data.batch_size", "train.devices", "train.steps", "optimizer.warmup_steps", "parallel.dp")
 """Keys that may differ over numbers of ranks, besides the axis."""
 FOLDER = "train.run_dir"
 NOBODY_LOOKS_ON = ("train.loggers=[]", "train.callbacks=[]", "train.trace_steps=[]")
@@ -67,18 +67,18 @@ class Subject:
         """The rows of a batch of the first number of ranks."""
         return int(given_values(self.path, self.overrides, ["data.batch_size"])["data.batch_size"])
 
-    def cases(self, ranks: int, first: int, most: int) -> list[Case]:
+    def cases(self, ranks: int, first: int) -> list[Case]:
         """Return the cases of a number of ranks: one, or two where the kinds differ in the batch.
 
-        ``first`` is the number of ranks that has the config's batch, and ``most`` the largest one, by which cores are
-        divided into threads.  Raises :class:`ConfigError`, which names the number, if the config cannot have it.
+        ``first`` is the number of ranks that has the config's batch.  Raises :class:`ConfigError`, which names the
+        number, if the config cannot have it.
         """
         found: dict[int, Case] = {}
         try:
             for kind in self.kinds:
                 rows = self.rows if kind == "strong" else self._grown(ranks, first)
                 if rows not in found:
-                    found[rows] = Case(ranks, rows, self._config(ranks, rows, most))
+                    found[rows] = Case(ranks, rows, self._config(ranks, rows))
         except ConfigError as error:
             raise ConfigError(f"--ranks {ranks}: {error}") from error
         return list(found.values())
@@ -90,7 +90,7 @@ class Subject:
             raise ConfigError.on("data.batch_size", wrong, f"a multiple of {first}, or --kind strong")
         return self.rows * ranks // first
 
-    def _config(self, ranks: int, rows: int, most: int) -> Config:
+    def _config(self, ranks: int, rows: int) -> Config:
         keys = {axis: f"parallel.{axis}" for axis in AXES}
         given = given_values(self.path, self.overrides, [*keys.values(), "train.threads"])
         others = {axis: given[key] or 1 for axis, key in keys.items() if axis != self.axis}
@@ -100,7 +100,8 @@ class Subject:
             wrong = f"{ranks} ranks over {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
             raise ConfigError.on(keys[self.axis], wrong, f"a multiple of {each} ranks")
         hardware = Hardware.here()
-        threads = given["train.threads"] or max(1, hardware.cores // (hardware.local or most))
+        # As many for each number of ranks, or what grows would not be the ranks alone.
+        threads = given["train.threads"] or max(1, hardware.cores // (hardware.gpus or hardware.cores))
         return _checked(load_config(self.path, [
             *self.overrides, f"data.batch_size={rows}", f"train.devices={ranks}", f"train.threads={threads}",
             *(f"{key}={(others | {self.axis: ranks // each})[axis]}" for axis, key in keys.items()),
@@ -115,6 +116,7 @@ def cases_of(subject: Subject, ranks: Sequence[int], first: int | None) -> tuple
     torchrun has started; a note names those that the config cannot have.  ``first`` is the first number of ranks if it
     was measured earlier.  Raises :class:`ConfigError` if the config cannot have one of the given numbers, or none.
     """
+    given_values(subject.path, subject.overrides, ())  # raises for what is wrong whatever the number of ranks
     numbers = sorted({*ranks} or _usual())
     if first is not None and numbers[0] < first:
         raise ConfigError.on(f"--ranks {numbers[0]}", f"the first of --with is {first}", f"at least {first}")
@@ -123,7 +125,7 @@ def cases_of(subject: Subject, ranks: Sequence[int], first: int | None) -> tuple
     for number in numbers:
         start = first or (found[0].ranks if found else number)
         try:
-            found += subject.cases(number, start, numbers[-1])
+            found += subject.cases(number, start)
         except ConfigError as error:
             if ranks or (number == numbers[-1] and not found):
                 raise
@@ -153,13 +155,11 @@ def _checked(config: Config) -> Config:
     return config.for_samples(samples)
 
 
-def digest(config: Config, axis: str) -> str:
-    """Return a digest of all that numbers of ranks have in common: 16 hexadecimal digits."""
-    values = tomllib.loads(config.resolved())
+def in_common(config: Config, axis: str) -> dict[str, Any]:
+    """Return the values of all keys that numbers of ranks have in common, and that a step depends on."""
     left_out = {*GROWING, FOLDER, f"parallel.{axis}"}
-    kept = {
+    return {
         f"{section}.{key}": value
-        for section, keys in values.items() if section not in OUTSIDE
+        for section, keys in tomllib.loads(config.resolved()).items() if section not in OUTSIDE
         for key, value in keys.items() if f"{section}.{key}" not in left_out
     }  # fmt: skip
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ This is pure data: it is made of what ranks have recorded (:mod:`shardwise.core.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -178,19 +179,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """These are measured steps of one configuration, whose ``digest`` leaves out what differs over numbers of ranks.
+    """These are measured steps of one configuration: ``config`` has the values of keys that all have in common.
 
     The first number of ranks has ``batch_size`` rows; ``axis`` is the axis of the mesh that grows.  ``tokens`` is the
     number of tokens of a row, None for data that is no text.  ``about`` says, for each launch, on what it measured.
     """
 
-    digest: str
+    config: Mapping[str, Any]
     axis: str
     kinds: tuple[Kind, ...]
     batch_size: int
     tokens: int | None
     about: tuple[Mapping[str, Any], ...]
     measured: tuple[MeasuredStep, ...]
+
+    @property
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits, which are the same for the same configuration."""
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def first(self) -> tuple[int, int, int]:
@@ -232,18 +238,21 @@ class Scaling:
     def beside(self, earlier: Scaling, name: str) -> Scaling:
         """Return this with what was measured ``earlier``; raise :class:`ConfigError`, which names it by ``name``, where
         they do not belong together."""
-        for what in ("axis", "batch_size", "digest"):
-            here, there = getattr(self, what), getattr(earlier, what)
-            if here != there:
-                words = "it measured another configuration" if what == "digest" else f"{what} is {there}, not {here}"
-                raise ConfigError.on(name, words, "what was measured of the same configuration")
+        here = {"axis": self.axis, "data.batch_size": self.batch_size, **self.config}
+        there = {"axis": earlier.axis, "data.batch_size": earlier.batch_size, **earlier.config}
+        wrong = [
+            f"{key} is {there.get(key)}, not {here.get(key)}"
+            for key in dict.fromkeys((*here, *there)) if here.get(key) != there.get(key)
+        ]  # fmt: skip
+        if wrong:
+            raise ConfigError.on(name, ", ".join(wrong), "what was measured of the same configuration")
         kinds = tuple(kind for kind in KINDS if kind in (*self.kinds, *earlier.kinds))
         about, measured = (*earlier.about, *self.about), (*earlier.measured, *self.measured)
-        return Scaling(self.digest, self.axis, kinds, self.batch_size, earlier.tokens, about, measured)
+        return Scaling(self.config, self.axis, kinds, self.batch_size, earlier.tokens, about, measured)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values for JSON, with the points that follow; :meth:`of_json` reads it back."""
-        return asdict(self) | {"points": [asdict(point) for point in self.points]}
+        return {"digest": self.digest, **asdict(self), "points": [asdict(point) for point in self.points]}
 
     @staticmethod
     def of_json(text: str, name: str) -> Scaling:
@@ -254,7 +263,7 @@ class Scaling:
             steps = tuple(MeasuredStep(**one) for one in values["measured"])
             rest = {one.name: values[one.name] for one in fields(Scaling) if one.name != "measured"}
             found = Scaling(**{**rest, "kinds": tuple(rest["kinds"]), "about": tuple(rest["about"])}, measured=steps)
-            found.points  # noqa: B018 - raises where numbers are missing
+            found.first, found.points  # noqa: B018 - they raise where there is nothing to compare
         except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ConfigError(f"{name}: no measured scaling: {type(error).__name__}: {error}; {LEGAL}") from None
         return found

@@ -74,7 +74,7 @@ def _several_hosts(points: Sequence[Point]) -> bool:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # without the sign of -0.0
 
 
 def draw(found: Scaling, out: Path) -> None:
@@ -91,6 +91,7 @@ def _figure(found: Scaling) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     _draw_speed(left, found)
     _draw_shares(right, found)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=len(USES), frameon=False)
     return figure
 
 
@@ -122,9 +123,10 @@ def _draw_shares(axes: Axes, found: Scaling) -> None:
             if share >= 100 * TOLD:
                 axes.text(place, bottom + share / 2, f"{share:.0f}", ha="center", va="center", color="white")
         bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
-    axes.set_xticks(places, [_named(point, found, points) for point in points])
+    names = _names(found, places, points)
+    axes.set_xticks(list(names), list(names.values()))
+    axes.tick_params(axis="x", length=0)
     axes.set(xlabel="ranks", ylabel="% of the time of all ranks", ylim=(0, 100), title="where the time goes")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=len(USES), frameon=False)
 
 
 def _places(found: Scaling) -> tuple[list[float], list[Point]]:
@@ -145,10 +147,14 @@ def _case(point: Point) -> tuple[int, int, int]:
     return point.ranks, point.hosts, point.batch_size
 
 
-def _named(point: Point, found: Scaling, points: Sequence[Point]) -> str:
-    words = [str(point.ranks)]
-    if _several_hosts(points):
-        words.append(plural(point.hosts, "host"))
-    if len(found.kinds) > 1 and _case(point) != found.first:
-        words.append(point.kind)
-    return "\n".join(words)
+def _names(found: Scaling, places: Sequence[float], points: Sequence[Point]) -> dict[float, str]:
+    """Return the names of bars that stand together, by the place of their middle."""
+    together: dict[tuple[int, int], list[tuple[float, Point]]] = {}
+    for place, point in zip(places, points, strict=True):
+        together.setdefault((point.ranks, point.hosts), []).append((place, point))
+    names = {}
+    for (ranks, hosts), bars in together.items():
+        name = f"{ranks} on {plural(hosts, 'host')}" if _several_hosts(points) else str(ranks)
+        kinds = [point.kind for _, point in bars if len(found.kinds) > 1 and _case(point) != found.first]
+        names[sum(place for place, _ in bars) / len(bars)] = "\n".join([name, *([", ".join(kinds)] if kinds else [])])
+    return names
