@@ -36,8 +36,8 @@ def test_one_and_two_ranks(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.toml").write_text('[train]\nloggers = ["tensorboard"]\ncallbacks = ["nobody:Watches"]\n')
     out, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
     told = scaling(
-        "run.toml", *SMALL, text, "--ranks", 1, "--ranks", 2, "--steps", 3, "--warmup", 1, "--rounds", 2, "--kind", "weak",
-        "--out", out, "--picture", picture, "--json", cwd=tmp_path,
+        "run.toml", *SMALL, text, "--ranks", 1, "--ranks", 2, "--kind", "weak", "--steps", 3, "--warmup", 1,
+        "--rounds", 2, "--out", out, "--picture", picture, "--json", cwd=tmp_path,
     )  # fmt: skip
     values: dict[str, Any] = json.loads(told)
     assert json.loads(out.read_text()) == values and picture.read_bytes().startswith(b"\x89PNG")
