@@ -112,6 +112,24 @@ def test_operations_are_matched_by_members_queue_and_order() -> None:
         split([step(0, 1.6, [], operations), step(1, 1.6, [], late[:3])])
 
 
+def test_the_last_member_is_waited_for() -> None:
+    """Of three members the others post at 1 and at 2 s, and only members count; a unit waits in another order than it
+    has posted."""
+    every = (0, 1, 2)
+
+    def total(posted: float, waited: float, arrived: float, queue: str = "compute") -> Operation:
+        return Operation("all_reduce", every, queue, posted, waited, arrived)
+
+    alone = Operation("all_gather", BOTH, "gather", 0.25, 2.5, 2.75)  # posted first, waited for last
+    found = seconds_of(
+        step(0, 3, [event(0, 3)], [alone, total(0.5, 0.5, 2.5)], ranks=3),
+        step(1, 3, [event(0, 3)], [alone, total(1, 1, 2.5)], ranks=3),
+        step(2, 3, [event(0, 3)], [total(2, 2, 2.5)], ranks=3),
+    )
+    waiting, exposed = (2 - 0.5) + (2 - 1), 3 * 0.5 + 2 * 0.25
+    assert found == {"waiting": waiting, "exposed": exposed, "computing": 9 - waiting - exposed}
+
+
 def test_shares_of_any_recording_add_up() -> None:
     numbers = random.Random(0)
     for _ in range(50):
