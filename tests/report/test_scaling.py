@@ -92,6 +92,12 @@ def test_instructions_off_the_compute_lane_and_the_hosts_work() -> None:
     assert seconds_of(one, other) == {"computing": 3.5, "exposed": 1.25, "other": 1.25}
 
 
+def test_an_instruction_ends_where_the_next_begins() -> None:
+    """One of the compute lane may post a sum too, and then lasts until that is waited for."""
+    one, other = (step(rank, 3, [event(0, 2.5), event(1, 2)], [summed(0.5, 2, 2.5)]) for rank in BOTH)
+    assert seconds_of(one, other) == {"computing": 4, "exposed": 1, "other": 1}
+
+
 def test_a_clock_for_each_host() -> None:
     """Rank 1 began half a second after rank 0 by the clock of their host; on another host both began together."""
     one, other = (step(rank, 2, [event(0, 1)], [summed(1, 1, 2)], wall=100 + rank / 2) for rank in BOTH)
@@ -113,8 +119,8 @@ def test_operations_are_matched_by_members_queue_and_order() -> None:
 
 
 def test_the_last_member_is_waited_for() -> None:
-    """Of three members the others post at 1 and at 2 s, and only members count; a unit waits in another order than it
-    has posted."""
+    """Of three members the others post at 1 and at 2 s, and only members count; units wait in another order than they
+    have posted."""
     every = (0, 1, 2)
 
     def total(posted: float, waited: float, arrived: float, queue: str = "compute") -> Operation:
@@ -122,7 +128,7 @@ def test_the_last_member_is_waited_for() -> None:
 
     alone = Operation("all_gather", BOTH, "gather", 0.25, 2.5, 2.75)  # posted first, waited for last
     found = seconds_of(
-        step(0, 3, [event(0, 3)], [alone, total(0.5, 0.5, 2.5)], ranks=3),
+        step(0, 3, [event(0, 1), event(1, 3)], [alone, total(0.5, 0.5, 2.5)], ranks=3),
         step(1, 3, [event(0, 3)], [alone, total(1, 1, 2.5)], ranks=3),
         step(2, 3, [event(0, 3)], [total(2, 2, 2.5)], ranks=3),
     )
