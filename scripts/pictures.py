@@ -6,7 +6,8 @@
     scripts/pictures.py --list                 # print the commands, and run none
     scripts/pictures.py --again curves.png     # train anew, also where runs/pictures has the finished run already
 
-Pictures with measured times (curves.png, asynchronous.png) have to be made on a machine that does nothing else.
+Pictures with measured times (curves.png, asynchronous.png, scaling.png) have to be made on a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ PICTURES: Mapping[str, Sequence[str]] = {
         "plot runs/pictures/1f1b runs/pictures/pipedream-2bw runs/pictures/pipedream --over seconds"
         " --out docs/asynchronous.png",
     ],
+    "scaling.png": ["bench scaling --ranks 1 --ranks 2 --picture docs/scaling.png"],
     "report.png": [
         "train train.run_dir=runs/pictures/train",
         "report runs/pictures/train",

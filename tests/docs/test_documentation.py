@@ -25,7 +25,8 @@ from shardwise.config.sections import SECTIONS, rules
 
 LANGUAGES = {"sh", "python", "toml", "diff", "text", "json"}
 MOST_SKIPPED = 13
-TAKE_SIZES = ("train", "verify", "show", "memory")  # the commands that take section.key=value
+TAKE_SIZES = (["train"], ["verify"], ["show"], ["memory"], ["bench", "scaling"])
+"""The commands that take section.key=value."""
 APART = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 ALL = {page: blocks(page) for page in PAGES}
 RUN = [page for page in PAGES if any(one.language in ("sh", "python") and not one.skipped for one in ALL[page])]
@@ -71,7 +72,7 @@ def words_of(command: str, arguments: str) -> list[str]:
     """Return the words by which a command of a page is run: those of a process that is forked where it is Python's."""
     program, *rest = shlex.split(command)
     own = program in ("shardwise", ".venv/bin/shardwise")
-    if own and rest[0] in TAKE_SIZES:
+    if own and any(rest[: len(words)] == words for words in TAKE_SIZES):
         rest += shlex.split(arguments)
     python = own or program in ("python", ".venv/bin/python")
     if not python or any(word in ("|", ">", "&&", ";") for word in rest):

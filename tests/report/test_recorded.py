@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
+from shardwise.core.recording import Event, RankStep
 from shardwise.core.timetable import to_texts
 from shardwise.report.recorded import measured, of_recorded, predicted, read_step
-from shardwise.runtime.recorder import TRACE, Event, RankStep, trace_name
+from shardwise.runtime.recorder import TRACE, trace_name
 
 UNITS = 3  # of a stage
 

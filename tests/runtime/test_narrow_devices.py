@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.backend import Backend
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
@@ -68,7 +69,7 @@ def test_an_evaluation(narrow: Narrow) -> None:
     )
     compiled = SimpleNamespace(evaluation=lambda *_: None)
     engine: Any = SimpleNamespace(
-        comm=SimpleNamespace(device=CPU), compiled=compiled, evaluate=lambda *_, **__: next(results)
+        comm=SimpleNamespace(device=CPU, mesh=Mesh.of(dp=1)), compiled=compiled, evaluate=lambda *_, **__: next(results)
     )
     batch: Any = SimpleNamespace(rows=2, fields={}, ones=None)
     with narrow:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.recording import RankStep
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
+from shardwise.report.scaling import split
 from shardwise.runtime import recorder as module
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.recorder import RankStep, Recorder
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.threads import run_ranks
 from zoo import Blocks
 
@@ -151,3 +154,54 @@ def test_a_step_that_fails_leaves_no_recorder() -> None:
     with pytest.raises(ConfigError, match="batch"):
         step()
     assert engine.interpreter.recorder is None
+
+
+def test_operations_have_members_and_are_stamped_at_the_post_and_around_the_wait() -> None:
+    """Of three ranks two exchange a message, and the last posts its part of a sum late."""
+    one, late = compiled(3, 0, 1), 0.2
+
+    def rank(comm: Communicator) -> RankStep:
+        engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
+        x = torch.ones(4)
+        with Recorder(engine.interpreter) as recorder:
+            message = comm.send(x, 1) if comm.rank == 0 else comm.receive(x, 0) if comm.rank == 1 else None
+            if message is not None:
+                message.wait()
+            else:
+                time.sleep(late)
+            handle = comm.all_reduce(x, "dp", lane="reduce")
+            handle.wait()
+            handle.wait()  # again: it stays as it was
+            comm.all_reduce(x, "tp")  # among one rank: nothing to record
+        comm.all_reduce(x, "dp").wait()
+        assert comm.recorder is None
+        return recorder.found(0, 0)
+
+    found = run_ranks(one.plan.mesh, rank, timeout=60)
+    told = [[(o.kind, o.ranks, o.queue) for o in f.operations] for f in found]
+    total = ("all_reduce", (0, 1, 2), "reduce")
+    assert told == [
+        [("send", (0, 1), "message tensors"), total],
+        [("receive", (0, 1), "message tensors"), total],
+        [total],
+    ]
+    for f in found:
+        assert all(0 <= o.posted <= o.waited <= o.arrived <= f.seconds for o in f.operations)
+        assert RankStep.from_dict(json.loads(json.dumps(f.to_dict()))) == f
+    waits = [f.operations[-1].arrived - f.operations[-1].waited for f in found]
+    assert min(waits[:2]) > late / 2 > waits[2]
+    # Of three ranks two wait for the last, which does what is no instruction.
+    seconds, shares = split(found)
+    assert shares["waiting"] * 3 * seconds > 2 * late / 2 and shares["other"] * 3 * seconds >= late * 0.9
+
+
+@pytest.mark.parametrize(("dp", "zero", "microbatches"), [(2, 0, 1), (2, 3, 2)])
+def test_the_split_of_a_recorded_step(dp: int, zero: int, microbatches: int) -> None:
+    found = [step for step, _, _ in steps(compiled(dp, zero, microbatches), True) if step is not None]
+    seconds, shares = split(found)
+    assert seconds >= max(one.seconds for one in found) and sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) >= -1e-6 and shares["computing"] > 0 and shares["exposed"] + shares["waiting"] > 0
+    assert all(one.moved >= 0 and one.operations for one in found)
+    for one in found:  # a collective that an instruction has posted arrives when the instruction does
+        arrived = {round(o.arrived, 3) for o in one.operations}
+        assert {round(e.stop, 3) for e in one.events if e.lane in (Lane.REDUCE, Lane.GATHER)} & arrived

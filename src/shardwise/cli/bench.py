@@ -1,18 +1,18 @@
-"""``shardwise bench`` measures what links between ranks carry."""
+"""``shardwise bench`` measures what links between ranks carry, and how training scales over ranks."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from shardwise.core.errors import ConfigError
 
-from .common import Json, reported
+from .common import Arguments, Json, reported, split_arguments
 
-app = typer.Typer(help="Measure what links between ranks carry.", no_args_is_help=True)
+app = typer.Typer(help="Measure what links between ranks carry, and how training scales.", no_args_is_help=True)
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FACTOR = 8  # between a size and the next
@@ -41,6 +41,44 @@ def collectives(
         from .bench_collectives import run
 
         run(tuple(ranks or ()), host, sizes, tuple(of or ()), tuple(by or ()), backend, out, picture, json)
+
+
+@app.command()
+def scaling(
+    arguments: Arguments = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(help="Numbers of ranks. (default: 1, 2, 4, … up to this machine's devices)", min=1),
+    ] = None,
+    axis: Annotated[
+        Literal["dp", "tp", "pp", "cp", "ep"],
+        typer.Option(help="The key of parallel that grows with the ranks."),
+    ] = "dp",
+    kind: Annotated[
+        Literal["strong", "weak", "both"],
+        typer.Option(help="strong: the config's batch for all; weak: it grows with the ranks."),
+    ] = "both",
+    steps: Annotated[int, typer.Option(help="Steps to measure, in each round.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Steps before these.", min=0)] = 3,
+    rounds: Annotated[int, typer.Option(help="How often all numbers of ranks take their turn.", min=1)] = 3,
+    earlier: Annotated[
+        Path | None, typer.Option("--with", metavar="FILE.json", help="What --out wrote before, to show beside it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Every measured step, and what follows from them.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="A picture: .png, .svg or .pdf.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure strong and weak scaling of a config, and where the time goes: on this machine, or under torchrun."""
+    with reported(json):
+        path, overrides = split_arguments(arguments or [])
+        from shardwise.launch.scaling import Job
+
+        from .bench_scaling import Files, run
+
+        files = Files(earlier, out, picture)
+        run(path, overrides, ranks or (), axis, kind, Job(steps, warmup), rounds, files, json)
 
 
 def sizes_between(least: str, most: str) -> tuple[int, ...]:

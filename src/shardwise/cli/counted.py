@@ -16,8 +16,9 @@ def launch_counted(
     command: Sequence[str], ranks: int, folder: Path, *, threads: int, hang_timeout: float, console: Console | None,
     doing: str, total: int, done: Callable[[], int],
 ) -> None:  # fmt: skip
-    """Launch ranks as :func:`launch_local` does; the ``console``, if any, shows how many of ``total`` are ``done``."""
-    bar = Progress(console=console, transient=True) if console is not None else None
+    """Launch ranks as :func:`launch_local` does; the ``console``, if it is a terminal, shows how many of ``total`` are
+    ``done``."""
+    bar = Progress(console=console, transient=True) if console is not None and console.is_terminal else None
     with bar or nullcontext():
         task = None if bar is None else bar.add_task(doing, total=total)
 

@@ -2,7 +2,7 @@
 
 from .build import Data, build_data, build_loss_scale, build_metrics, build_model, build_optimizer, build_plan
 from .callbacks import build_callbacks, check_callbacks
-from .config import Config, load_config, load_model_config
+from .config import Config, given_values, load_config, load_model_config
 from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -25,6 +25,7 @@ __all__ = [
     "build_optimizer",
     "build_plan",
     "check_callbacks",
+    "given_values",
     "load_config",
     "load_model_config",
 ]

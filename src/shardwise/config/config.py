@@ -93,18 +93,39 @@ def load_config(
     ``train.epochs``. :class:`ConfigError` lists every problem, one on a
     line: the key, its value, where it comes from, and what is legal.
     """
-    draft, overrides, hardware = ConfigDraft(), tuple(overrides), hardware or Hardware.here()
-    if path is not None:
-        draft.add_tables(_read(Path(path)), str(path), Path(path).absolute().parent)
-    for override in overrides:
-        draft.add_override(override, "command line", Path.cwd())
+    overrides, hardware = tuple(overrides), hardware or Hardware.here()
+    draft = _drafted(path, overrides)
     complete(draft, hardware, samples)
-    if draft.problems:
-        raise ConfigError("\n".join(line for _, line in draft.problems))
+    _refuse(draft)
     return Config(
         **{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins,
         _again=partial(load_config, path, overrides, hardware=hardware),
     )  # fmt: skip
+
+
+def given_values(path: str | Path | None, overrides: Iterable[str], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of ``keys`` as the file and the overrides give them, those of keys that are left out as their
+    static defaults, or None where the default follows from other keys.
+
+    :class:`ConfigError` lists every value that is wrong by itself; whether values go together is not looked at.
+    """
+    draft = _drafted(path, overrides)
+    _refuse(draft)
+    return {key: draft[key] for key in keys}
+
+
+def _drafted(path: str | Path | None, overrides: Iterable[str]) -> ConfigDraft:
+    draft = ConfigDraft()
+    if path is not None:
+        draft.add_tables(_read(Path(path)), str(path), Path(path).absolute().parent)
+    for override in overrides:
+        draft.add_override(override, "command line", Path.cwd())
+    return draft
+
+
+def _refuse(draft: ConfigDraft) -> None:
+    if draft.problems:
+        raise ConfigError("\n".join(line for _, line in draft.problems))
 
 
 def load_model_config(text: str, pretrained: str | None = None) -> Config:
@@ -123,8 +144,7 @@ def load_model_config(text: str, pretrained: str | None = None) -> Config:
     draft = ConfigDraft()
     draft.add_tables({"model": model, "data": kept}, "the run", Path.cwd())
     complete(draft, Hardware(cores=1))
-    if draft.problems:
-        raise ConfigError("\n".join(line for _, line in draft.problems))
+    _refuse(draft)
     return Config(**{name: draft.section(name) for name in SECTIONS})
 
 

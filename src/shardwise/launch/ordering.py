@@ -22,6 +22,7 @@ from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS, OP_INFO
 from shardwise.core.plan import Plan
+from shardwise.core.recording import RankStep
 from shardwise.core.schedules import AUTO
 from shardwise.core.timetable import Task, Timetable, read, to_texts
 from shardwise.data.loader import Batch, Loader
@@ -37,7 +38,7 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.background import Background
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.recorder import RankStep, Recorder
+from shardwise.runtime.recorder import Recorder
 
 from .folder import plan_to_keep
 from .forecast import Forecast

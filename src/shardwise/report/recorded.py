@@ -10,9 +10,10 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import OP_INFO, Op
+from shardwise.core.recording import RankStep
 from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.runtime.recorder import TRACE, RankStep, trace_name
+from shardwise.runtime.recorder import TRACE, trace_name
 
 from .files import parsed_line
 from .kinds import kind_of

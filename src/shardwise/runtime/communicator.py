@@ -60,6 +60,13 @@ class Handle(Protocol):
         """
 
 
+class Recording(Protocol):
+    """A recorder is told of each operation between ranks."""
+
+    def posted(self, call: Call, handle: Handle) -> Handle:
+        """Note that an operation has been posted, and return the handle by which it is to be waited for."""
+
+
 class Completed:
     """This is the handle of an operation that is complete when it is posted."""
 
@@ -102,6 +109,7 @@ class Communicator(ABC):
         if not 0 <= rank < mesh.size:
             raise ShardwiseError(f"rank {rank} is not on a mesh of {mesh.size} ranks")
         self.mesh, self.rank, self.device, self.timeout, self.on_wait = mesh, rank, device, timeout, on_wait
+        self.recorder: Recording | None = None
         self._groups: dict[Axes, Group] = {}
         self._prepared: set[Members] = set()
 
@@ -137,7 +145,9 @@ class Communicator(ABC):
         self._check(call, x, out, out is None or out.numel() == x.numel(), reducing=True)
         if call.group.size == 1 or x.numel() == 0:
             return Completed() if out is None else self._copied(out, x)
-        return self._all_reduce(call, _flat(x)) if out is None else self._all_reduce_into(call, _flat(out), _flat(x))
+        x = _flat(x)
+        handle = self._all_reduce(call, x) if out is None else self._all_reduce_into(call, _flat(out), x)
+        return self._recorded(call, handle)
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
@@ -170,7 +180,7 @@ class Communicator(ABC):
             self._check(call, x, out, x.numel() == sum(sent) and out.numel() == sum(received))
             if call.group.size == 1 or not any(map(any, sizes)):
                 return self._copied(out, x)
-            return self._all_to_all_uneven(call, _flat(out), _flat(x), sizes)
+            return self._recorded(call, self._all_to_all_uneven(call, _flat(out), _flat(x), sizes))
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return self._moved(call, out, x, self._all_to_all)
 
@@ -182,7 +192,8 @@ class Communicator(ABC):
         ``x`` stays, or is lost."""
         call = Call("push", self.group(axes), lane, what)
         self._check(call, x, reducing=True)
-        return self._push(call, _flat(x), ranges)
+        handle = self._push(call, _flat(x), ranges)
+        return None if handle is None else self._recorded(call, handle)
 
     def shift(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Send ``x`` to the next member of the group, the last to the first, and put what the one before sends in
@@ -199,13 +210,13 @@ class Communicator(ABC):
             raise ShardwiseError(f"{call}: root {root} is not an index in a group of {call.group.size}")
         if call.group.size == 1 or x.numel() == 0:
             return Completed()
-        return self._broadcast(call, _flat(x), root)
+        return self._recorded(call, self._broadcast(call, _flat(x), root))
 
     def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "", channel: str = CHANNELS[0]) -> Handle:
         """Send ``x`` to a rank of the mesh."""
         call = self._pair("send", to_rank, lane, what, channel)
         self._check(call, x)
-        return self._send(call, _flat(x), to_rank) if x.numel() else Completed()
+        return self._recorded(call, self._send(call, _flat(x), to_rank)) if x.numel() else Completed()
 
     def receive(
         self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]
@@ -213,7 +224,7 @@ class Communicator(ABC):
         """Fill ``x`` with what ``from_rank`` sends to this rank."""
         call = self._pair("receive", from_rank, lane, what, channel)
         self._check(call, x)
-        return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
+        return self._recorded(call, self._receive(call, _flat(x), from_rank)) if x.numel() else Completed()
 
     def barrier(self, what: str = "") -> None:
         """Return when all ranks have called it."""
@@ -298,7 +309,10 @@ class Communicator(ABC):
         """Post an operation from ``x`` to ``out``; with nobody or nothing to communicate it is a copy."""
         if call.group.size == 1 or x.numel() == 0:
             return self._copied(out, x)
-        return post(call, _flat(out), _flat(x))
+        return self._recorded(call, post(call, _flat(out), _flat(x)))
+
+    def _recorded(self, call: Call, handle: Handle) -> Handle:
+        return handle if self.recorder is None else self.recorder.posted(call, handle)
 
     def _copied(self, out: Tensor, x: Tensor) -> Handle:
         if out.data_ptr() != x.data_ptr():

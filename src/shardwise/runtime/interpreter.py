@@ -40,6 +40,9 @@ class Recording(Protocol):
     def arrived(self, position: int) -> None:
         """Note that the operation posted by the instruction at ``position`` has been waited for."""
 
+    def move(self, work: Callable[[], None]) -> None:
+        """Let the host do its ``work`` for operations under way."""
+
 
 @dataclass
 class Interpreter(RankContext):
@@ -135,7 +138,10 @@ class Run:
             if position not in self.handles:
                 self.free(one)
             if self.handles:
-                owner.comm.progress()
+                if owner.recorder is None:
+                    owner.comm.progress()
+                else:
+                    owner.recorder.move(owner.comm.progress)
             if one.op is Op.REPORT:
                 yield self.batches.end(one.version).result(self.alone)  # a name for it would keep its rows
         self.wait_for_all()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from shardwise.backend import Backend
-from shardwise.core.instruction import Instruction, Op
+from shardwise.core.instruction import Instruction
+from shardwise.core.recording import Event, Operation, RankStep
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.call import Call
+from shardwise.runtime.communicator import Handle
 from shardwise.runtime.interpreter import Interpreter
 
 TRACE = "trace"
@@ -23,56 +25,19 @@ def trace_name(rank: int) -> str:
     return f"rank_{rank}.jsonl"
 
 
-class Event(NamedTuple):
-    """An event is an instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
+class _Waited:
+    """This is the handle of a recorded operation: its first wait is stamped before and after."""
 
-    An operation that is only posted, such as a collective, stops where it has been waited for.  An instruction that is
-    run again has an event for each time, and ``lasting`` says that it was not run again later.  ``peer`` is the rank at
-    the other side of a message, else -1; ``text`` is the instruction in words.
-    """
+    def __init__(self, recorder: Recorder, place: int, handle: Handle) -> None:
+        self._recorder, self._place, self._handle = recorder, place, handle
 
-    op: Op
-    lane: str
-    stage: int
-    microbatch: int
-    peer: int
-    start: float
-    stop: float
-    text: str
-    lasting: bool = True
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """This is one rank's part of a step, which took ``seconds``; ``ranks`` is the number of all ranks.
-
-    ``wall`` is when its recording began by its host's clock, in seconds since the epoch: it puts the ranks of a host on
-    one time axis.  Ranks of several hosts began after a barrier.  ``pipeline`` is the first of the ranks that have the
-    stages of one model together.  ``memory`` is the most bytes that the rank has held so far.
-    """
-
-    step: int
-    rank: int
-    ranks: int
-    pipeline: int
-    host: str
-    wall: float
-    seconds: float
-    memory: int
-    events: tuple[Event, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the step as values for JSON; :meth:`from_dict` reads them back unchanged."""
-        return vars(self)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RankStep:
-        """Return the step that :meth:`to_dict` was called on; other values raise KeyError, TypeError or ValueError."""
-        return RankStep(**{**values, "events": tuple(Event(Op(op), *rest) for op, *rest in values["events"])})
+    def wait(self) -> None:
+        self._recorder.wait(self._place, self._handle)
 
 
 class Recorder:
-    """This records the step that is taken inside of ``with``; all ranks of the interpreter's mesh record it together.
+    """This records the step that is taken inside of ``with``; all ranks of the interpreter's mesh record it together:
+    the instructions, and every operation between ranks, also those inside of a unit.
 
     On a GPU times are those of the compute stream, read after the step.  ``stage`` gives the model's stage to which an
     instruction belongs.
@@ -84,18 +49,21 @@ class Recorder:
         self._backend = Backend.of(self._comm.device)
         self._stamps: list[tuple[Instruction, Any, Any]] = []
         self._latest: dict[int, int] = {}  # the index there of the latest run of each position
+        self._operations: list[tuple[Call, Any]] = []
+        self._waits: dict[int, tuple[Any, Any]] = {}  # of the operations at these places
+        self._moves: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Self:
         self._comm.barrier(what="the begin of a recorded step")
         self._settle()
         self._wall, self._begun = time.time(), self._stamp()
-        self._interpreter.recorder = self
+        self._interpreter.recorder = self._comm.recorder = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interpreter.recorder = None
+        self._interpreter.recorder = self._comm.recorder = None
         self._ended = self._stamp()
 
     def run(self, position: int, one: Instruction, operate: Callable[[Instruction], None]) -> None:
@@ -110,6 +78,26 @@ class Recorder:
         place = self._latest[position]
         one, start, _ = self._stamps[place]
         self._stamps[place] = one, start, self._stamp()
+
+    def posted(self, call: Call, handle: Handle) -> Handle:
+        """Note that an operation between ranks has been posted; return the handle by which it is to be waited for."""
+        self._operations.append((call, self._stamp()))
+        return _Waited(self, len(self._operations) - 1, handle)
+
+    def wait(self, place: int, handle: Handle) -> None:
+        """Wait for the operation at ``place``, the first time between two stamps."""
+        if self._interpreter.recorder is not self or place in self._waits:
+            handle.wait()
+            return
+        start = self._stamp()
+        handle.wait()
+        self._waits[place] = start, self._stamp()
+
+    def move(self, work: Callable[[], None]) -> None:
+        """Let the host do its ``work`` for operations under way between two stamps."""
+        start = self._stamp()
+        work()
+        self._moves.append((start, self._stamp()))
 
     def found(self, step: int, memory: int) -> RankStep:
         """Return the recorded step, which is over; on a GPU the host waits for it.  ``memory`` is in bytes."""
@@ -128,7 +116,15 @@ class Recorder:
             self._since(self._ended),
             memory,
             events,
+            tuple(map(self._operation, range(len(self._operations)))),
+            sum(self._since(stop) - self._since(start) for start, stop in self._moves),
         )
+
+    def _operation(self, place: int) -> Operation:
+        call, posted = self._operations[place]
+        ranks = call.group.ranks if call.pair else tuple(sorted(call.group.ranks))
+        waited, arrived = self._waits.get(place, (posted, posted))
+        return Operation(call.kind, ranks, call.queue, *map(self._since, (posted, waited, arrived)))
 
     def _event(self, one: Instruction, start: Any, stop: Any, lasting: bool) -> Event:
         peer = -1 if one.peer is None else self._comm.mesh.offset(self._comm.rank, *one.peer, wrap=True)
