@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.clocks import Clocks, Released
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.frames import Outcome
 from shardwise.core.tickets import Answers, Tickets
 
@@ -50,7 +50,7 @@ class Ledger:
     """This decides for one server, which has applied ``version`` pushes so far.
 
     ``record`` is called with each line, before anybody is told of the decision.  ``tickets`` is None on all servers but
-    the first.  ``start`` is a number that no other start of the server has.
+    the first.  ``start`` is a number of at least 1 that no other start of the server has, such as a random one.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Ledger:
         record: Callable[[str], None],
         *,
         server: int = 0,
-        start: int = 0,
+        start: int,
         snapshot: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin at version 0, or where the :meth:`snapshot` of an earlier start was taken.
 
         Raises :class:`ConfigError` for a snapshot that is of another server or of other tickets.
         """
+        check_count("start", start)
         self.clocks, self.tickets = clocks, tickets
         self.version, self.start, self.server = 0, start, server
         self.lost = 0  # updates of earlier starts that this one does not have, as far as workers have told
