@@ -61,7 +61,7 @@ def read_secret(path: Path) -> bytes:
 def check_secret(where: str, secret: bytes) -> None:
     """Raise :class:`ConfigError`, which names ``where``, for a secret of another length."""
     if len(secret) != SECRET:
-        raise ConfigError.on(where, f"it has {len(secret)} bytes, or more", _LEGAL)
+        raise ConfigError.on(where, f"it does not have {SECRET} bytes", _LEGAL)
 
 
 def run_digest(run: str) -> bytes:

@@ -1,0 +1,449 @@
+"""Servers and workers over sockets: what is computed is what a replay of the record computes, whoever dies."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import LR, Array, Crash, Numbers, Raw, Served, served, shared_out, until
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.frames import MAX_PAYLOAD, FrameError, Header, Kind, Outcome, Share
+from shardwise.core.tickets import Tickets
+from shardwise.runtime import server as server_module
+from shardwise.runtime.server_client import ServerClient
+from shardwise.runtime.server_connection import ServerLost
+from shardwise.runtime.staging import Part, Push
+
+
+def together(work: Callable[[int], None], workers: int) -> None:
+    """Run workers in threads; what one raises is raised here."""
+    errors: list[BaseException] = []
+
+    def run(worker: int) -> None:
+        try:
+            work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def gradient(ticket: int, whole: Array) -> Array:
+    """One that depends on all parameters, so on the versions at which all servers were read."""
+    return (0.1 + 0.01 * ticket) * whole - 0.3 * whole[::-1] + np.sin(ticket + np.arange(len(whole)))
+
+
+def replayed(run: Served, numels: dict[int, int]) -> list[dict[int, Array]]:
+    """The parameters of each server at the end, from the records alone."""
+    pushes = [run.of("push", k) for k in range(len(run.servers))]
+    read = {(p["ticket"], k): p["read"] for k, made in enumerate(pushes) for p in made}
+    states = [[{b: np.zeros(s.numel) for b, s in held.items()}] for held in run.shares]
+    moved = True
+    while moved:
+        moved = False
+        for k, made in enumerate(pushes):
+            while len(states[k]) <= len(made):
+                push = made[len(states[k]) - 1]
+                needed = [read[push["ticket"], i] for i in range(len(pushes))]
+                if any(version >= len(states[i]) for i, version in enumerate(needed)):
+                    break
+                new = {}
+                for b in numels:
+                    whole = np.concatenate([states[i][version][b] for i, version in enumerate(needed)])
+                    share = run.shares[k][b]
+                    part = gradient(push["ticket"], whole)[share.start : share.stop]
+                    new[b] = states[k][-1][b] - LR * push["weight"] * part
+                states[k].append(new)
+                moved = True
+    assert all(len(state) == len(made) + 1 for state, made in zip(states, pushes, strict=True))
+    return [state[-1] for state in states]
+
+
+@pytest.mark.parametrize(("servers", "workers", "bound"), [(1, 3, None), (2, 4, 1), (3, 3, 0)])
+def test_concurrent_workers_are_a_replay_of_the_record(servers: int, workers: int, bound: int | None) -> None:
+    numels = {0: MAX_PAYLOAD // 8 * servers + 1000, 4: 7}  # two frames a range, and less than one
+    with served(numels, servers, bound=bound, tickets=Tickets(24)) as run:
+
+        def work(worker: int) -> None:
+            client = run.client(worker)
+            parameters = {b: np.empty(n) for b, n in numels.items()}
+            while (ticket := client.ticket()) is not None:
+                versions = client.pull(parameters).wait()
+                for b in numels:
+                    client.push(b, gradient(ticket, parameters[b]))
+                acks = client.commit(ticket, versions, 1 / (1 + worker)).wait()
+                assert [ack.outcome for ack in acks] == [Outcome.APPLIED] * servers
+            client.close()
+
+        together(work, workers)
+        for k, parameters in enumerate(replayed(run, numels)):
+            assert [p["version"] for p in run.of("push", k)] == list(range(1, 25))
+            for b in numels:
+                np.testing.assert_array_equal(run.stores[k].arrays[b], parameters[b])
+        assert sorted(p["ticket"] for p in run.of("push")) == list(range(24))
+        within_the_bound(run, bound)
+
+
+def within_the_bound(run: Served, bound: int | None) -> None:
+    """Every answered pull of a live worker, against clocks counted from the record."""
+    for events in run.events:
+        clocks: dict[int, int] = {}
+        for event in events:
+            match event["event"]:
+                case "join":
+                    clocks[event["worker"]] = event["clock"]
+                case "leave":
+                    del clocks[event["worker"]]
+                case "push":
+                    clocks[event["worker"]] = event["clock"] + 1
+                case "pull" if event["clock"] is not None:
+                    assert event["clock"] == clocks[event["worker"]]
+                    assert bound is None or event["clock"] <= min(clocks.values()) + bound
+
+
+def test_a_dead_worker_holds_nobody_back() -> None:
+    with served({0: 4}, bound=0) as run:
+        dead, lives = Raw(run.addresses[0], worker=1), run.client(0)
+        dead.enter()
+        assert dead.join() == 0
+        lives.join()
+        into = {0: np.empty(4)}
+        lives.pull(into).wait(10)
+        lives.push(0, np.ones(4))
+        lives.commit(None, [0]).wait(10)
+        waits = lives.pull(into)
+        with pytest.raises(TimeoutError):
+            waits.wait(0.3)
+        dead.part(0, np.ones(4))  # a push that it does not live to commit
+        dead.socket.close()
+        assert waits.wait(10) == (1,)
+        np.testing.assert_array_equal(into[0], np.full(4, -LR))
+        assert [e["worker"] for e in run.of("leave")] == [1]
+        lives.close()
+
+
+def test_a_worker_without_a_sign_of_life_leaves() -> None:
+    with served({0: 4}, bound=0, timeout=0.6) as run:
+        silent = Raw(run.addresses[0], worker=1)
+        silent.enter()
+        silent.join()
+        lives = run.client(0, heartbeat=0.1)
+        lives.join()
+        lives.push(0, np.ones(4))
+        lives.commit(None, [0]).wait(10)
+        began = time.monotonic()
+        lives.pull({0: np.empty(4)}).wait(10)
+        assert time.monotonic() - began > 0.2
+        assert "no sign of life" in run.of("leave")[0]["reason"]
+        time.sleep(1.0)
+        assert len(run.of("leave")) == 1, "PINGs are signs of life"
+        lives.close()
+
+
+def test_a_client_that_does_not_read_is_dropped_and_nobody_waits_for_it() -> None:
+    size = 16 * MAX_PAYLOAD // 8
+    with served({0: size}, timeout=1.0) as run:
+        deaf = Raw(run.addresses[0], worker=1)
+        deaf.enter()
+        deaf.send(Header.of(Kind.PULL, clock=0))
+        client, ones = run.client(0, heartbeat=0.2), np.ones(size)
+        client.join()
+        into = {0: np.empty(size)}
+        for step in range(3):
+            client.push(0, ones)
+            client.commit(None, [step]).wait(20)
+            client.pull(into).wait(20)
+        assert len(set(into[0])) == 1
+        until(lambda: any("has read nothing for 1 s" in line for line in run.log))
+        asks = Raw(run.addresses[0], worker=1)
+        asks.enter()
+        with pytest.raises(OSError):
+            send_for_ever(asks)
+        until(lambda: sum("has read nothing for 1 s" in line for line in run.log) == 2)
+        client.close()
+
+
+def send_for_ever(raw: Raw) -> None:
+    while True:
+        raw.send(Header.of(Kind.PING))
+
+
+def test_a_slow_reader_gets_one_version_while_others_push() -> None:
+    size = 12 * MAX_PAYLOAD // 8
+    with served({0: size, 1: 5}) as run:
+        slow = Raw(run.addresses[0], worker=1)
+        slow.enter()
+        slow.send(Header.of(Kind.PULL, clock=0))
+        until(lambda: run.of("pull"))
+        client = run.client(0)
+        client.join()
+        for step in range(3):
+            client.push(0, np.ones(size))
+            client.push(1, np.ones(5))
+            client.commit(None, [step]).wait(20)
+        values = []
+        while (header := unpacked(slow, values)).kind != Kind.PULLED:
+            assert header["version"] == 0
+        assert not np.concatenate(values).any() and sum(map(len, values)) == size + 5
+        client.close()
+
+
+def unpacked(raw: Raw, values: list[Array]) -> Header:
+    """Receive a frame, checked, and keep its payload."""
+    got: list[bytes] = []
+    exactly = raw.exactly
+    raw.exactly = lambda n: got.append(exactly(n)) or got[-1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        header = raw.receive()
+    finally:
+        raw.exactly = exactly  # type: ignore[method-assign]
+    if header.length:
+        values.append(np.frombuffer(got[1]))
+    return header
+
+
+def test_a_push_that_comes_again_is_applied_once() -> None:
+    with served({0: 4}) as run:
+        raw = Raw(run.addresses[0])
+        raw.enter()
+        raw.join()
+        for outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
+            raw.part(0, np.ones(4))
+            answer = raw.commit(0)
+            assert (answer["outcome"], answer["version"]) == (outcome, 1)
+        raw.socket.close()
+        again = Raw(run.addresses[0])
+        again.enter()
+        assert again.join(0) == 1, "after the push that was applied"
+        again.part(0, np.ones(4))
+        assert again.commit(0)["outcome"] == Outcome.DUPLICATE
+        np.testing.assert_array_equal(run.stores[0].arrays[0], np.full(4, -LR))
+        assert [e["event"] for e in run.events[0] if "version" in e] == ["start", "push", "duplicate", "duplicate"]
+
+
+def crash_at_a_push(k: int, event: dict[str, Any]) -> None:
+    if k == 1 and event["event"] == "push":
+        raise Crash
+
+
+@pytest.mark.parametrize("dies", ["before its COMMIT", "before its ACK", "after its ACK"])
+def test_a_push_in_flight_as_its_server_restarts(dies: str) -> None:
+    """Both pushes are applied to what the snapshot has, or said to be lost, and none twice."""
+    with served({0: 8}, servers=2) as run:
+        client = run.client(0)
+        client.join()
+        client.push(0, np.ones(8))
+        client.commit(None, [0, 0]).wait(10)
+        store = run.stores[1]
+        snapshot, saved = (
+            run.servers[1].call(lambda: (run.servers[1].ledger.snapshot(), store.arrays[0].copy())).result(9)
+        )
+        client.push(0, np.full(8, 10.0))
+        if dies == "before its ACK":
+            run.record = crash_at_a_push  # type: ignore[method-assign]
+        committed = None if dies == "before its COMMIT" else client.commit(None, [1, 1])
+        if committed and dies == "after its ACK":
+            committed.wait(10)
+        if dies == "before its ACK":
+            run.threads[1].join(10)
+            assert store.applied == 2
+            run.record = Served.record.__get__(run)  # type: ignore[method-assign]
+        run.restart(1, Numbers({0: saved}), snapshot)
+        committed = committed or client.commit(None, [1, 1])
+        acks = committed.wait(10)
+        until(lambda: len(run.of("join", 1)) == 2)
+        lost = dies == "after its ACK"
+        assert [ack.outcome for ack in acks] == [Outcome.APPLIED] * 2
+        client.push(0, np.full(8, 100.0))
+        assert [a.version for a in client.commit(None, [2, 2]).wait(10)] == [3, 2 if lost else 3]
+        assert run.servers[1].ledger.lost == (1 if lost else 0)
+        assert [e["updates"] for e in run.of("lost", 1)] == ([1] if lost else [])
+        for k, sum_ in ((0, 111.0), (1, 101.0 if lost else 111.0)):
+            np.testing.assert_allclose(run.stores[k].arrays[0], np.full(4, -LR * sum_), rtol=1e-14)
+        client.close()
+
+
+def test_a_ticket_that_another_worker_has_by_now() -> None:
+    """A worker is cut off, its ticket goes to another one, and it comes back and commits: no server applies that."""
+    with served({0: 8}, servers=2, tickets=Tickets(1)) as run:
+        first = run.client(0)
+        assert first.ticket() == 0
+        first.push(0, np.ones(8))
+        cut = Raw(run.addresses[0], worker=0)  # its number in another process takes it off
+        cut.enter()
+        second = run.client(1)
+        assert second.ticket() == 0
+        again = run.client(0)
+        raw = Raw(run.addresses[0], worker=5)
+        raw.enter()
+        raw.join()
+        raw.part(0, np.ones(4))
+        assert raw.commit(0, ticket=0)["outcome"] == Outcome.REFUSED
+        second.push(0, np.full(8, 2.0))
+        assert [a.outcome for a in second.commit(0, [0, 0]).wait(10)] == [Outcome.APPLIED] * 2
+        again.join()
+        again.push(0, np.ones(8))
+        assert [a.outcome for a in again.commit(0, [0, 0]).wait(10)] == [Outcome.REFUSED] * 2
+        again.push(0, np.full(8, 4.0))  # the servers have forgotten the last one
+        assert [a.version for a in again.commit(None, [0, 0]).wait(10)] == [2, 2]
+        for store in run.stores:
+            np.testing.assert_allclose(store.arrays[0], np.full(4, -LR * 6), rtol=1e-14)
+        for client in (first, second, again):
+            client.close()
+
+
+def test_the_last_tickets_wait_for_those_who_have_them() -> None:
+    """One that waits for a ticket holds nobody back meanwhile, and gets what a dead worker leaves."""
+    with served({0: 2}, bound=0, tickets=Tickets(2)) as run:
+        slow, fast = run.client(0), run.client(1)
+        assert (slow.ticket(), fast.ticket()) == (0, 1)
+        fast.push(0, np.ones(2))
+        fast.commit(1, [0]).wait(10)
+        found: list[int | None] = []
+        waiting = threading.Thread(target=lambda: found.append(fast.ticket()), daemon=True)
+        waiting.start()
+        slow.push(0, np.ones(2))
+        until(lambda: run.of("leave"))
+        assert slow.pull({0: np.empty(2)}).wait(10) == (1,)
+        assert not found
+        slow.close()
+        waiting.join(10)
+        assert found == [0]
+        assert run.of("join")[-1] == {"event": "join", "worker": 1, "clock": 1}
+        fast.push(0, np.ones(2))
+        fast.commit(0, [1]).wait(10)
+        assert fast.ticket() is None
+        fast.close()
+
+
+def test_a_number_that_two_processes_have() -> None:
+    with served({0: 2}) as run:
+        first, second = run.client(3), run.client(3)
+        with pytest.raises(ServerLost, match="another process has connected as worker 3"):
+            first.join()
+        second.join()
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("wrong", [{"secret": bytes(32)}, {"run": "another run"}])
+def test_a_client_of_another_run_is_told_what_may_be_wrong(wrong: dict[str, Any]) -> None:
+    with served({0: 2}) as run:
+        with pytest.raises(ConfigError, match=r"server 0 at 127.0.0.1:\d+: it has closed 5 connections before its WEL"):
+            run.client(0, **wrong)
+        assert not run.of("join") and len(run.log) == 5
+        assert all("not proved" in line for line in run.log)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    with pytest.raises(ServerLost, match="not reached for 0.3 s"):
+        ServerClient([address], shared_out({0: 2}, 1), bytes(32), "run", 0, patience=0.3)
+
+
+def test_connections_that_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end after a time, at most so many are there at once, and they do not keep a worker out."""
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT", 1.0)
+    monkeypatch.setattr(server_module, "MAX_UNPROVED", 8)
+    with served({0: 2}) as run:
+        began = time.monotonic()
+        idle = [Raw(run.addresses[0]) for _ in range(20)]
+        until(lambda: len(run.log) == 12)
+        client = run.client(0)
+        assert time.monotonic() - began < 5
+        assert all("more than 8 connections" in line for line in run.log)
+        idle[-1].greet()
+        for raw in idle:
+            assert raw.ended() == b""
+        assert sum("no proof within 1 s" in line for line in run.log) >= 7
+        client.join()
+        client.close()
+
+
+def test_what_a_store_says_of_a_push() -> None:
+    """One that it cannot decode ends the connection; another exception ends the server."""
+    with served({0: 4}) as run:
+        store, seen = run.stores[0], []
+
+        def apply(push: Push) -> None:
+            seen.extend((p.encoding, p.offset, p.count, bytes(p.payload)) for p in push.parts)
+            raise FrameError("no such encoding")
+
+        store.apply = apply  # type: ignore[method-assign]
+        raw = Raw(run.addresses[0])
+        raw.enter()
+        raw.join()
+        raw.send(Header(Kind.PART, (), 3, 0, 0, 4, 5), b"abc")
+        with pytest.raises((EOFError, OSError)):
+            raw.commit(0)
+        assert seen == [(5, 0, 4, b"abc")]
+        assert not run.of("push") and "no such encoding" in run.of("leave")[0]["reason"]
+        client = run.client(0)
+        client.join()
+        store.apply = Numbers.apply.__get__(store)  # type: ignore[method-assign]
+        client.push(0, np.ones(4))
+        client.commit(None, [0]).wait(10)
+        client.close()
+
+
+def test_an_error_of_the_store_ends_the_server() -> None:
+    with served({0: 4}) as run:
+
+        def apply(push: Push) -> None:
+            raise Crash
+
+        run.stores[0].apply = apply  # type: ignore[method-assign]
+        client = run.client(0, patience=0.5)
+        client.join()
+        client.push(0, np.ones(4))
+        with pytest.raises(ServerLost, match="not reached"):
+            client.commit(None, [0]).wait(10)
+        run.threads[0].join(10)
+        assert not run.threads[0].is_alive() and not run.of("push")
+        assert run.servers[0].call(lambda: 0).cancelled()
+        client.close()
+        run.restart(0, run.stores[0], {**run.servers[0].ledger.snapshot()})
+
+
+def test_calls_that_a_client_refuses() -> None:
+    with served({0: 4, 2: 6}, servers=2, tickets=Tickets(3)) as run:
+        client = run.client(0)
+        client.ticket()
+        for call, said in (
+            (lambda: client.ticket(), "ticket 0 has not been committed"),
+            (lambda: client.push(0, np.ones(5)), "gradients of bucket 0: bytes: 40 is not legal; legal: 32"),
+            (lambda: client.push(1, np.ones(4)), "gradients of bucket 1"),
+            (lambda: client.pull({0: np.ones(4)}), "parameters of bucket 2: bytes: 0 is not legal; legal: 48"),
+            (lambda: client.commit(0, [0, 0]), "0 of 2 elements of bucket 0 have been pushed to server 0"),
+            (
+                lambda: client.push_parts(0, [Part(0, 0, 1, 0, memoryview(bytes(8)))]),
+                "a PART of bucket 0 has 1 element",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                call()
+        client.push(0, np.ones(4))
+        with pytest.raises(ConfigError, match="bucket 0 from element 0 on"):
+            client.push(0, np.ones(4))
+        client.close()
+    for shares, said in (
+        ([{0: Share(0, 2, 8, 8)}, {0: Share(3, 4, 8, 8)}], "elements 3 to 4 follow 2"),
+        ([{0: Share(1, 2, 8, 8)}, {1: Share(0, 1, 8, 8)}], "elements 1 to 2 follow 0"),
+        ([{0: Share(0, 2, 8, 8)}, {0: Share(2, 4, 4, 8)}], "of the same elements"),
+        ([{0: Share(0, 2, 8, 8)}], "2 addresses for 1 shares"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ServerClient([("127.0.0.1", 1)] * 2, shares, bytes(32), "run", 0)
