@@ -116,8 +116,8 @@ class Served:
         return [server.address for server in self.servers]
 
     def client(self, worker: int, **more: Any) -> ServerClient:
-        given = {"secret": SECRET, "run": RUN, "patience": 20.0, **more}
-        return ServerClient(self.addresses, self.shares, given.pop("secret"), given.pop("run"), worker, **given)
+        given = {"addresses": self.addresses, "secret": SECRET, "run": RUN, "patience": 20.0, **more}
+        return ServerClient(given.pop("addresses"), self.shares, given.pop("secret"), given.pop("run"), worker, **given)
 
     def of(self, kind: str, k: int = 0) -> list[dict[str, Any]]:
         return [event for event in self.events[k] if event["event"] == kind]
@@ -222,3 +222,47 @@ class Raw:
                 found += some
         self.socket.close()
         return found
+
+
+class Proxy:
+    """This stands between a worker and a server, and can cut the wires without either of them having died."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address, self.open = address, threading.Event()
+        self.open.set()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                self.open.wait()
+                far = socket.create_connection(self.address)
+                self.pairs.append((near, far))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self.forward, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def forward(one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while some := one.recv(65536):
+                other.sendall(some)
+        for sock in (one, other):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all wires; new ones do not get through until :attr:`open` is set again."""
+        self.open.clear()
+        for pair in self.pairs:
+            for sock in pair:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.pairs.clear()
+
+    def close(self) -> None:
+        self.listener.close()
+        self.cut()
+        self.open.set()

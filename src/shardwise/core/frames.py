@@ -13,6 +13,7 @@ a header is checked before memory is reserved for its payload: :func:`unpack` ch
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -121,7 +122,12 @@ Shares = Mapping[int, Share]
 
 
 def check_shares(where: str, shares: Shares) -> None:
-    """Raise :class:`ConfigError`, which names ``where``, for shares that no server can have."""
+    """Raise :class:`ConfigError`, which names ``where``, for shares that no server can have.
+
+    It is raised too on a machine whose numbers are not little-endian, as those on the wire are.
+    """
+    if sys.byteorder != "little":
+        raise ConfigError.on(where, f"this machine is {sys.byteorder}-endian", "a little-endian one")
     check_count(f"{where}: number of buckets", len(shares))
     for bucket, share in shares.items():
         at = f"{where}, bucket {bucket}"

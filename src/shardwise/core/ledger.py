@@ -9,7 +9,7 @@ for each decision, in the order in which they were made, so a replay of it makes
 | ``lost`` | a worker has seen version ``seen`` of an earlier start, so ``updates`` of that are not in this one |
 | ``join`` | a worker is live, from ``clock`` on |
 | ``leave`` | it holds nobody back any more, and why; its ticket, if it had one, is free (``tickets.py``) |
-| ``ticket`` | a worker has a ticket |
+| ``ticket`` | a worker has a ticket: a new one, or one that it still had when it connected again |
 | ``push`` | a push was applied: its worker, clock, ticket (−1: none), weight, the version ``read`` that its gradient \
 is of, and the ``version`` after it |
 | ``duplicate`` | a push came again, and was not applied again; ``version`` is that after the first time |
@@ -125,6 +125,8 @@ class Ledger:
             self._note("lost", worker=worker, seen=version, updates=updates)
         if self.tickets is not None and ticket >= 0:
             self.tickets = self.tickets.claim(worker, ticket)
+            if self.tickets.held.get(worker) == ticket:
+                self._note("ticket", worker=worker, ticket=ticket)
 
     def join(self, worker: int, clock: int) -> tuple[int, Released]:
         """Make a worker live; return its clock, and who may read."""
@@ -134,7 +136,7 @@ class Ledger:
 
     def leave(self, worker: int, reason: str) -> tuple[Released, Answers]:
         """Let a worker leave, which had joined or not."""
-        if worker in self.clocks.live:
+        if worker in self.clocks.live or (self.tickets is not None and worker in self.tickets.held):
             self._note("leave", worker=worker, reason=reason)
         self.clocks, released = self.clocks.leave(worker)
         answers: Answers = {}

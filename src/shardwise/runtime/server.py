@@ -181,7 +181,11 @@ class Server:
                 self._now = time.monotonic()
                 for key, events in ready:
                     self._turn(key.fileobj, events)  # type: ignore[arg-type]
-                # What had come before now has been read, so a long turn makes nobody seem silent.
+                # What had come before now has been read, so a long turn makes nobody seem silent; and the time that an
+                # update takes is not that of a connection that would prove itself.
+                busy = time.monotonic() - self._now
+                for peer in self._peers.values():
+                    peer.since += busy
                 if self._now - looked >= TICK:
                     looked = self._now
                     self._drop_silent()
@@ -305,7 +309,6 @@ class Server:
         self._answer(released)
 
     def _leave(self, peer: _Peer, header: Header, payload: memoryview) -> None:
-        peer.staging.clear()
         released, answers = self.ledger.leave(peer.worker, "it says so")
         self._answer((*released, peer.worker) if peer.asked and peer.reading is None else released, answers)
 

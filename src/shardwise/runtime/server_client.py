@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -82,6 +83,8 @@ class ServerClient:
         check_value("heartbeat", heartbeat, 0 < heartbeat < timeout, "less than the timeout, and more than 0")
         check_secret("secret", secret)
         self._shares, self._sizes = tuple(shares), _tiled(shares)
+        self._ticket: int | None = None
+        self._joined = False
         self._pushed: dict[tuple[int, int], int] = {}  # elements since the last commit, by server and bucket
         digest = run_digest(run)
         self._links = [
@@ -102,9 +105,11 @@ class ServerClient:
     def join(self) -> None:
         """Be one of the workers that others wait for (under a bound); :meth:`ticket` does it too."""
         Posted([link.post(link.join) for link in self._links]).wait()
+        self._joined = True
 
     def rest(self) -> None:
-        """Hold nobody back until the next :meth:`join`; a pull is then answered at once."""
+        """Hold nobody back until the next :meth:`join`; a pull is then answered at once, and a commit is refused."""
+        self._joined = False
         Posted([link.post(link.rest) for link in self._links]).wait()
 
     def ticket(self) -> int | None:
@@ -113,9 +118,9 @@ class ServerClient:
         While others have the last ones, this waits, and rests meanwhile: if one of them dies, its ticket is free.  A
         worker has one ticket at a time: raises ConfigError before the commit of the last one.
         """
+        if self._ticket is not None:
+            raise ConfigError.on("ticket", f"ticket {self._ticket} has not been committed", "one ticket at a time")
         first = self._links[0]
-        if first.ticket >= 0:
-            raise ConfigError.on("ticket", f"ticket {first.ticket} has not been committed", "one ticket at a time")
         found = first.post(partial(first.ask_ticket, False)).result()
         if found == LATER:
             self.rest()
@@ -123,6 +128,7 @@ class ServerClient:
         if found == NONE:
             self.rest()
             return None
+        self._ticket = found
         self.join()
         return found
 
@@ -166,20 +172,32 @@ class ServerClient:
     def commit(self, ticket: int | None, versions: Sequence[int], weight: float = 1.0) -> Posted[Ack]:
         """Let all servers apply what has been pushed since the last commit, which has to be all of every bucket.
 
-        ``versions`` are those that the gradient was computed at, by server; a ``ticket`` of None is none.  This returns
-        at once.  With a ticket the first server is asked first: it refuses a ticket that it has given to another
-        worker meanwhile, and then no server applies the push.  A server that dies before it answers gets the push
-        again, with the same clock.  If it had applied the push, and still knows, it says DUPLICATE, and does nothing;
-        if it restarts from a snapshot from before the push, it applies it now.  A push that it had answered before it
-        died is not sent again; if its snapshot is older, the push is among the updates that it says are lost.
+        ``versions`` are those that the gradient was computed at, by server; ``ticket`` is that which :meth:`ticket` has
+        returned last, or None where there is none; ``weight`` is for the store.  This returns at once.
+
+        With a ticket the first server is asked first: it refuses a ticket that it has given to another worker
+        meanwhile, and then no server applies the push.  A server that dies before it answers gets the push again, with
+        the same clock.  If it had applied the push, and still knows, it says DUPLICATE, and does nothing; if it
+        restarts from a snapshot from before the push, it applies it now.  A push that it had answered before it died is
+        not sent again; if its snapshot is older, the push is among the updates that it says are lost.
+
+        A worker that dies before it has heard from the first server leaves nothing anywhere, or its push on the first
+        server alone; the record of each server says what it has.  Raises :class:`ConfigError` for a worker that has
+        not joined, for another ticket, and for a push that is not whole.
         """
+        legal = f"{len(self._links)} versions, of 0 or more"
+        check_value("commit: versions", versions, len(versions) == len(self._links) and min(versions) >= 0, legal)
+        check_value("commit: weight", weight, math.isfinite(weight), "a finite number")
+        check_value("commit: ticket", ticket, ticket == self._ticket, f"{self._ticket}, which this worker has")
+        if not self._joined:
+            raise ConfigError.on("commit", "this worker has not joined, or rests", "a commit after `join` or `ticket`")
         for server, shares in enumerate(self._shares):
             for bucket, share in shares.items():
                 pushed = self._pushed.get((server, bucket), 0)
                 wrong = f"{pushed} of {share.numel} elements of bucket {bucket} have been pushed to server {server}"
                 if pushed != share.numel:
                     raise ConfigError.on("commit", wrong, "all elements of all buckets")
-        self._pushed = {}
+        self._pushed, self._ticket = {}, None
         number = -1 if ticket is None else ticket
         first, *others = self._links
         decided = first.post(partial(first.commit, number, versions[0], weight))
