@@ -52,8 +52,8 @@ def shared_out(numels: Mapping[int, int], servers: int) -> list[Shares]:
     ]
 
 
-class Crash(Exception):
-    """This ends a server as its death would."""
+class Crash(OSError):
+    """This ends a server as its death would; it is an OSError, as connections have too."""
 
 
 class Served:

@@ -11,7 +11,7 @@ for each decision, in the order in which they were made, so a replay of it makes
 | ``leave`` | it holds nobody back any more, and why; its ticket, if it had one, is free (``tickets.py``) |
 | ``ticket`` | a worker has a ticket: a new one, or one that it still had when it connected again |
 | ``push`` | a push was applied: its worker, clock, ticket (−1: none), weight, the version ``read`` that its gradient \
-is of, and the ``version`` after it |
+is of (perhaps of an earlier start), and the ``version`` after it |
 | ``duplicate`` | a push came again, and was not applied again; ``version`` is that after the first time |
 | ``refused`` | a push was not applied, since another worker has its ticket or has done it |
 | ``pull`` | a worker is sent the parameters of ``version``; ``clock`` is null if it is not live |

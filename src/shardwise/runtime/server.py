@@ -184,7 +184,7 @@ class Server:
                 # What had come before now has been read, so a long turn makes nobody seem silent; and the time that an
                 # update takes is not that of a connection that would prove itself.
                 busy = time.monotonic() - self._now
-                for peer in self._peers.values():
+                for peer in self._peers.values() if busy > TICK else ():
                     peer.since += busy
                 if self._now - looked >= TICK:
                     looked = self._now
@@ -204,21 +204,35 @@ class Server:
                 self._calls.get()[0]()
         elif sock in self._peers:
             peer = self._peers[sock]
-            try:
-                if events & selectors.EVENT_WRITE and peer.wire.write():
-                    peer.took = self._now
-                if events & selectors.EVENT_READ:
-                    self._read(peer)
-            except (FrameError, OSError) as error:
-                self._drop(peer, str(error))
+            if events & selectors.EVENT_WRITE:
+                self._write(peer)
+            if events & selectors.EVENT_READ and sock in self._peers:
+                self._read(peer)
+
+    def _write(self, peer: _Peer) -> None:
+        try:
+            if peer.wire.write():
+                peer.took = self._now
+        except OSError as error:
+            self._drop(peer, str(error))
 
     def _read(self, peer: _Peer) -> None:
-        for header, payload in peer.wire.read():
-            peer.heard = self._now
-            self._handlers[header.kind](peer, header, payload)
-            if peer.wire.socket not in self._peers or not peer.reads():
+        """Do what a connection asks; an OSError of the store or of the record is not the connection's."""
+        frames = peer.wire.read()
+        while peer.wire.socket in self._peers and peer.reads():
+            try:
+                frame = next(frames, None)
+            except (FrameError, OSError) as error:
+                self._drop(peer, str(error))
                 return
-        peer.heard = self._now  # also by a part of a frame
+            peer.heard = self._now  # also by a part of a frame
+            if frame is None:
+                return
+            header, payload = frame
+            try:
+                self._handlers[header.kind](peer, header, payload)
+            except FrameError as error:
+                self._drop(peer, str(error))
 
     def _accept(self) -> None:
         try:

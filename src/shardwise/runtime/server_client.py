@@ -54,7 +54,8 @@ class ServerClient:
     again what was interrupted.  The worker has then left that server and joined it again.  A push that was under way is
     sent again as a whole, and the server applies it unless it has done so: see :meth:`commit`.
 
-    ``heartbeat`` and ``timeout`` are in seconds; ``log`` gets a line for each connection that ends.
+    A PING goes out every ``heartbeat`` seconds.  A server that is silent for ``timeout`` seconds is taken for lost, so
+    that has to be longer than any update takes.  ``log`` gets a line for each connection that ends.
     """
 
     def __init__(

@@ -78,24 +78,25 @@ class Pool:
 
 
 class Staging:
-    """These are the parts of a worker's unfinished push; it holds at most twice the bytes of the server's ranges."""
+    """These are the parts of a worker's unfinished push; it holds at most the bytes of the server's ranges."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._raw: dict[int, memoryview] = {}
+        self._memory: dict[int, memoryview] = {}
         self._parts: dict[int, list[Part]] = {}
         self._next: dict[int, int] = {}  # how many elements of each bucket have come
 
     def place(self, header: Header) -> memoryview:
-        """Return memory for the payload of a PART; raise FrameError unless it is the next one of its bucket."""
+        """Return memory for the payload of a PART; raise FrameError unless it is the next one of its bucket.
+
+        An encoded payload lies where its elements would begin, since it is never longer than they are.
+        """
         expected = self._next.get(header.bucket, 0)
         if header.offset != expected:
             raise FrameError(f"a PART of bucket {header.bucket} from {header.offset} on, in place of {expected}")
-        if header.encoding != RAW:
-            return memoryview(bytearray(header.length))
-        if header.bucket not in self._raw:
-            self._raw[header.bucket] = self._pool.take(header.bucket)
-        return self._span(header.bucket, header.offset, header.count)
+        if header.bucket not in self._memory:
+            self._memory[header.bucket] = self._pool.take(header.bucket)
+        return self._span(header.bucket, header.offset, header.count)[: header.length]
 
     def add(self, header: Header, payload: memoryview) -> None:
         """Add a PART that has come whole."""
@@ -104,9 +105,7 @@ class Staging:
         if parts and part.encoding == RAW == parts[-1].encoding:
             before = parts.pop()
             count = before.count + part.count
-            part = Part(
-                part.bucket, before.offset, count, RAW, self._span(part.bucket, before.offset, count)
-            )  # fmt: skip
+            part = Part(part.bucket, before.offset, count, RAW, self._span(part.bucket, before.offset, count))
         parts.append(part)
         self._next[header.bucket] = header.offset + header.count
 
@@ -121,13 +120,13 @@ class Staging:
 
     def clear(self) -> None:
         """Forget all parts."""
-        for bucket, memory in self._raw.items():
+        for bucket, memory in self._memory.items():
             self._pool.give(bucket, memory)
-        self._raw, self._parts, self._next = {}, {}, {}
+        self._memory, self._parts, self._next = {}, {}, {}
 
     def _span(self, bucket: int, offset: int, count: int) -> memoryview:
         size = self._pool.shares[bucket].gradient
-        return self._raw[bucket][offset * size : (offset + count) * size]
+        return self._memory[bucket][offset * size : (offset + count) * size]
 
 
 class Reading:
