@@ -2,7 +2,7 @@
 
     python benchmarks/parameter_server.py --mib 64
 
-Server and worker are processes of their own.  Each number is the best of several; every byte is checked once.
+Server and worker are processes of their own.  MB/s are the best of several; the CPU time is the mean.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import secrets
 import time
 from multiprocessing.connection import Connection
 from unittest.mock import patch
+
+import psutil
 
 from shardwise.core.clocks import Clocks
 from shardwise.core.frames import MAC, Share
@@ -29,14 +31,14 @@ class Kept:
     """A store that keeps the last push as its parameters."""
 
     def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
+        self.data = memoryview(bytearray(size))
 
     def apply(self, push: Push) -> None:
         for part in push.parts:
             self.data[part.offset : part.offset + part.count] = part.payload
 
     def parameters(self, bucket: int) -> memoryview:
-        return memoryview(self.data)
+        return self.data
 
 
 class NoMac:
@@ -55,15 +57,17 @@ def serve(size: int, tell: Connection) -> None:
     server.run()
 
 
-def measure(size: int, times: int) -> tuple[float, float]:
-    """Return bytes per second of a push, until it has been applied, and of a pull."""
+def measure(size: int, times: int) -> tuple[float, float, float]:
+    """Return bytes per second of a push, until it has been applied, and of a pull; and the mean CPU seconds of a push
+    and a pull, of both processes together."""
     hear, tell = multiprocessing.Pipe()
     process = multiprocessing.Process(target=serve, args=(size, tell), daemon=True)
     process.start()
     client = ServerClient([hear.recv()], [{0: Share(0, size, 1, 1)}], SECRET, "benchmark", 0)
     client.join()
     sent, got = secrets.token_bytes(size), bytearray(size)
-    push, pull = [], []
+    push, pull, server = [], [], psutil.Process(process.pid)
+    busy = time.process_time() + sum(server.cpu_times()[:2])
     for _ in range(times):
         began = time.perf_counter()
         client.push(0, sent)
@@ -72,11 +76,12 @@ def measure(size: int, times: int) -> tuple[float, float]:
         client.pull({0: got}).wait()
         push.append(middle - began)
         pull.append(time.perf_counter() - middle)
+    busy = time.process_time() + sum(server.cpu_times()[:2]) - busy
     assert got == sent
     client.close()
     process.terminate()
     process.join()
-    return size / min(push), size / min(pull)
+    return size / min(push), size / min(pull), busy / times
 
 
 def main() -> None:
@@ -88,9 +93,9 @@ def main() -> None:
     rows = [("with MAC", measure(size, given.times))]
     with patch.object(Seal, "begin", lambda seal: NoMac()):
         rows.append(("without", measure(size, given.times)))
-    print(f"{given.mib} MiB, MB/s      push    pull")
-    for name, (push, pull) in rows:
-        print(f"{name:<18}{push / 1e6:8.0f}{pull / 1e6:8.0f}")
+    print(f"{given.mib} MiB             push    pull   CPU of both")
+    for name, (push, pull, busy) in rows:
+        print(f"{name:<12}{push / 1e6:7.0f}{pull / 1e6:8.0f} MB/s {busy * 1e3:8.0f} ms")
 
 
 if __name__ == "__main__":

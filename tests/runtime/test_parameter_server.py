@@ -134,8 +134,9 @@ def test_a_dead_worker_holds_nobody_back() -> None:
         lives.close()
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_sign_of_life_leaves() -> None:
-    with served({0: 4}, bound=0, timeout=0.6) as run:
+    with served({0: 4}, bound=0, timeout=1.5) as run:
         silent = Raw(run.addresses[0], worker=1)
         silent.enter()
         silent.join()
@@ -145,9 +146,9 @@ def test_a_worker_without_a_sign_of_life_leaves() -> None:
         lives.commit(None, [0]).wait(10)
         began = time.monotonic()
         lives.pull({0: np.empty(4)}).wait(10)
-        assert time.monotonic() - began > 0.2
+        assert time.monotonic() - began > 0.5
         assert "no sign of life" in run.of("leave")[0]["reason"]
-        time.sleep(1.0)
+        time.sleep(1.7)
         assert len(run.of("leave")) == 1, "PINGs are signs of life"
         lives.close()
 
@@ -389,19 +390,18 @@ def test_a_server_that_is_not_there() -> None:
 
 def test_connections_that_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end after a time, at most so many are there at once, and they do not keep a worker out."""
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT", 1.0)
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT", 2.0)
     monkeypatch.setattr(server_module, "MAX_UNPROVED", 8)
     with served({0: 2}) as run:
         began = time.monotonic()
         idle = [Raw(run.addresses[0]) for _ in range(20)]
-        until(lambda: len(run.log) == 12)
+        until(lambda: sum("more than 8 connections" in line for line in run.log) == 12)
         client = run.client(0)
         assert time.monotonic() - began < 5
-        assert all("more than 8 connections" in line for line in run.log)
         idle[-1].greet()
         for raw in idle:
             assert raw.ended() == b""
-        assert sum("no proof within 1 s" in line for line in run.log) >= 7
+        assert sum("no proof within 2 s" in line for line in run.log) >= 7
         client.join()
         client.close()
 
@@ -430,6 +430,43 @@ def test_what_a_store_says_of_a_push() -> None:
         store.apply = Numbers.apply.__get__(store)  # type: ignore[method-assign]
         client.push(0, np.ones(4))
         client.commit(None, [0]).wait(10)
+        client.close()
+
+
+def test_encoded_parts() -> None:
+    """They come as they were sent, beside raw ones, and the memory of one push does not show in the next."""
+    most = MAX_PAYLOAD // 8
+    with served({0: 2 * most + 4, 1: 6}, servers=2) as run:
+        seen: list[list[tuple[int, int, int, int, bytes]]] = [[], []]
+
+        def keep(k: int) -> Callable[[Push], None]:
+            return lambda push: seen[k].extend(
+                (p.bucket, p.offset, p.count, p.encoding, bytes(p.payload)) for p in push.parts
+            )
+
+        for k, store in enumerate(run.stores):
+            store.apply = keep(k)  # type: ignore[method-assign]
+        client = run.client(0)
+        client.join()
+        raw = np.arange(2.0 * most + 4)
+        client.push(0, raw)
+        client.push(1, np.zeros(6))
+        client.commit(None, [0, 0]).wait(20)
+        half = raw[: most + 2].tobytes()
+        assert seen[0] == [(0, 0, most + 2, 0, half), (1, 0, 3, 0, bytes(24))]
+        for found in seen:
+            found.clear()
+        first, second = Part(0, 0, most, 3, memoryview(b"x")), Part(0, most, 2, 4, memoryview(b""))
+        client.push_parts(0, [first])
+        client.push_parts(0, [second])
+        client.push_parts(1, [first, Part(0, most, 2, 0, memoryview(bytes(16)))])
+        client.push(1, np.ones(6))
+        client.commit(None, [1, 1]).wait(20)
+        ones = (1, 0, 3, 0, np.ones(3).tobytes())
+        assert seen[0] == [(0, 0, most, 3, b"x"), (0, most, 2, 4, b""), ones]
+        assert seen[1] == [(0, 0, most, 3, b"x"), (0, most, 2, 0, bytes(16)), ones]
+        with pytest.raises(ConfigError, match="push to server 0: a PART of bucket 0 has 1048577 bytes"):
+            client.push_parts(0, [Part(0, 0, most, 3, memoryview(bytes(MAX_PAYLOAD + 1)))])
         client.close()
 
 

@@ -30,9 +30,6 @@ from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.frames import Outcome
 from shardwise.core.tickets import Answers, Tickets
 
-NOWHERE: tuple[Released, Answers] = ((), {})
-"""What a decision releases that changes nothing for others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Commit:

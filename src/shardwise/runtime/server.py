@@ -165,7 +165,7 @@ class Server:
         return future
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):  # it has been woken, or has closed
+        with suppress(OSError):  # it has been woken, or has closed
             self._waker.send(b"\0")
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -337,9 +337,8 @@ class Server:
         peer.staging.add(header, payload)
 
     def _commit(self, peer: _Peer, header: Header, payload: memoryview) -> None:
-        commit = Commit(
-            peer.worker, header["clock"], header["ticket"], header["read"], weight_of(header["weight"])
-        )  # fmt: skip
+        weight = weight_of(header["weight"])
+        commit = Commit(peer.worker, header["clock"], header["ticket"], header["read"], weight)
         parts = peer.staging.whole()
         try:
             outcome = self.ledger.judge(commit)
@@ -353,11 +352,9 @@ class Server:
                     other.reading.keep()
             self.store.apply(Push(commit, parts))
             released, answers = self.ledger.applied(commit)
-        del parts
         peer.staging.clear()
         version = self.ledger.version_after(commit) if outcome == Outcome.DUPLICATE else self.ledger.version
-        ack = Header.of(Kind.ACK, clock=commit.clock, version=version, outcome=outcome)
-        peer.wire.post(bare(ack))
+        peer.wire.post(bare(Header.of(Kind.ACK, clock=commit.clock, version=version, outcome=outcome)))
         self._answer(released, answers)
 
     def _discard(self, peer: _Peer, header: Header, payload: memoryview) -> None:

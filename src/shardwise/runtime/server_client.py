@@ -158,17 +158,20 @@ class ServerClient:
         :class:`ConfigError` for other parts.
         """
         where, legal = f"push to server {server}", "the parts of each bucket once, in order, as `cuts` cuts its range"
+        pushed = dict(self._pushed)
         for part in parts:
             place = server, part.bucket
             try:
                 part.header().check({Kind.PART}, self._shares[server])
             except FrameError as error:
                 raise ConfigError.on(where, str(error), legal) from None
-            if part.offset != self._pushed.get(place, 0):
+            if part.offset != pushed.get(place, 0):
                 raise ConfigError.on(where, f"bucket {part.bucket} from element {part.offset} on", legal)
-            self._pushed[place] = part.offset + part.count
-        link = self._links[server]
-        link.post(partial(link.push, list(parts)))
+            pushed[place] = part.offset + part.count
+        if parts:
+            self._pushed = pushed
+            link = self._links[server]
+            link.post(partial(link.push, list(parts)))
 
     def commit(self, ticket: int | None, versions: Sequence[int], weight: float = 1.0) -> Posted[Ack]:
         """Let all servers apply what has been pushed since the last commit, which has to be all of every bucket.

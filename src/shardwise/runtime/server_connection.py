@@ -101,7 +101,8 @@ class Connection:
         self._nonce = memoryview(bytearray(NONCE))
         self._inbox: deque[Header] = deque()
         self._into: Mapping[int, memoryview] | None = None
-        self._left, self._version = 0, 0  # bytes that a pull still misses, and its version
+        self._left = 0  # bytes that the pull under way still misses
+        self._versions: set[int] = set()  # of those that have come
         self._heard = self._told = time.monotonic()
         self._wire = Wire(socket.create_connection(end.address, timeout=min(5.0, end.timeout)), self._place)
         try:
@@ -138,10 +139,11 @@ class Connection:
 
     def pull(self, clock: int, into: Mapping[int, memoryview]) -> int:
         """Receive all parameters into memory of the server's ranges, as bytes; return their version."""
-        self._into, self._left = into, sum(len(memory) for memory in into.values())
+        self._into, self._left, self._versions = into, sum(len(memory) for memory in into.values()), set()
         version = self.ask(Header.of(Kind.PULL, clock=clock), Kind.PULLED)["version"]
-        if self._left or version != self._version:
-            raise FrameError(f"a PULLED of version {version}, {self._left} bytes too early or after another version")
+        if self._left or self._versions != {version}:
+            found = sorted(self._versions)
+            raise FrameError(f"a PULLED of version {version} after versions {found}, {self._left} bytes too early")
         self._into = None
         return version
 
@@ -177,7 +179,7 @@ class Connection:
             raise ServerLost(f"{self._end}: another process has connected as worker {self._end.worker}")
         if header.kind == Kind.PARAMETERS:
             self._left -= header.length
-            self._version = header["version"]
+            self._versions.add(header["version"])
         elif header.kind != Kind.PONG:
             self._inbox.append(header)
 
