@@ -76,8 +76,8 @@ def test_what_a_restart_knows_and_what_it_has_lost() -> None:
     again.seen(3, 0, 0, -1)
     assert again.lost == 2
     assert [e for e in events if e["event"] == "lost"] == [
-        {"event": "lost", "worker": 1, "seen": 3, "updates": 2},
-        {"event": "lost", "worker": 2, "seen": 2, "updates": 1},
+        {"event": "lost", "worker": 1, "seen": 3, "of": 11, "updates": 2},
+        {"event": "lost", "worker": 2, "seen": 2, "of": 11, "updates": 1},
     ]
     assert again.join(1, 2)[0] == 2, "the clock that it had"
     assert again.join(2, 0)[0] == 2, "the minimum"

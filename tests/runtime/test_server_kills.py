@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +84,25 @@ def surviving(events: list[Event]) -> list[Event]:
 
 def stated_losses(events: list[Event]) -> int:
     """What a restart says it has lost is what it has, but for updates that nobody alive had seen: how many in all."""
-    version, losses = 0, list[tuple[int, int]]()
+    starts = [event for event in events if event["event"] in ("start", "restart")]
+    began = {event["start"]: event["version"] for event in starts}
+    ended, seen, now = dict(began), dict.fromkeys(began, 0), 0
     for event in events:
         match event["event"]:
+            case "start" | "restart":
+                now = event["start"]
             case "push":
-                version = event["version"]
-            case "restart":
-                losses.append((version - event["version"], 0))
-                version = event["version"]
+                ended[now] = event["version"]
             case "lost":
-                lost, stated = losses.pop()
-                losses.append((lost, max(stated, event["updates"])))
-    assert all(0 <= stated <= lost for lost, stated in losses), losses
-    assert sum(lost - stated for lost, stated in losses) <= WORKERS * len(losses), losses
-    return sum(lost for lost, _ in losses)
+                assert began[now] < event["seen"] <= ended[event["of"]] and event["of"] != now
+                assert event["updates"] == event["seen"] - began[now]
+                seen[event["of"]] = max(seen[event["of"]], event["seen"])
+    lost, unseen = 0, 0
+    for one, following in pairwise(event["start"] for event in starts):
+        lost += ended[one] - began[following]
+        unseen += ended[one] - max(seen[one], began[following])
+    assert unseen <= WORKERS * (len(starts) - 1)
+    return lost
 
 
 def replayed_clocks(events: list[Event]) -> None:

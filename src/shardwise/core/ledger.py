@@ -6,7 +6,7 @@ for each decision, in the order in which they were made, so a replay of it makes
 | event | what it says |
 |---|---|
 | ``start`` | a server begins at ``version``; ``restart`` if that is a snapshot's; ``start`` tells starts apart |
-| ``lost`` | a worker has seen version ``seen`` of an earlier start, so ``updates`` of that are not in this one |
+| ``lost`` | a worker has seen version ``seen`` of ``of``, an earlier start; ``updates`` of that are not in this one |
 | ``join`` | a worker is live, from ``clock`` on |
 | ``leave`` | it holds nobody back any more, and why; its ticket, if it had one, is free (``tickets.py``) |
 | ``ticket`` | a worker has a ticket: a new one, or one that it still had when it connected again |
@@ -67,7 +67,7 @@ class Ledger:
         check_count("start", start)
         self.clocks, self.tickets = clocks, tickets
         self.version, self.start, self.server = 0, start, server
-        self.lost = 0  # updates of earlier starts that this one does not have, as far as workers have told
+        self.lost = 0  # updates of an earlier start that this one does not have: the most that a worker has told
         self._record = record
         self._applied: dict[int, int] = {}  # the version after the last push of each worker
         if snapshot is not None:
@@ -119,7 +119,7 @@ class Ledger:
         if start not in (0, self.start) and version > self._began:
             updates = version - self._began
             self.lost = max(self.lost, updates)
-            self._note("lost", worker=worker, seen=version, updates=updates)
+            self._note("lost", worker=worker, seen=version, of=start, updates=updates)
         if self.tickets is not None and ticket >= 0:
             self.tickets = self.tickets.claim(worker, ticket)
             if self.tickets.held.get(worker) == ticket:
