@@ -94,7 +94,7 @@ NUMBERS: Mapping[Kind, tuple[str, ...]] = MappingProxyType({
     Kind.PULLED: ("version",),
 })  # fmt: skip
 """The names of the numbers in the header of each kind; kinds that are not here have none."""
-_LENGTHS = {Kind.HELLO: NONCE + RUN, Kind.CHALLENGE: NONCE}
+_LENGTHS = MappingProxyType({Kind.HELLO: NONCE + RUN, Kind.CHALLENGE: NONCE})
 _OF_BUCKETS = (Kind.PART, Kind.PARAMETERS)
 WORKER = 1
 """The role of a worker in its HELLO; no other is defined."""

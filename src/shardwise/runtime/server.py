@@ -50,7 +50,7 @@ TICK = 0.25
 
 Result = TypeVar("Result")
 
-_HANDSHAKE = ({Kind.HELLO}, {Kind.PROOF})
+_HANDSHAKE = (frozenset({Kind.HELLO}), frozenset({Kind.PROOF}))
 _OF_WORKERS = frozenset({
     Kind.JOIN, Kind.LEAVE, Kind.TICKET, Kind.PART, Kind.COMMIT, Kind.DISCARD, Kind.PULL, Kind.PING,
 })  # fmt: skip
