@@ -33,7 +33,8 @@ class ParameterRule:
     """A rule is one row of the data-parallel table, for parameters whose name matches ``pattern`` (:mod:`fnmatch`).
 
     R means replicated, P a partial sum, and S a flat shard over ``dp`` (over ``dp_replicate`` S is replicated, or a
-    partial sum).  O is a range on each of the first ``servers`` ranks of ``dp``, and nothing on the others.  ``rest``
+    partial sum).  O is a range on each of the first ``servers`` ranks of ``dp``, and nothing on the others; with 0
+    ``servers`` it is elsewhere.  ``rest``
     says this of the parameter between steps, ``grad`` of its gradient between microbatches, and ``state`` of its
     optimizer state.
     """
@@ -47,7 +48,7 @@ class ParameterRule:
     def __post_init__(self) -> None:
         check_text("parameters.pattern", self.pattern)
         where = f'parameters "{self.pattern}"'
-        check_count(f"{where}: servers", self.servers, least=int(self.state == "O"))
+        check_count(f"{where}: servers", self.servers, least=0)
         if self.servers and self.state != "O":
             raise ConfigError.on(f"{where}: servers", f'{self.servers} with state "{self.state}"', '0, or state "O"')
         for field, legal in (("rest", "RS"), ("grad", "PS"), ("state", "RSO")):

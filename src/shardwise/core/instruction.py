@@ -28,6 +28,7 @@ class Op(StrEnum):
     ADD = "ADD"  # Add this rank's shard of a slot, or the gradient of a tied bucket from another rank.
     NORM = "NORM"  # Compute the norm of this rank's shards of all gradients.
     DECIDE = "DECIDE"  # Compute from all norms the global one, the clipping coefficient, skip flag and loss scale.
+    COMMIT = "COMMIT"  # Let servers apart apply what has been pushed, unless the norm is not finite.
     STASH = "STASH"  # Copy parameters to a slot before their update, because microbatches under way still use them.
     BACKUP = "BACKUP"  # Copy all that STEP changes of a bucket, in case VALIDATE finds the update wrong.
     STEP = "STEP"  # Update one bucket with the optimizer.
@@ -66,6 +67,7 @@ OP_INFO: Mapping[Op, OpInfo] = {
     Op.ADD: OpInfo("adding the summed gradient"),
     Op.NORM: OpInfo("taking the norm of the gradient"),
     Op.DECIDE: OpInfo("deciding on the step"),
+    Op.COMMIT: OpInfo("committing a push"),
     Op.STASH: OpInfo("keeping parameters as they are"),
     Op.BACKUP: OpInfo("keeping states as they are"),
     Op.STEP: OpInfo("updating the parameters", repeats=True),

@@ -18,6 +18,7 @@ from shardwise.core.numeric_options import NumericOptions
 from shardwise.core.options import check_options, count, key_of
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.schedules import traits
+from shardwise.core.server_options import ServerOptions
 from shardwise.core.tensor_options import TensorOptions, parameter_axes
 
 ONE_RANK = Mesh.of(dp=1)
@@ -42,6 +43,7 @@ class Plan:
     numeric: NumericOptions = NumericOptions()
     memory: MemoryOptions = MemoryOptions()
     local: LocalOptions = LocalOptions()
+    serving: ServerOptions = ServerOptions()
 
     def __post_init__(self) -> None:
         check_value("mesh", self.mesh, isinstance(self.mesh, Mesh), "a Mesh, such as Mesh.of(dp=2)")
@@ -53,15 +55,34 @@ class Plan:
         if sharded is not None and "dp" not in self.mesh.names:
             wrong = f"S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have"
             raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
-        most = max((rule.servers for rule in self.data.parameters), default=0)
-        if most > (size := self.mesh.axis_size("dp")):
-            raise ConfigError.on("server_ranks", f"{most} are more than the {size} ranks of dp", f"1 to {size}")
+        self._check_servers()
         wide = ("fp64",) if self.numeric.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.data.reduce, ("auto", *wide))
         self.local.check_mesh(self.mesh, self.overlaps, self.memory.offloads_optimizer)
         if ranks > 1:
             shards = sharded is not None and self.mesh.axis_size("dp") > 1
             check_asynchronous(self.pipeline.schedule, self.numeric.precision, self.data.reduce, sharded=shards)
+
+    def _check_servers(self) -> None:
+        """Raise :class:`ConfigError` if parameter servers do not fit the rest of the plan."""
+        served = [rule for rule in self.data.parameters if rule.state == "O"]
+        most, size = max((rule.servers for rule in served), default=0), self.mesh.axis_size("dp")
+        if most > size:
+            raise ConfigError.on("server_ranks", f"{most} are more than the {size} ranks of dp", f"1 to {size}")
+        if not self.serving.apart:
+            if any(not rule.servers for rule in served):
+                raise ConfigError.on("parameters", "state O with no servers", 'server = "async" or "stale"')
+            return
+        kind = self.serving.kind
+        if self.mesh.size > 1:
+            axes = ", ".join(f"{axis.name} {axis.size}" for axis in self.mesh.axes if axis.size > 1)
+            wrong = f'"{kind}" is not legal for a worker of several ranks ({axes})'
+            raise ConfigError.on("server", wrong, '"sync", or workers of one rank each')
+        if not served or len(served) < len(self.data.parameters) or most:
+            raise ConfigError.on("server", f'"{kind}" needs state O of servers apart', "asynchronous_server(plan, …)")
+        if self.numeric.precision == "fp16":
+            wrong = f'"fp16" is not legal with server = "{kind}", as workers have no loss scale together'
+            raise ConfigError.on("precision", wrong, '"fp32", "bf16", "fp64"')
 
     @staticmethod
     def of(mesh: Mesh = ONE_RANK, **options: Any) -> Plan:

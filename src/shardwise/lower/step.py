@@ -216,7 +216,8 @@ class _Lowering:
             *([self.sum_over(after, norm)] if after else []),
             *copies,
             *([self.backup(b, batch) for b in learning] if self.versions.validates(batch) else []),
-            *(self.update(b, batch, verdict) for b in learning),
+            *([self.commit(learning, batch, verdict)] if self.plan.serving.apart else []),
+            *(self.update(b, batch, verdict) for b in learning if not self.plan.serving.apart),
         ]
 
     @staticmethod
@@ -226,6 +227,12 @@ class _Lowering:
         return Instruction(
             Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad)
         )
+
+    @staticmethod
+    def commit(buckets: Sequence[Bucket], batch: int, verdict: Buffer) -> Instruction:
+        """Return COMMIT, after which servers may still read the gradients."""
+        grads = tuple(BufferKind.GRAD.of(b.index) for b in buckets)
+        return Instruction(Op.COMMIT, version=batch, lane=Lane.REDUCE, reads=(*grads, verdict), writes=grads)
 
     @staticmethod
     def backup(bucket: Bucket, batch: int) -> Instruction:

@@ -68,7 +68,9 @@ def shard_axes(mesh: Mesh) -> tuple[str, ...]:
 def placement(plan: Plan, name: str) -> ParameterRule:
     """Return the rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
     rule = plan.data.rule(name)
-    return rule if shard_axes(plan.mesh) else replace(rule, rest="R", grad="P", state="R", servers=0)
+    if shard_axes(plan.mesh) or plan.serving.apart:
+        return rule
+    return replace(rule, rest="R", grad="P", state="R", servers=0)
 
 
 def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
@@ -101,7 +103,8 @@ def reductions(
     shards = shard_axes(mesh)
     rest = [a for a in (*batch_axes(mesh), *summed) if mesh.axis_size(a) > 1 and a not in shards]
     serves = rule.state == "O"
-    scatter = (Reduction(shards, not serves, serves),) if shards and rule.state != "R" else ()
+    elsewhere = serves and not rule.servers
+    scatter = (Reduction(shards, not serves, serves),) if (shards or elsewhere) and rule.state != "R" else ()
     over = tuple(sorted(rest if scatter else (*rest, *shards)))
     whole = (Reduction(over, False),) if over else ()
     return (scatter, whole) if rule.grad == "S" else ((), (*scatter, *whole))

@@ -14,16 +14,11 @@ Distributed Machine Learning with the Parameter Server"; Patarasuk and Yuan 2009
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.plan import Plan
+from shardwise.core.server_options import Rate, Server
 from shardwise.parallel.data import SHARDS
-
-Server = Literal["none", "sync"]
-
-SERVERS: tuple[Server, ...] = get_args(Server)
 
 
 def parameter_server(plan: Plan, servers: int = 1) -> Plan:
@@ -38,4 +33,20 @@ def parameter_server(plan: Plan, servers: int = 1) -> Plan:
     if any(rule.sharded for rule in plan.data.parameters):
         wrong = '"sync" is not legal with zero, which shards what servers have'
         raise ConfigError.on("server", wrong, '"none", or zero = 0')
-    return plan.replace(parameters=(ParameterRule("*", "R", "P", "O", servers),))
+    return plan.replace(parameters=(ParameterRule("*", "R", "P", "O", servers),), server="sync", server_ranks=servers)
+
+
+def asynchronous_server(
+    plan: Plan, kind: Server = "async", servers: int = 1, workers: int = 1, *, staleness: int = 0,
+    pull_every: int = 1, rate: Rate = "fixed"
+) -> Plan:  # fmt: skip
+    """Return the plan of each of ``workers`` of one rank, whose parameters are updated by ``servers`` servers apart, as
+    :class:`~shardwise.core.server_options.ServerOptions` says.
+
+    Raises :class:`ConfigError` for a plan of several ranks.
+    """
+    return plan.replace(
+        parameters=(ParameterRule("*", "R", "P", "O"),), server=kind, server_ranks=servers, workers=workers,
+        staleness=staleness,
+        pull_every=pull_every, server_rate=rate,
+    )  # fmt: skip

@@ -34,6 +34,7 @@ LOOKS = {
     "DECIDE": Look("decide", "D", "#c23b3b", "white on red"),
     "COUNT": Look("count", "C", "#bab0ac", "black on white"),
     "PUSH": Look("push", "P", "#c46210", "black on yellow"),
+    "COMMIT": Look("commit", "T", "#a63603", "white on red"),
     "PULL": Look("pull", "L", "#5f4b8b", "white on magenta"),
     "ROUND": Look("round", "O", "#d8b5a5", "black on white"),
     "ADD": Look("add", "A", "#d8a48f", "black on white"),

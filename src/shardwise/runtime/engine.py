@@ -21,6 +21,7 @@ from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.local_options import ISLANDS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
+from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
@@ -38,6 +39,7 @@ from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.post_validation import PostValidatedRun
+from shardwise.runtime.served_worker import ServedWorker
 from shardwise.runtime.whole_state import WholeState, first_names
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
@@ -57,6 +59,8 @@ class Engine:
         progress: a function that is called with (position, instruction) before each instruction.
         loss_scale: the loss scaling under fp16, by default ``ScaleChoice()``, which is dynamic.
         strict: fill memory with NaN as soon as its content has ended, so that a later use shows.
+        servers: this worker's connection to parameter servers that are other processes; the engine tells it the
+            parameters.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Engine:
         progress: Callable[[int, Instruction], None] | None = None,
         strict: bool = False,
         loss_scale: ScaleChoice | None = None,
+        servers: ServedWorker | None = None,
     ) -> None:
         running, planned = (
             ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes if axis.size > 1) or "one rank"
@@ -135,7 +140,19 @@ class Engine:
             per_parameter=per_parameter,
             strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if given.parameters else None,
             runs=PostValidatedRun if plan.post_validates else Run,
+            servers=self._at_servers(servers, plan),
         )  # fmt: skip
+
+    def _at_servers(self, servers: ServedWorker | None, plan: Plan) -> ServedWorker | None:
+        """Tell servers apart which parameters are here; raise :class:`ConfigError` where there are none to tell."""
+        if (servers is None) == plan.serving.apart:
+            wrong = f'server = "{plan.serving.kind}" {"without" if servers is None else "with"} servers'
+            raise ConfigError.on("Engine(servers=…)", wrong, "a connection to them where they are apart, else None")
+        if servers is not None:
+            if self.comm.device.type != "cpu":
+                raise ConfigError.on("server", f'"{plan.serving.kind}" on a {self.comm.device.type} device', '"sync"')
+            servers.parameters = {index: m.param for index, m in self.memory.buckets.items() if m.learns}
+        return servers
 
     def leads(self, bucket: int) -> bool:
         """Return whether this rank's pipeline coordinate is the first that has a bucket; the ranks there save it."""

@@ -23,6 +23,7 @@ from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
 from shardwise.runtime.served import pull
+from shardwise.runtime.served_worker import ServedWorker
 
 
 class Reference(NamedTuple):
@@ -65,10 +66,12 @@ class Gathered:
         instructions: Sequence[Instruction],
         strict: bool,
         offload: bool = False,
+        servers: ServedWorker | None = None,
     ) -> None:
         stashed = {one.bucket for one in instructions if one.op is Op.STASH}
         self._refers = offload or bool(stashed) or any(one.op is Op.GATHER for one in instructions)
         self._memory, self._comm, self._strict, self._offload = memory, comm, strict, offload
+        self._servers = servers
         self._resident = {_address(leaf) for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
         self._flat: dict[int, Tensor] = {}  # gathered buckets
@@ -115,6 +118,8 @@ class Gathered:
             self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
             self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
             self._bucket[_address(out)] = one.bucket
+        if one.op is Op.PULL and self._servers is not None:
+            return self._servers.pull()
         if one.op is Op.PULL:
             return pull(self._comm, out, memory.served, lane=str(one.lane), what=what)
         return self._comm.all_gather(out, memory.held_parameters, SHARDS, lane=str(one.lane), what=what)

@@ -11,6 +11,7 @@ from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory, part
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.served import push
+from shardwise.runtime.served_worker import ServedWorker
 
 
 class Gradients:
@@ -109,12 +110,14 @@ class Gradients:
         out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
-    def push(self, one: Instruction) -> Handle:
-        """Post a bucket's gradient, or that of the slot that holds it, to its servers."""
+    def push(self, one: Instruction, servers: ServedWorker | None) -> Handle:
+        """Post a bucket's gradient, or that of the slot that holds it, to its servers: ranks, or other processes."""
         memory = self._memory.buckets[one.bucket]
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
+        if servers is not None:
+            return servers.push(one.bucket, x)
         return push(self._comm, x, memory.served, lane=str(one.lane), what=f"gradient bucket {one.bucket}")
 
     def add_slot(self, one: Instruction) -> None:
@@ -135,7 +138,7 @@ class Gradients:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
         self._complete(bucket, -1)
         memory = self._memory.buckets[bucket]
-        own = memory.held_gradient if memory.rule.state == "O" else memory.shard_gradient
+        own = memory.held_gradient if memory.rule.servers else memory.shard_gradient
         found: Tensor = torch.linalg.vector_norm(own)
         return found
 

@@ -95,7 +95,7 @@ class Run:
         comm, owner, instructions = self.owner.comm, self.owner, self.program.instructions
         self.memory = memory = owner.memory
         self.batches = BatchStates(owner, self.traces, self.given)
-        self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload)
+        self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload, owner.servers)
         self.gradients = owner.gradients or Gradients(memory, comm, owner.strict)
         each = [*self.traces] * self.program.batches  # one for each microbatch of all batches
         self.computing = values = Computing(owner, each, self.batches, self.gathered, self.gradients)
@@ -113,7 +113,7 @@ class Run:
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward,
             Op.BACKWARD_INPUT: self.backward,
             Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather,
-            Op.ROUND: self.gradients.round, Op.PUSH: self.push, Op.PULL: self.gather,
+            Op.ROUND: self.gradients.round, Op.PUSH: self.push, Op.PULL: self.gather, Op.COMMIT: self.commit,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide,
             Op.STASH: self.gathered.stash,
             Op.STEP: self.update, Op.DIFFER: self.differ, Op.OUTER: self.outer_step,
@@ -226,7 +226,18 @@ class Run:
         self.sum_over(one, x, one.writes[0].kind)
 
     def push(self, one: Instruction) -> None:
-        self.handles[self.computing.position] = (one, self.gradients.push(one))
+        self.handles[self.computing.position] = (one, self.gradients.push(one, self.owner.servers))
+
+    def commit(self, one: Instruction) -> None:
+        """Let servers apply the gradients, clipped, unless the norm is not finite; the host waits for the norm."""
+        batch, servers = self.batches[one.version], self.owner.servers
+        assert servers is not None
+        weight = 1.0 if batch.coefficient is None else float(batch.coefficient)
+        if not bool(batch.skip):
+            self.handles[self.computing.position] = (one, servers.commit(weight))
+        for bucket in self.owner.learning:
+            self.gradients.updated(bucket)
+            self.gathered.updated(bucket)
 
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:

@@ -12,6 +12,7 @@ from shardwise.core.instruction import Instruction
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.hooks import GradientHooks
+from shardwise.runtime.served_worker import ServedWorker
 
 
 @dataclass
@@ -44,6 +45,7 @@ class RankContext:
     strict: bool = False
     hooks: GradientHooks | None = None  # those of users' parameters, if there are any
     offload: bool = False  # whether activations are offloaded to the host
+    servers: ServedWorker | None = None  # the parameter servers, if they are other processes
 
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:

@@ -11,9 +11,9 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
+from shardwise.core.server_options import Server
 from shardwise.core.tensor_options import Context, Experts, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
-from shardwise.parallel.server import SERVERS, Server
 
 from ..rules import (
     choice,
@@ -140,7 +140,7 @@ class ParallelConfig:
         legal="a divisor of `dp`",
     )
     server: Server = key(
-        choice(*SERVERS),
+        choice("none", "sync"),
         "none",
         does="whether ranks push gradients to servers, which update, in place of summing them among themselves",
     )

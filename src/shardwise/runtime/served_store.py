@@ -1,0 +1,137 @@
+"""The parameters of one server: its ranges of all buckets, which an optimizer updates push by push."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.core.data_options import ParameterRule
+from shardwise.core.errors import ConfigError
+from shardwise.core.flat import FlatShard
+from shardwise.core.frames import RAW, FrameError
+from shardwise.core.frames import Share as ServedRange
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.initial.values import Values
+from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.buffers import BucketMemory
+from shardwise.runtime.optimizer import FlatOptimizer
+from shardwise.runtime.served_worker import as_bytes
+from shardwise.runtime.staging import Push
+from shardwise.units.share import Share, Span, Updated
+from shardwise.units.trace import DECAY, Bucket
+
+ONE = Mesh.of(dp=1)
+RULE = ParameterRule("*", "S", "S", "S")
+
+
+def served_ranges(buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice) -> list[dict[int, ServedRange]]:
+    """Return what each server of the plan has of the buckets that learn: equal ranges, of cache lines.
+
+    Raises :class:`ConfigError` where there are more servers than lines, so that one would have nothing.
+    """
+    servers, learning = plan.serving.servers, [b for b in buckets if b.learns]
+    layouts = {b.index: b.layout(choice, ONE, 0) for b in learning}
+    found: list[dict[int, ServedRange]] = []
+    for server in range(servers):
+        ranges = {b.index: layouts[b.index].served(servers, server) for b in learning}
+        found.append({
+            b.index: ServedRange(held.start, held.stop, b.wide.itemsize, b.dtype.itemsize)
+            for b in learning if (held := ranges[b.index]).numel
+        })  # fmt: skip
+    if not all(found):
+        most = max(-(-layout.numel * layout.itemsize // layout.align) for layout in layouts.values())
+        wrong = f"{servers} servers for parameters of which no bucket can be cut into more than {most} ranges"
+        raise ConfigError.on("server_ranks", wrong, f"1 to {most}")
+    return found
+
+
+@dataclass
+class ServedStore:
+    """What server number ``server`` of the plan has of ``buckets``; a :class:`~shardwise.runtime.staging.Store`.
+
+    The learning rate of an update is that of its number, which ``version`` counts.
+    """
+
+    buckets: Sequence[Bucket]
+    plan: Plan
+    choice: OptimizerChoice
+    server: int
+    version: int = 0
+    memory: dict[int, BucketMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        comm = AloneCommunicator(ONE, 0, torch.device("cpu"))
+        ranges = served_ranges(self.buckets, self.plan, self.choice)[self.server]
+        for bucket in self.buckets:
+            if bucket.index in ranges:
+                self.memory[bucket.index] = _held(bucket, ranges[bucket.index], self.choice, comm)
+        updates = [update.optimizer for memory in self.memory.values() for update in memory.updates]
+        self._optimizers: list[FlatOptimizer] = updates
+
+    def load(self, values: Values) -> None:
+        """Begin with these values."""
+        for memory in self.memory.values():
+            memory.load(values)
+
+    # ---- what the server asks --------------------------------------------------------------------------------------
+
+    def parameters(self, bucket: int) -> memoryview:
+        return as_bytes(self.memory[bucket].param)
+
+    def apply(self, push: Push) -> None:
+        """Update all ranges by a push: its gradients times its weight, at the rate of this update."""
+        decoded = [(part, _decoded(part.payload, part.encoding, part.count, self._gradient(part.bucket)))
+                   for part in push.parts]  # fmt: skip
+        for part, values in decoded:
+            self._gradient(part.bucket)[part.offset : part.offset + part.count].copy_(values)
+        lr = self.choice.learning_rate(self.version)
+        if self.plan.serving.rate == "staleness":
+            lr /= 1 + max(0, self.version - push.commit.read)
+        kind = torch.float64 if self._is_double else torch.float32
+        weight = None if push.commit.weight == 1 else torch.tensor(push.commit.weight, dtype=kind)
+        for optimizer in self._optimizers:
+            optimizer.step(lr, weight)
+        for memory in self.memory.values():
+            memory.publish()
+        self.version += 1
+
+    def _gradient(self, bucket: int) -> Tensor:
+        gradient = self.memory[bucket].grad
+        assert gradient is not None
+        return gradient
+
+    @property
+    def _is_double(self) -> bool:
+        return any(memory.bucket.wide == torch.float64 for memory in self.memory.values())
+
+
+def _held(bucket: Bucket, held: ServedRange, choice: OptimizerChoice, comm: AloneCommunicator) -> BucketMemory:
+    """Return the memory of a range of a bucket: the parameters that compute, masters, a gradient and state."""
+    where = FlatShard(held.start, held.stop)
+    share = Share.of(bucket, Plan(), choice, 0)
+    spans = tuple(Span(start, stop, group == DECAY) for group, start, stop in where.segments(share.layout))
+    share = replace(share, rule=RULE, held=where, updates=(Updated(spans),), apart=True)
+    param = torch.zeros(held.numel, dtype=bucket.dtype)
+    master = param if bucket.dtype == bucket.wide else torch.zeros(held.numel, dtype=bucket.wide)
+    return BucketMemory(bucket, share, where, param, master, False, comm, choice, False)
+
+
+def _decoded(payload: memoryview, encoding: int, count: int, like: Tensor) -> Tensor:
+    """Return the elements of a part; raise FrameError where the payload is not what its encoding says."""
+    if encoding != RAW or len(payload) != count * like.itemsize:
+        raise FrameError(f"a part of {count} elements with {len(payload)} bytes of encoding {encoding}")
+    return torch.frombuffer(payload, dtype=like.dtype, count=count)
+
+
+def states(stores: Sequence[ServedStore]) -> Mapping[int, list[Tensor]]:
+    """Return the masters of all servers' ranges, in their order, by bucket."""
+    found: dict[int, list[Tensor]] = {}
+    for store in stores:
+        for index, memory in store.memory.items():
+            found.setdefault(index, []).append(memory.master)
+    return found

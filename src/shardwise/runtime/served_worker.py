@@ -1,0 +1,101 @@
+"""A worker's buckets at parameter servers that are other processes: what PULL, PUSH and COMMIT do there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.core.server_options import ServerOptions
+from shardwise.runtime.communicator import Completed, Handle
+
+
+class Posted(Protocol):
+    """What has been asked of all servers, and may not have been answered."""
+
+    def wait(self, timeout: float | None = None) -> tuple[Any, ...]: ...
+
+
+class Client(Protocol):
+    """What :class:`~shardwise.runtime.server_client.ServerClient` offers."""
+
+    def pull(self, into: Mapping[int, object]) -> Posted: ...
+    def push(self, bucket: int, gradient: object) -> None: ...
+    def commit(self, ticket: int | None, versions: Sequence[int], weight: float = 1.0) -> Posted: ...
+
+
+@dataclass
+class _Pulled:
+    """The handle of a pull, which all buckets of a step share."""
+
+    worker: ServedWorker
+    posted: Posted
+    done: bool = False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            self.worker.versions = self.posted.wait()
+
+
+@dataclass
+class _Committed:
+    """The handle of a commit."""
+
+    worker: ServedWorker
+    posted: Posted
+
+    def wait(self) -> None:
+        self.worker.committed = self.posted.wait()
+
+
+@dataclass
+class ServedWorker:
+    """This is one worker's connection to all servers, for the parameters of its ``buckets``, by index.
+
+    ``ticket`` is that of the present batch.  ``versions`` are those of the servers' parameters that are here, and
+    ``committed`` are the answers to the last commit.  Tensors are on the CPU.
+    """
+
+    client: Client
+    options: ServerOptions
+    parameters: Mapping[int, Tensor] = field(default_factory=dict)
+    ticket: int | None = None
+    versions: tuple[int, ...] = ()
+    committed: tuple[Any, ...] = ()
+    _steps: int = 0  # since the last pull
+    _pulled: _Pulled | None = None
+
+    def begin(self, ticket: int | None) -> None:
+        """Begin a batch; its first PULL pulls all parameters, if it is time."""
+        due = not self.versions or self._steps >= self.options.pull_every
+        self.ticket, self._steps = ticket, 1 if due else self._steps + 1
+        self._pulled = None if due else self._pulled
+
+    def fresh(self) -> None:
+        """Let the next PULL pull, whatever is here."""
+        self._pulled = None
+
+    def pull(self) -> Handle:
+        """Post the receipt of all parameters, once a batch."""
+        if self._pulled is None:
+            into = {bucket: as_bytes(tensor) for bucket, tensor in self.parameters.items()}
+            self._pulled = _Pulled(self, self.client.pull(into))
+        return self._pulled
+
+    def push(self, bucket: int, gradient: Tensor) -> Handle:
+        """Send the gradient of a bucket; it must not change until the commit has been answered."""
+        self.client.push(bucket, as_bytes(gradient))
+        return Completed()
+
+    def commit(self, weight: float) -> Handle:
+        """Let the servers apply what has been pushed, times ``weight``."""
+        return _Committed(self, self.client.commit(self.ticket, self.versions, weight))
+
+
+def as_bytes(x: Tensor) -> memoryview:
+    """Return a 1-d contiguous CPU tensor's memory as bytes."""
+    return x.detach().view(torch.uint8).numpy().data

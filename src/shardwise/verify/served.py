@@ -1,0 +1,129 @@
+"""Verify workers and parameter servers that do not wait for each other: they run as threads over sockets, and what the
+servers have recorded is replayed on one device."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.core.clocks import Clocks
+from shardwise.core.flat import FlatShard
+from shardwise.core.ledger import Ledger
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.tickets import Tickets
+from shardwise.lower.compiled import Compiled
+from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.secret import SECRET
+from shardwise.runtime.served_store import ONE, ServedStore, served_ranges
+from shardwise.runtime.served_worker import ServedWorker
+from shardwise.runtime.server import Server
+from shardwise.runtime.server_client import ServerClient
+from shardwise.units.share import entry_ranges
+from shardwise.verify.replay import Slice
+
+RUN = "verify"
+LIMIT = 120.0
+"""The seconds that a worker may wait for a server."""
+
+
+@dataclass
+class Served:
+    """What workers and servers have left: a record and a store of each server, and the loss and gradient norm of each
+    ticket, as its worker saw them."""
+
+    records: list[list[str]]
+    stores: list[ServedStore]
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the parameters, whole and by name, in master precision."""
+        found: dict[str, Tensor] = {}
+        for store in self.stores:
+            for memory in store.memory.values():
+                held = memory.held
+                for parameter, box, values in memory.boxes(memory.master, held.start, held.start, held.stop):
+                    whole = found.setdefault(parameter.name, torch.zeros(parameter.shape, dtype=memory.bucket.wide))
+                    whole[box.slices] = values
+        return found
+
+
+def slices_of(compiled: Compiled, choice: OptimizerChoice) -> list[list[Slice]]:
+    """Return which elements of which parameters each server has."""
+    found: list[list[Slice]] = []
+    buckets = {b.index: b for b in compiled.buckets}
+    for ranges in served_ranges(compiled.buckets, compiled.plan, choice):
+        own: list[Slice] = []
+        for index, held in ranges.items():
+            layout = buckets[index].layout(choice, ONE, 0)
+            where = FlatShard(held.start, held.stop)
+            own += [Slice(e.name, a - e.offset, b - e.offset) for e, a, b in entry_ranges(layout, *_ends(where))]
+        found.append(own)
+    return found
+
+
+def _ends(where: FlatShard) -> tuple[int, int]:
+    return where.start, where.stop
+
+
+def run_served(
+    compiled: Compiled, batches: Sequence[Mapping[str, Tensor]], choice: OptimizerChoice, *,
+    clip_norm: float | None = None, seed: int = 0, speeds: Callable[[int], float] | None = None
+) -> Served:  # fmt: skip
+    """Train the workers of a plan on ``batches``, each of which is one ticket, and return what the servers have.
+
+    ``speeds`` gives the seconds that a worker sleeps before each batch; by default they are random.
+    """
+    plan, secret = compiled.plan, secrets.token_bytes(SECRET)
+    options = plan.serving
+    ranges = served_ranges(compiled.buckets, plan, choice)
+    stores = [ServedStore(compiled.buckets, plan, choice, k) for k in range(options.servers)]
+    found = Served([[] for _ in stores], stores)
+    rng = random.Random(seed)
+    delays = {worker: speeds(worker) if speeds else rng.uniform(0.0, 0.01) for worker in range(options.workers)}
+    with ExitStack() as stack:
+        servers = []
+        for k, store in enumerate(stores):
+            store.load(compiled.values)
+            tickets = Tickets(len(batches), True) if k == 0 else None
+            ledger = Ledger(Clocks(options.bound), tickets, found.records[k].append, server=k, start=1 + k)
+            server = Server(store, ranges[k], ledger, secret, RUN)
+            thread = threading.Thread(target=server.run, name=f"server {k}", daemon=True)
+            thread.start()
+            stack.callback(thread.join, 10)
+            stack.callback(server.close)
+            servers.append(server)
+        addresses = [server.address for server in servers]
+        lock = threading.Lock()
+
+        def work(worker: int) -> None:
+            client = ServerClient(addresses, ranges, secret, RUN, worker)
+            try:
+                served = ServedWorker(client, options)
+                comm = AloneCommunicator(ONE, 0, torch.device("cpu"))
+                engine = Engine(compiled, comm, choice, clip_norm=clip_norm, seed=seed, strict=True, servers=served)
+                while (ticket := client.ticket()) is not None:
+                    time.sleep(delays[worker])
+                    served.begin(ticket)
+                    engine.step_index = ticket
+                    rows = len(next(iter(batches[ticket].values())))
+                    result = engine.step(dict(batches[ticket]), rows)
+                    with lock:
+                        found.losses[ticket], found.norms[ticket] = float(result.loss), float(result.grad_norm)
+            finally:
+                client.close()
+
+        with ThreadPoolExecutor(options.workers) as pool:
+            for future in [pool.submit(work, worker) for worker in range(options.workers)]:
+                future.result(LIMIT)
+    return found

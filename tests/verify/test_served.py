@@ -1,0 +1,73 @@
+"""What workers and parameter servers do without waiting for each other is, by their record, what one device does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from covering import covering
+from models import captured
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.parallel.server import asynchronous_server
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.replay import bound_holds, replay
+from shardwise.verify.served import run_served, slices_of
+
+PRODUCT = list(itertools.product(("gpt", "llama", "conv", "mlp"), ("async", "stale"), (1, 2, 3), (1, 2, 4), (1, 2)))
+ADAM = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
+
+
+def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 9, clip: float | None = 0.5) -> Any:
+    one, make, loss = captured(name)
+    compiled = one.under(plan.replace(precision="fp64"))
+    torch.manual_seed(3)
+    given = [make(rows) for rows in itertools.islice(itertools.cycle((5, 4, 6)), batches)]
+    served = run_served(compiled, given, choice, clip_norm=clip, seed=1)
+    oracle = Oracle(one.module, loss, None, seed=1)
+    oracle.module.train()
+    found = replay(
+        oracle, given.__getitem__, served.records, slices_of(compiled, choice), choice,
+        by_staleness=plan.serving.rate == "staleness",
+    )  # fmt: skip
+    assert len(found.losses) == batches and sorted(key[1] for key in found.losses) == list(range(batches))
+    for (_, ticket, _), value in found.losses.items():
+        assert served.losses[ticket] == pytest.approx(value, rel=1e-10)
+    for key, norm in found.norms.items():
+        assert served.norms[key[1]] == pytest.approx(norm, rel=1e-10)
+        assert found.weights[key] == pytest.approx(1.0 if clip is None else min(1.0, clip / (norm + 1e-6)), rel=1e-10)
+    for parameter, value in served.masters().items():
+        right = found.parameters[parameter]
+        assert float((value - right).norm()) <= 1e-10 * float(right.norm()) + 1e-14, parameter
+    assert sum(found.staleness.values()) == batches * plan.serving.servers
+    if plan.serving.bound is not None:
+        assert all(bound_holds(record, plan.serving.bound) for record in served.records)
+    return found
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize(("name", "kind", "servers", "workers", "microbatches"), list(covering(PRODUCT)))
+def test_the_record_replayed(name: str, kind: Any, servers: int, workers: int, microbatches: int) -> None:
+    staleness = 1 if kind == "stale" else 0
+    plan = Plan.of(microbatches=microbatches)
+    check(name, asynchronous_server(plan, kind, servers, workers, staleness=staleness))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_optimizers(optimizer: Any) -> None:
+    choice = OptimizerChoice(optimizer, lr=1e-2, eps=None if optimizer == "sgd" else 1e-4)
+    check("gpt", asynchronous_server(Plan.of(), "async", 2, 3), choice, clip=None)
+
+
+def test_rates_by_staleness_and_seldom_pulls() -> None:
+    found = check("gpt", asynchronous_server(Plan.of(), "async", 2, 3, rate="staleness", pull_every=2), batches=12)
+    assert max(found.staleness) >= 1
+
+
+def test_the_strictest_bound_is_bulk_synchronous() -> None:
+    """With staleness 0 nobody begins a batch before all have pushed as many."""
+    found = check("gpt", asynchronous_server(Plan.of(), "stale", 1, 3, staleness=0), batches=12)
+    assert max(found.staleness) <= 4
