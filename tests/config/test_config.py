@@ -242,7 +242,7 @@ REFUSED = [
     ("parallel.dp_replicate=2", ["parallel.dp_replicate", "parallel.zero or parallel.local_steps of at least 1"]),
     ("parallel.local_steps=4", ["parallel.local_steps", "4", "parallel.dp_replicate of at least 2", "one group"]),
     ("parallel.server_ranks=2", ["parallel.server_ranks", "2", 'parallel.server = "sync"', "no server"]),
-    ("parallel.server=asynchronous", ["parallel.server", '"none", "sync"']),
+    ("parallel.server=asynchronous", ["parallel.server", '"none", "sync", "async", "stale"']),
     ("parallel.local_fragments=2", ["parallel.local_fragments", "2", "1 to parallel.local_steps = 0"]),
     ("parallel.local_mix=1.5", ["parallel.local_mix", "1.5", "at most 1"]),
     ("parallel.outer_momentum=1", ["parallel.outer_momentum", "below 1"]),
@@ -562,7 +562,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
-        "outer_momentum server server_ranks zero gathered prefetch reduced reduce offload "
+        "outer_momentum server server_ranks staleness pull_every server_rate zero gathered prefetch reduced reduce offload "
         "microbatches rows recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "

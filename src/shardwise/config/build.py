@@ -16,6 +16,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
+from shardwise.core.server_options import APART
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
@@ -31,7 +32,7 @@ from shardwise.parallel.experts import expert_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.server import parameter_server
+from shardwise.parallel.server import asynchronous_server, parameter_server
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.train.given_metrics import metrics_of
 from shardwise.train.metrics import Metric
@@ -320,6 +321,11 @@ def build_plan(config: Config) -> Plan:
     )
     plan = context_parallel(plan, parallel.cp, parallel.context)
     plan = expert_parallel(plan, parallel.ep)
+    if parallel.server in APART:
+        return asynchronous_server(
+            plan, parallel.server, parallel.server_ranks, parallel.dp, staleness=parallel.staleness,
+            pull_every=parallel.pull_every, rate=parallel.server_rate,
+        )  # fmt: skip
     islands = parallel.dp_replicate if parallel.local_steps else 1
     plan = data_parallel(plan, parallel.dp // islands, parallel.zero, parallel.dp_replicate // islands)
     if parallel.server == "sync":

@@ -10,6 +10,7 @@ from shardwise.core.optim import APPLIES, decay_steps
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
+from shardwise.core.server_options import APART
 from shardwise.core.tensor_options import TensorOptions
 from shardwise.core.timetable import rank_of_stage, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
@@ -376,19 +377,40 @@ def _serves(draft: ConfigDraft) -> bool:
 
 def _servers(draft: ConfigDraft, ranks: int) -> None:
     """Check that the keys of parameter servers make sense with groups of this many data-parallel ranks."""
-    key = "parallel.server_ranks"
+    key, kind = "parallel.server_ranks", draft["parallel.server"]
     if not draft.sound("parallel.server", key):
         return
+    needs = {"parallel.staleness": ("stale",), "parallel.pull_every": APART, "parallel.server_rate": APART}
+    plain = {"parallel.staleness": 0, "parallel.pull_every": 1, "parallel.server_rate": "fixed"}
+    for one, kinds in needs.items():
+        if draft.sound(one) and draft[one] != plain[one] and kind not in kinds:
+            shown_kinds = " or ".join(f'"{word}"' for word in kinds)
+            draft.refuse(one, f"left out, or parallel.server = {shown_kinds}")
     if not _serves(draft):
         if draft[key] > 1:
             draft.refuse(key, '1, or parallel.server = "sync"', "There is no server")
         return
     if draft["parallel.zero"]:
         draft.refuse("parallel.server", '"none", or parallel.zero = 0', "ZeRO shards what servers have")
-    if ranks == 1:
+    if kind in APART:
+        _apart(draft)
+    elif ranks == 1:
         draft.refuse("parallel.server", '"none", or parallel.dp of at least 2', "One rank has nobody to serve")
     elif draft[key] > ranks:
         draft.refuse(key, f"1 to the {ranks} ranks of a group of parallel.dp")
+
+
+def _apart(draft: ConfigDraft) -> None:
+    """Check what workers that do not wait for each other cannot have: they are one rank each."""
+    single = [f"parallel.{name}" for name in ("pp", "tp", "cp", "ep", "dp_replicate")]
+    for key in single:
+        if draft.sound(key) and draft[key] != 1:
+            why = f'With parallel.server = "{draft["parallel.server"]}" each worker is one rank'
+            draft.refuse(key, '1, or parallel.server = "sync"', why)
+    if draft.sound("parallel.local_steps") and draft["parallel.local_steps"]:
+        draft.refuse("parallel.local_steps", "0", "Workers of parameter servers do not meet")
+    if draft.sound("parallel.precision") and draft["parallel.precision"] == "fp16":
+        draft.refuse("parallel.precision", '"fp32", "bf16", "fp64"', "Workers have no loss scale together")
 
 
 def _islands(draft: ConfigDraft, groups: int) -> None:
@@ -420,9 +442,10 @@ def _fitting_devices(draft: ConfigDraft, hardware: Hardware, each: int) -> int:
 
 def _batch(draft: ConfigDraft) -> None:
     keys = ("data.batch_size", "parallel.dp", "parallel.microbatches")
-    if not draft.sound(*keys, "train.devices", *SAME_ROWS):
+    if not draft.sound(*keys, "train.devices", "parallel.server", *SAME_ROWS):
         return
     batch, dp, microbatches = (draft[key] for key in keys)
+    dp = 1 if draft["parallel.server"] in APART else dp  # each worker has batches of its own
     unit = dp * microbatches
     if batch % unit:
         near = " or ".join(str(rows) for rows in (batch // unit * unit, batch // unit * unit + unit) if rows)

@@ -11,6 +11,9 @@ from shardwise.core.options import check_options, count, word
 Server = Literal["none", "sync", "async", "stale"]
 Rate = Literal["fixed", "staleness"]
 
+APART: tuple[Server, ...] = ("async", "stale")
+"""Under these, workers do not wait for each other, and servers are processes of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
@@ -48,7 +51,7 @@ class ServerOptions:
     @property
     def apart(self) -> bool:
         """Return whether workers do not wait for each other: each is a run of its own beside the servers."""
-        return self.kind in ("async", "stale")
+        return self.kind in APART
 
     @property
     def bound(self) -> int | None:

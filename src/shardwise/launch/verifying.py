@@ -13,6 +13,7 @@ from shardwise.report.files import CONFIG
 
 from .rank import rank_process
 
+PUSHES = 4  # the number of batches for each worker of servers apart
 MEETING_STEPS = 3  # the number of steps after which islands meet in a verification, if that is fewer than the plan's
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         if plan.local.steps:
             plan, note = meeting_often(plan)
             found = replace(subject(config, 2 * plan.local.steps + 1), plan=plan)
+        if plan.serving.apart:
+            found = subject(config, PUSHES * plan.serving.workers)
         captured = None
         if depends_on_device(config) or device is not None:
             captured = with_device_choices(config, compiled_here(config, found, device=device))

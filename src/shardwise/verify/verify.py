@@ -40,7 +40,10 @@ from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.islands import Islands
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
+from shardwise.verify.replay import bound_holds, replay
+from shardwise.verify.served import run_served, slices_of
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
 LEAST_SCALE = 2.0**-16  # overflows at this loss scale are not its fault
@@ -117,6 +120,8 @@ def verify(
     share this one device, each in a stream of its own.
     """
     start = time.perf_counter()
+    if plan.serving.apart:
+        return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
     only = 0 if run is None else None  # what runs the ranks otherwise may compare on each of them
     run = run or run_threads
@@ -190,6 +195,46 @@ def verify(
         passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
         max(pieces) if compiled.general.meets else pieces.microbatches,
+    )  # fmt: skip
+
+
+def _verify_apart(
+    module: nn.Module, batches: Batches, plan: Plan, loss: LossFunction | None, optimizer: OptimizerChoice,
+    clip_norm: float | None, seed: int, tolerance: float, captured: Compiled | None, start: float,
+) -> Report:  # fmt: skip
+    """Compare workers and servers that do not wait for each other with a replay of what the servers have recorded: each
+    batch is one push."""
+    compiled = _ready(module, plan, plan.replace(precision="fp64", dropout="exact"), batches[0], loss, captured, CPU)
+    served = run_served(compiled, batches, optimizer, clip_norm=clip_norm, seed=seed)
+    pieces = in_pieces(compiled)
+    oracle = Oracle(
+        module, loss, None, seed=seed, device=CPU, microbatches=pieces.microbatches, parts=pieces.parts
+    )  # fmt: skip
+    in_training(oracle)
+    slices, by_staleness = slices_of(compiled, optimizer), plan.serving.rate == "staleness"
+    found = replay(oracle, lambda ticket: batches[ticket], served.records, slices, optimizer, by_staleness)
+    comparison = Comparison()
+    for key, value in found.losses.items():
+        ticket = key[1]
+        comparison.add_number(ticket, "loss", served.losses[ticket], value)
+        comparison.add_number(ticket, "grad_norm", served.norms[ticket], found.norms[key])
+        clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (found.norms[key] + 1e-6))
+        comparison.add_number(ticket, "clipping", found.weights[key], clip)
+    masters = served.masters()
+    comparison.add(len(batches) - 1, "parameter", masters, {name: found.parameters[name] for name in masters})
+    bound = plan.serving.bound
+    held = bound is None or all(bound_holds(record, bound) for record in served.records)
+    every = ", ".join(f"{stale}: {times}" for stale, times in sorted(found.staleness.items()))
+    notes = [
+        *compiled.notes,
+        f"{plan.serving.workers} workers and {plan.serving.servers} servers ran, and what the servers recorded was "
+        f"replayed on one device; updates between a pull and its push, and how often: {every}",
+    ]
+    notes += [] if held else [f"a worker was more than staleness = {bound} pushes ahead of another"]
+    passed = comparison.passes(tolerance) and held and len(found.losses) == len(batches)
+    return Report(
+        passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
+        oracle.promotions, held, time.perf_counter() - start, notes,
     )  # fmt: skip
 
 

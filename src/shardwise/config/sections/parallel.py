@@ -11,7 +11,7 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
-from shardwise.core.server_options import Server
+from shardwise.core.server_options import Rate, Server
 from shardwise.core.tensor_options import Context, Experts, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
 
@@ -140,15 +140,36 @@ class ParallelConfig:
         legal="a divisor of `dp`",
     )
     server: Server = key(
-        choice("none", "sync"),
+        choice(*plan.CHOICES["server"]),
         "none",
-        does="whether ranks push gradients to servers, which update, in place of summing them among themselves",
+        does=(
+            "whether ranks push gradients to servers, which update: all together, each rank for itself, or each within "
+            "a bound"
+        ),
     )
     server_ranks: int = key(
         integer(1),
         1,
-        does="with `server`: how many of the `dp` ranks are servers, each of which has a range of all parameters",
-        legal="1 to the ranks of a group of `dp`",
+        does=(
+            "with `server`: how many servers there are, each of which has a range of all parameters: of the `dp` "
+            'ranks, or, with `"async"` and `"stale"`, processes beside the `dp` workers'
+        ),
+        legal='1 or more; with `"sync"` at most the ranks of a group of `dp`',
+    )
+    staleness: int = key(
+        integer(0),
+        0,
+        does='with `server = "stale"`: how many pushes the fastest worker may be ahead of the slowest',
+    )
+    pull_every: int = key(
+        integer(1),
+        1,
+        does='with `"async"` and `"stale"`: after how many batches a worker pulls parameters again',
+    )
+    server_rate: Rate = key(
+        choice(*plan.CHOICES["server_rate"]),
+        "fixed",
+        does="whether the learning rate of an update is divided by how many others came since its parameters, plus one",
     )
     local_steps: int = key(
         integer(0),
