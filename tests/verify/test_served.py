@@ -13,6 +13,7 @@ from models import captured
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.parallel.server import asynchronous_server
+from shardwise.runtime.served_store import masters_of
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.replay import bound_holds, replay
 from shardwise.verify.served import run_served, slices_of
@@ -39,7 +40,7 @@ def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 
     for key, norm in found.norms.items():
         assert served.norms[key[1]] == pytest.approx(norm, rel=1e-10)
         assert found.weights[key] == pytest.approx(1.0 if clip is None else min(1.0, clip / (norm + 1e-6)), rel=1e-10)
-    for parameter, value in served.masters().items():
+    for parameter, value in masters_of(served.stores).items():
         right = found.parameters[parameter]
         assert float((value - right).norm()) <= 1e-10 * float(right.norm()) + 1e-14, parameter
     assert sum(found.staleness.values()) == batches * plan.serving.servers

@@ -19,7 +19,9 @@ from rich.console import Console
 from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, build_metrics, build_plan, check_callbacks, load_config
+from shardwise.core.errors import ConfigError
 from shardwise.data.progress import shown
+from shardwise.launch.apart import prepare, train_apart
 from shardwise.launch.begin import begun, stage
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
@@ -74,7 +76,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         build_metrics(config)  # checks them
         with phases.phase("checking the plan"):
             check_plan(config, torch.device(backend.type))
-        _run(config, found, Shown(console, json, first, phases, [*warnings, *notices]), warnings)
+        start = _run_apart if build_plan(config).serving.apart else _run
+        start(config, found, Shown(console, json, first, phases, [*warnings, *notices]), warnings)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,28 @@ def _run(config: Config, found: FoundRun, shown: Shown, warnings: Sequence[str])
     if shown.first:
         result = jsonlib.loads((folder / RESULT).read_text(encoding="utf-8"))
         print_json({**result, **extra}) if shown.json else show_result(console, result, shown.phases.seconds)
+
+
+def _run_apart(config: Config, found: FoundRun, shown: Shown, warnings: Sequence[str]) -> None:
+    """Start servers and workers that do not wait for each other, and tell how the run has ended."""
+    if under_torchrun():
+        wrong = f'"{config.parallel.server}" is not legal under torchrun, which ends all ranks with one'
+        raise ConfigError.on("parallel.server", wrong, "shardwise train by itself")
+    folder, console = Path(config.train.run_dir), shown.console
+    with run_folder(folder):
+        notices = [*shown.notices, *prepare(config)]
+        for notice in () if shown.json else notices:
+            console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)
+        words = f"starting {plural(config.parallel.server_ranks, 'server')} and {plural(config.parallel.dp, 'worker')}"
+        display = Display(console, folder, config.train.steps, words, 0, shown.phases)
+        with nullcontext() if shown.json else display:
+            stopped = train_apart(config, (lambda: None) if shown.json else display.update, display.say)
+    if stopped:
+        if not shown.json:
+            console.print("stopped; the same command goes on from the servers' snapshots")
+        raise typer.Exit(INTERRUPTED)
+    result = jsonlib.loads((folder / RESULT).read_text(encoding="utf-8"))
+    print_json({**result, "notes": notices}) if shown.json else show_result(console, result, shown.phases.seconds)
 
 
 def _with_data(config: Config, console: Console | None, phases: Phases) -> tuple[Config, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 
 from shardwise.core.errors import ConfigError, divisors
 from shardwise.core.optim import APPLIES, decay_steps
@@ -23,7 +24,7 @@ from .draft import ConfigDraft
 from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
 from .pretrained import pretrained_there
-from .sections import rules
+from .sections import SECTIONS, rules
 from .train import complete_train, count_epochs
 from .validation import complete_validation
 
@@ -31,6 +32,11 @@ WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
 SAME_ROWS = ("parallel.pp", "parallel.ep", "parallel.cp", "parallel.tp")
 """The keys with numbers of ranks that read the same rows: those of a pipeline, and those that share a layer."""
+TOGETHER_ONLY = (
+    "validation.metrics", "validation.patience", "checkpoint.best", "train.trace_steps", "train.loggers",
+    "train.callbacks",
+)  # fmt: skip
+"""The keys of what ranks do together, which workers of parameter servers apart do not."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
 EXPERTS = {
     "experts": "experts", "experts_per_token": "top_k", "shared_experts": "shared",
@@ -411,6 +417,13 @@ def _apart(draft: ConfigDraft) -> None:
         draft.refuse("parallel.local_steps", "0", "Workers of parameter servers do not meet")
     if draft.sound("parallel.precision") and draft["parallel.precision"] == "fp16":
         draft.refuse("parallel.precision", '"fp32", "bf16", "fp64"', "Workers have no loss scale together")
+    for key in TOGETHER_ONLY:
+        section, _, name = key.partition(".")
+        default = next(one.default for one in fields(SECTIONS[section]) if one.name == name)
+        if draft.sound(key) and draft[key] != default:
+            draft.refuse(key, 'left out, or parallel.server = "sync"', "Nobody has all of a step")
+    if draft["train.sample_every"]:
+        draft.notices.append("train.sample_every: no samples are written while workers train apart")
 
 
 def _islands(draft: ConfigDraft, groups: int) -> None:

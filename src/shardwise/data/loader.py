@@ -280,6 +280,12 @@ class Loader:
         batch, self._state = item
         return batch
 
+    def batch_at(self, number: int) -> Batch:
+        """Return batch ``number`` of a run from its beginning, whatever has been handed out; the state stays."""
+        size = self._source.batch_size
+        epoch, place = divmod(number, -(-self.samples // size))
+        return self._source.batch((epoch, place * size))[0]
+
     def close(self) -> None:
         """End the thread.  Asking for a batch starts another, which goes on after the last batch handed out."""
         if self._finalizer is not None:

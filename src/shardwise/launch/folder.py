@@ -152,6 +152,11 @@ def _opened(path: Path) -> Checkpoint:
         raise ConfigError(f"{error}; legal: to move {path} away: {words}") from error
 
 
+def changed_keys(before: str, config: Config) -> list[str]:
+    """Return the keys that change what a run computes, of which ``before``, a config as TOML, has other values."""
+    return [key for key, _ in _changes(before, config) if key not in OF_NO_RESULT]
+
+
 def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values differ between the checkpoint's configuration and this one, with both values.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatShard
 from shardwise.core.frames import RAW, FrameError
 from shardwise.core.frames import Share as ServedRange
+from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -78,6 +79,34 @@ class ServedStore:
         for memory in self.memory.values():
             memory.load(values)
 
+    def state(self) -> dict[str, Tensor]:
+        """Return all that updates depend on, by name; what is returned changes with the next update."""
+        found: dict[str, Tensor] = {}
+        for index, memory in self.memory.items():
+            found[f"{index}.master"] = memory.master
+            for number, (_, kept) in enumerate(one for u in memory.updates for one in u.optimizer.states()):
+                found |= {f"{index}.{number}.{key}": value for key, value in kept.items()}
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Go on from a :meth:`state` of this server; raise :class:`ConfigError` for another's."""
+        own = self.state()
+        if wrong := sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]:
+            raise ConfigError.on(f"snapshot of server {self.server}", f"{wrong[0]} differs", "one of the same run")
+        for name, value in own.items():
+            value.copy_(state[name])
+        for memory in self.memory.values():
+            memory.publish()
+        self.version = version
+
+    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+        """Yield (name, shape, box, values) of the parameters that are here, in master precision."""
+        for memory in self.memory.values():
+            held = memory.held
+            for parameter, box, values in memory.boxes(memory.master, held.start, held.start, held.stop):
+                yield parameter.name, tuple(parameter.shape), box, values
+
     # ---- what the server asks --------------------------------------------------------------------------------------
 
     def parameters(self, bucket: int) -> memoryview:
@@ -128,10 +157,9 @@ def _decoded(payload: memoryview, encoding: int, count: int, like: Tensor) -> Te
     return torch.frombuffer(payload, dtype=like.dtype, count=count)
 
 
-def states(stores: Sequence[ServedStore]) -> Mapping[int, list[Tensor]]:
-    """Return the masters of all servers' ranges, in their order, by bucket."""
-    found: dict[int, list[Tensor]] = {}
-    for store in stores:
-        for index, memory in store.memory.items():
-            found.setdefault(index, []).append(memory.master)
+def masters_of(stores: Iterable[ServedStore]) -> dict[str, Tensor]:
+    """Return the parameters of all servers' stores, whole and by name, in master precision."""
+    found: dict[str, Tensor] = {}
+    for name, shape, box, values in (piece for store in stores for piece in store.pieces()):
+        found.setdefault(name, torch.zeros(shape, dtype=values.dtype))[box.slices] = values
     return found

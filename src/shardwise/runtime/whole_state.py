@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import placement
@@ -63,6 +63,8 @@ class WholeState:
         may change and keep.  Beside them the host holds one bucket, and a device ``collect.CHUNK`` bytes of a bucket,
         or one buffer.
         """
+        if self.plan.serving.apart:
+            raise ShardwiseError("the parameters are at the servers; a worker has those that it has pulled")
         keeps = rank in (None, self.comm.rank)
         if keeps:
             yield from ((name, value.clone()) for name, value in self.unused.items())

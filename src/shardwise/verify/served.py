@@ -46,17 +46,6 @@ class Served:
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
 
-    def masters(self) -> dict[str, Tensor]:
-        """Return the parameters, whole and by name, in master precision."""
-        found: dict[str, Tensor] = {}
-        for store in self.stores:
-            for memory in store.memory.values():
-                held = memory.held
-                for parameter, box, values in memory.boxes(memory.master, held.start, held.start, held.stop):
-                    whole = found.setdefault(parameter.name, torch.zeros(parameter.shape, dtype=memory.bucket.wide))
-                    whole[box.slices] = values
-        return found
-
 
 def slices_of(compiled: Compiled, choice: OptimizerChoice) -> list[list[Slice]]:
     """Return which elements of which parameters each server has."""

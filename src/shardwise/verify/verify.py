@@ -36,6 +36,7 @@ from shardwise.parallel.local import island_rows
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.served_store import masters_of
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.islands import Islands
@@ -220,7 +221,7 @@ def _verify_apart(
         comparison.add_number(ticket, "grad_norm", served.norms[ticket], found.norms[key])
         clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (found.norms[key] + 1e-6))
         comparison.add_number(ticket, "clipping", found.weights[key], clip)
-    masters = served.masters()
+    masters = masters_of(served.stores)
     comparison.add(len(batches) - 1, "parameter", masters, {name: found.parameters[name] for name in masters})
     bound = plan.serving.bound
     held = bound is None or all(bound_holds(record, bound) for record in served.records)

@@ -1,0 +1,261 @@
+"""Train with parameter servers and workers that do not wait for each other: start them, watch, and start lost servers
+again.
+
+A worker that is lost is not missed: the others go on, and its batch goes to one of them.  A server that is lost starts
+again from its last snapshot, at the same port, where workers look for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Config, build_plan
+from shardwise.core.errors import ConfigError
+from shardwise.core.metrics import LOSS
+from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, RESULT, WEIGHTS, parsed_line
+from shardwise.runtime.secret import make_secret
+
+from .begin import settle, stage
+from .folder import changed_keys, read_lines
+from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
+from .monitor import log_path, read_errors
+from .results import write_json
+from .served_process import REST
+from .server_process import RECORD, SECRET_FILE, SERVERS, SNAPSHOT
+
+STOP_TIME = 60.0  # seconds that a server may take for its last snapshot
+
+
+def goes_on(config: Config) -> bool:
+    """Return whether the servers of an unfinished run are in the folder, to go on from; raise :class:`ConfigError` if
+    they are of another configuration."""
+    folder = Path(config.train.run_dir)
+    found = list((folder / SERVERS).glob(f"*/{SNAPSHOT}"))
+    if not found or (folder / RESULT).exists() or config.train.resume == "never":
+        return False
+    if keys := changed_keys((folder / CONFIG).read_text(encoding="utf-8"), config):
+        there = f"an unfinished run with other values of {', '.join(keys)} is there"
+        raise ConfigError.on(f"train.run_dir = {folder}", there, "the same configuration, or train.resume = never")
+    return True
+
+
+def prepare(config: Config) -> list[str]:
+    """Make the folder that of this run; return what there is to tell."""
+    folder, told = Path(config.train.run_dir), list[str]()
+    if goes_on(config):
+        (folder / CONFIG).write_text(config.resolved(), encoding="utf-8")
+        told.append("going on from the servers' snapshots")
+    else:
+        stage(folder, config.resolved(), anew=True)
+        told += settle(folder, 0)
+        shutil.rmtree(folder / SERVERS, ignore_errors=True)
+        for number in range(config.parallel.server_ranks):
+            (folder / SERVERS / str(number)).mkdir(parents=True)
+        make_secret(folder / SERVERS / SECRET_FILE)
+    for old in folder.glob("monitor/rank_*"):
+        old.unlink(missing_ok=True)
+    return told
+
+
+@dataclass
+class Processes:
+    """The workers, whose ranks are 0, 1, …, and the servers, whose ranks follow."""
+
+    config: Config
+    say: Callable[[str], object]
+    workers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    servers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)  # exit codes of workers
+    restarts: Counter[int] = field(default_factory=Counter)  # of servers
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.train.run_dir).absolute()
+
+    def start(self) -> None:
+        for number in range(self.config.parallel.server_ranks):
+            self.servers[number] = self._server(number)
+        for number in range(self.config.parallel.dp):
+            self.workers[number] = self._started("served_process", number, number)
+
+    def _server(self, number: int) -> subprocess.Popen[bytes]:
+        return self._started("server_process", number, self.config.parallel.dp + number)
+
+    def _started(self, module: str, number: int, rank: int) -> subprocess.Popen[bytes]:
+        threads = str(self.config.train.threads)
+        environment = {
+            **ALLOCATOR,
+            **os.environ,
+            "RANK": str(rank),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, "-m", f"shardwise.launch.{module}", str(self.folder), str(number)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    def look(self) -> bool:
+        """Start lost servers again; return whether all workers have ended.  Raise :class:`RunFailed` where that, or a
+        worker's own error, ends the run."""
+        for number, process in list(self.workers.items()):
+            if (code := process.poll()) is not None:
+                self.ended[number] = code
+                del self.workers[number]
+                self._tell_ended(number, code)
+        for number, process in list(self.servers.items()):
+            if (code := process.poll()) is not None:
+                self._restart(number, code)
+        if not self.workers and all(self.ended.values()):
+            rank = next(iter(self.ended))
+            raise self._failed(f"all workers were lost, {rank} with exit code {self.ended[rank]}", rank)
+        return not self.workers
+
+    def _tell_ended(self, number: int, code: int) -> None:
+        if code == 0:
+            return
+        error = next((one for one in read_errors(self.folder) if one.rank == number), None)
+        if error is not None and error.kind != "communication":
+            raise self._failed(error.message, number, error.kind)
+        left = len(self.workers)
+        self.say(f"worker {number} was lost ({_ended(code)}); {left} go on")
+
+    def _restart(self, number: int, code: int) -> None:
+        rank = self.config.parallel.dp + number
+        error = next((one for one in read_errors(self.folder) if one.rank == rank), None)
+        if error is not None or self.restarts[number] >= self.config.train.max_restarts:
+            message = (
+                error.message if error is not None else f"server {number} was lost ({_ended(code)}) once too often"
+            )
+            raise self._failed(message, rank, "lost" if error is None else error.kind)
+        self.restarts[number] += 1
+        self.servers[number] = self._server(number)
+        self.say(f"server {number} was lost ({_ended(code)}) and starts again from its last snapshot")
+
+    def _failed(self, message: str, rank: int, cause: str = "lost") -> RunFailed:
+        path = log_path(self.folder, rank)
+        lines = [f"  {line}" for line in last_lines(path)]
+        return RunFailed(message, cause, rank, [f"the end of {path}:", *lines] if lines and cause != "config" else [])
+
+    def stop(self, which: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+        """Ask these processes to end, and end them if they do not."""
+        for process in which:
+            with suppress(OSError):
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        for process in which:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def train_apart(config: Config, tick: Callable[[], object], say: Callable[[str], object]) -> bool:
+    """Train to the end, or until an interruption; return whether there was one.
+
+    Raises :class:`RunFailed` where no worker or no server can go on, or nothing happens for ``train.hang_timeout``.
+    """
+    processes = Processes(config, say)
+    stopped, metrics = False, processes.folder / METRICS
+    with interruptible():
+        try:
+            processes.start()
+            seen, since, started = -1, time.monotonic(), False
+            try:
+                while not processes.look():
+                    time.sleep(POLL)
+                    tick()
+                    size = metrics.stat().st_size if metrics.exists() else 0
+                    if size != seen or not started:
+                        started = started or size > max(seen, 0) >= 0 and seen >= 0
+                        seen, since = size, time.monotonic()
+                    elif time.monotonic() - since > config.train.hang_timeout:
+                        raise RunFailed(f"no update for {config.train.hang_timeout:.0f} s", "hang", None)
+            except KeyboardInterrupt:
+                stopped = True
+                say("stopping after the batches under way, with a snapshot of each server (once more: at once)")
+                processes.stop(list(processes.workers.values()), STOP_TIME)
+            processes.stop(list(processes.servers.values()), STOP_TIME)
+        finally:
+            processes.stop([*processes.workers.values(), *processes.servers.values()], 0.1)
+    tick()
+    if not stopped:
+        finish(config)
+    return stopped
+
+
+def finish(config: Config) -> None:
+    """Put the weights together from the servers' snapshots, and write the result."""
+    from safetensors.torch import save_file
+
+    folder = Path(config.train.run_dir)
+    save_file(weights(config), folder / WEIGHTS, {"format": "pt"})
+    lines = sorted(read_lines(folder / METRICS), key=lambda one: one["time"])
+    evaluations = read_lines(folder / EVALUATIONS)
+    steady = lines[1:] or lines
+    seconds = lines[-1]["time"] - lines[0]["time"] + lines[0]["step_seconds"] if lines else 0.0
+    losses = [one["loss"] for one in lines]
+    workers = sorted({one["worker"] for one in lines})
+    result: dict[str, Any] = {
+        "steps": len(lines), "loss_first": losses[0] if lines else None, "loss_last": losses[-1] if lines else None,
+        "tokens_per_second": statistics.median(one["tokens_per_second"] for one in steady) * len(workers),
+        "step_seconds": statistics.median(one["step_seconds"] for one in steady), "training_seconds": seconds,
+        "peak_memory_bytes": max((one["peak_memory_bytes"] for one in lines if one["worker"] == 0), default=None),
+        "ranks": config.parallel.dp, "servers": config.parallel.server_ranks, "device": "cpu",
+        "run_dir": str(folder), "weights": str(folder / WEIGHTS),
+        "staleness": dict(sorted(Counter(one["staleness"] for one in lines).items())),
+        "lost_updates": lost_updates(folder),
+    }  # fmt: skip
+    if evaluations:
+        result |= {LOSS: evaluations[-1][LOSS], "evaluation": evaluations[-1]}
+    write_json(folder / RESULT, result)
+
+
+def lost_updates(folder: Path) -> int:
+    """Return how many updates restarted servers have lost, as workers told them: for each restart the most."""
+    total = 0
+    for path in (folder / SERVERS).glob(f"*/{RECORD}"):
+        worst: dict[int, int] = {}
+        for one in filter(None, map(parsed_line, path.read_bytes().splitlines())):
+            if one["event"] == "lost":
+                worst[one["of"]] = max(worst.get(one["of"], 0), one["updates"])
+        total += sum(worst.values())
+    return total
+
+
+def weights(config: Config) -> dict[str, Any]:
+    """Return the parameters in master precision, from the servers' snapshots, and what else worker 0 has kept."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    from shardwise.config import build_optimizer
+    from shardwise.runtime.served_store import ServedStore, masters_of
+
+    from .subject import compiled_here, subject
+
+    compiled = compiled_here(config, subject(config, 1, weights=False))
+    stores, plan, choice = list[ServedStore](), build_plan(config), build_optimizer(config)
+    for number in range(plan.serving.servers):
+        store = ServedStore(compiled.buckets, plan, choice, number)
+        with safe_open(Path(config.train.run_dir) / SERVERS / str(number) / SNAPSHOT, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            store.load_state(state, json.loads(file.metadata()["ledger"])["version"])
+        stores.append(store)
+    rest = Path(config.train.run_dir) / SERVERS / REST
+    return {**(load_file(rest) if rest.exists() else {}), **masters_of(stores)}

@@ -1,0 +1,147 @@
+"""``python -m shardwise.launch.server_process RUN_DIR K`` is parameter server K of a run, started by its launcher.
+
+In ``RUN_DIR/servers/K`` it has its ``address.json``, its ``record.jsonl`` (``core/ledger.py``), and the last
+``snapshot.safetensors`` of its parameters, optimizer state and ledger, from which it goes on if it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.core.garbage import without_gc
+from shardwise.report.files import CONFIG, current
+
+from .rank import rank_process, stop_on
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardwise.runtime.served_store import ServedStore
+    from shardwise.runtime.server import Server
+
+SERVERS, ADDRESS, RECORD, SNAPSHOT, SECRET_FILE = (
+    "servers", "address.json", "record.jsonl", "snapshot.safetensors", "secret",
+)  # fmt: skip
+LOOK = 0.2  # seconds between two looks at whether a snapshot is due
+
+
+def serve(run_dir: Path, number: int) -> None:
+    """Serve until a SIGTERM, and leave a snapshot."""
+    import torch
+
+    from shardwise.config import build_data, build_model, build_optimizer, build_plan, load_config
+    from shardwise.core.clocks import Clocks
+    from shardwise.core.ledger import Ledger
+    from shardwise.core.tickets import Tickets
+    from shardwise.lower.compiled import Compiled
+    from shardwise.runtime.secret import read_secret
+    from shardwise.runtime.served_store import ServedStore, served_ranges
+    from shardwise.runtime.server import Server
+
+    from .subject import example_of, start_values
+
+    asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
+    config = load_config(current(run_dir, CONFIG))
+    torch.set_num_threads(config.train.threads)
+    plan, choice, folder = build_plan(config), build_optimizer(config), run_dir / SERVERS / str(number)
+    constructor, loss = build_model(config)
+    initial = start_values(config, constructor)
+    with without_gc():
+        example = example_of(build_data(config).train)
+        compiled = Compiled(
+            initial.module, plan, example, loss, initial=initial, batch_rows=config.rows_together,
+            loss_weight=config.model.loss_weight,
+        )  # fmt: skip
+    store = ServedStore(compiled.buckets, plan, choice, number)
+    found = _read(folder / SNAPSHOT)
+    if found is None:
+        store.load(compiled.values)
+    else:
+        store.load_state(found[0], found[1]["version"])
+    compiled.release()
+    with (folder / RECORD).open("a", buffering=1, encoding="utf-8") as record:
+        tickets = Tickets(config.train.steps, True) if number == 0 else None
+        ledger = Ledger(
+            Clocks(plan.serving.bound), tickets, lambda line: print(line, file=record), server=number,
+            start=1 + secrets.randbits(48), snapshot=None if found is None else found[1],
+        )  # fmt: skip
+        address = _address(folder)
+        server = Server(
+            store, served_ranges(compiled.buckets, plan, choice)[number], ledger,
+            read_secret(run_dir / SERVERS / SECRET_FILE), str(run_dir), port=address, log=print,
+        )  # fmt: skip
+        (folder / f"{ADDRESS}.part").write_text(json.dumps(server.address), encoding="utf-8")
+        os.replace(folder / f"{ADDRESS}.part", folder / ADDRESS)
+        every = config.checkpoint.every or config.train.steps
+        saver = threading.Thread(target=_save_now_and_then, args=(server, store, folder, every, asked), daemon=True)
+        saver.start()
+        server.run()
+        saver.join()
+
+
+def _address(folder: Path) -> int:
+    """Return the port of an earlier start, where workers look for this server; 0 takes any."""
+    try:
+        return int(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))[1])
+    except (OSError, ValueError):
+        return 0
+
+
+def _save_now_and_then(server: Server, store: ServedStore, folder: Path, every: int, asked: Any) -> None:
+    """Save a snapshot after ``every`` updates and at the end, which comes when it is ``asked`` for; then close."""
+    saved, wait = store.version, threading.Event()
+    while True:
+        wait.wait(LOOK)
+        last = asked()
+        if last or store.version // every > saved // every:
+            state, facts = server.call(lambda: _copied(store, server)).result()
+            _write(folder / SNAPSHOT, state, facts)
+            saved = facts["version"]
+        if last:
+            server.close()
+            return
+
+
+def _copied(store: ServedStore, server: Server) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return {name: value.clone() for name, value in store.state().items()}, server.ledger.snapshot()
+
+
+def _write(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write state and ledger as one file, whose name has all of it or what it had before."""
+    from safetensors.torch import save_file
+
+    part = path.with_suffix(".part")
+    save_file(dict(state), part, {"ledger": json.dumps(facts)})
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the state and the ledger of a snapshot; None if there is none."""
+    from safetensors import safe_open
+
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["ledger"])  # noqa: SIM118
+
+
+def main() -> None:
+    """Serve as the number that the command line names."""
+    run_dir, number = Path(sys.argv[1]).absolute(), int(sys.argv[2])
+    with rank_process(run_dir) as progress:
+        progress.phase("starting a parameter server")
+        serve(run_dir, number)
+
+
+if __name__ == "__main__":
+    main()
