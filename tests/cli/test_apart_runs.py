@@ -49,10 +49,10 @@ def of_run(folder: Path, module: str, number: int) -> int:
     wanted = f"shardwise.launch.{module} {folder} {number}".split()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().decode().split("\0")
+            words = path.read_bytes().rstrip(b"\0").decode().split("\0")
         except OSError:
             continue
-        if words[-4:-1] == wanted:
+        if words[-3:] == wanted:
             return int(path.parent.name)
     raise AssertionError(wanted)
 
