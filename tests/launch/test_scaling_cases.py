@@ -34,7 +34,9 @@ def found(
     kind: str = "both",
     first: int | None = None,
 ) -> tuple[list[Case], list[str]]:
-    subject = Subject(None, (*SMALL, text, f"data.cache_dir={text[12:]}.cache", *overrides), axis, kind, Path("/tmp/x"))
+    subject = Subject(
+        None, (*SMALL, text, f"data.cache_dir={text[12:]}.cache", *overrides), axis, kind, Path("/nowhere/run")
+    )
     return cases_of(subject, ranks, first)
 
 
@@ -52,7 +54,7 @@ def test_strong_and_weak(text: str) -> None:
         assert (case.config.train.devices, case.config.parallel.dp) == (case.ranks, case.ranks)
         assert case.config.data.batch_size == case.rows and case.config.train.threads == 1
         assert case.config.train.loggers == case.config.train.trace_steps == ()
-        assert case.config.train.run_dir == "/tmp/x"
+        assert case.config.train.run_dir == "/nowhere/run"
 
 
 def test_other_axes_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from shardwise.parallel.server import asynchronous_server
 from shardwise.runtime.served_store import masters_of
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.replay import bound_holds, replay
-from shardwise.verify.served import run_served, slices_of
+from shardwise.verify.served import receiving, run_served, slices_of
 
 PRODUCT = list(itertools.product(("gpt", "llama", "conv", "mlp"), ("async", "stale"), (1, 2, 3), (1, 2, 4), (1, 2)))
 ADAM = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
@@ -32,7 +32,7 @@ def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 
     oracle.module.train()
     found = replay(
         oracle, given.__getitem__, served.records, slices_of(compiled, choice), choice,
-        by_staleness=plan.serving.rate == "staleness",
+        by_staleness=plan.serving.rate == "staleness", received=receiving(plan),
     )  # fmt: skip
     assert len(found.losses) == batches and sorted(key[1] for key in found.losses) == list(range(batches))
     for (_, ticket, _), value in found.losses.items():
@@ -66,6 +66,19 @@ def test_optimizers(optimizer: Any) -> None:
 def test_rates_by_staleness_and_seldom_pulls() -> None:
     found = check("gpt", asynchronous_server(Plan.of(), "async", 2, 3, rate="staleness", pull_every=2), batches=12)
     assert max(found.staleness) >= 1
+
+
+@pytest.mark.parametrize(("pull_every", "stale"), [(1, {0: 6}), (2, {0: 3, 1: 3}), (3, {0: 2, 1: 2, 2: 2})])
+def test_a_lone_worker_is_as_stale_as_it_pulls(pull_every: int, stale: dict[int, int]) -> None:
+    found = check("gpt", asynchronous_server(Plan.of(), "async", 1, 1, pull_every=pull_every), batches=6)
+    assert dict(found.staleness) == stale
+
+
+@pytest.mark.parametrize("push", ["bf16", "int8", "top-k"])
+def test_what_is_pushed_may_be_compressed(push: Any) -> None:
+    """What is left out is added to the worker's next gradient, in the replay too."""
+    plan = asynchronous_server(Plan.of(), "async", 2, 2, push=push, push_share=0.05)
+    check("gpt", plan, OptimizerChoice("sgd", lr=1e-2), batches=10)
 
 
 def test_the_strictest_bound_is_bulk_synchronous() -> None:

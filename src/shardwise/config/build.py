@@ -324,7 +324,8 @@ def build_plan(config: Config) -> Plan:
     if parallel.server in APART:
         return asynchronous_server(
             plan, parallel.server, parallel.server_ranks, parallel.dp, staleness=parallel.staleness,
-            pull_every=parallel.pull_every, rate=parallel.server_rate,
+            pull_every=parallel.pull_every, rate=parallel.server_rate, push=parallel.push,
+            push_share=parallel.push_share,
         )  # fmt: skip
     islands = parallel.dp_replicate if parallel.local_steps else 1
     plan = data_parallel(plan, parallel.dp // islands, parallel.zero, parallel.dp_replicate // islands)

@@ -387,7 +387,9 @@ def _servers(draft: ConfigDraft, ranks: int) -> None:
     if not draft.sound("parallel.server", key):
         return
     needs = {"parallel.staleness": ("stale",), "parallel.pull_every": APART, "parallel.server_rate": APART}
+    needs["parallel.push"] = APART
     plain = {"parallel.staleness": 0, "parallel.pull_every": 1, "parallel.server_rate": "fixed"}
+    plain["parallel.push"] = "whole"
     for one, kinds in needs.items():
         if draft.sound(one) and draft[one] != plain[one] and kind not in kinds:
             shown_kinds = " or ".join(f'"{word}"' for word in kinds)

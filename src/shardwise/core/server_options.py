@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.options import check_options, count, word
+from shardwise.core.options import check_options, count, number, word
 
 Server = Literal["none", "sync", "async", "stale"]
 Rate = Literal["fixed", "staleness"]
+Push = Literal["whole", "bf16", "int8", "top-k"]
 
 APART: tuple[Server, ...] = ("async", "stale")
 """Under these, workers do not wait for each other, and servers are processes of their own."""
@@ -26,7 +27,8 @@ class ServerOptions:
 
     ``servers`` is the number of servers, and ``workers`` that of workers, where servers are apart.  With ``rate``
     "staleness" the learning rate of an update is divided by one more than the number of updates since its parameters
-    were pulled (Zhang et al. 2015, arXiv 1511.05950, section 3).
+    were pulled (Zhang et al. 2015, arXiv 1511.05950, section 3).  ``push`` says how gradients are compressed on their
+    way to servers (``runtime/compression.py``); of "top-k" a ``push_share`` of each part is sent.
     """
 
     kind: Server = word("none", get_args(Server), key="server")
@@ -35,6 +37,8 @@ class ServerOptions:
     staleness: int = count(0, least=0)
     pull_every: int = count(1)
     rate: Rate = word("fixed", get_args(Rate), key="server_rate")
+    push: Push = word("whole", get_args(Push))
+    push_share: float = number(0.01, most=1.0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -42,6 +46,7 @@ class ServerOptions:
             wrong = f'{self.staleness} is not legal with server = "{self.kind}"'
             raise ConfigError.on("staleness", wrong, '0, or server = "stale"')
         plain = {"workers": self.workers == 1, "pull_every": self.pull_every == 1, "server_rate": self.rate == "fixed"}
+        plain |= {"push": self.push == "whole"}
         if not self.apart and (key := next((key for key, is_plain in plain.items() if not is_plain), "")):
             wrong = f'not legal with server = "{self.kind}", whose ranks wait for each other'
             raise ConfigError.on(key, wrong, 'left out, or server = "async" or "stale"')

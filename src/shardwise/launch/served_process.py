@@ -66,7 +66,7 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
         _addresses(run_dir, plan.serving.servers), ranges, secret, str(run_dir), number, patience=PATIENCE, log=print
     )
     try:
-        servers = ServedWorker(client, plan.serving)
+        servers = ServedWorker(client, plan.serving, ranges)
         engine = Engine(
             compiled, AloneCommunicator(ONE, 0, torch.device("cpu")), choice,
             clip_norm=config.train.clip_norm or None, seed=config.train.seed, progress=progress.instruction,

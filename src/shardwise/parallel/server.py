@@ -17,7 +17,7 @@ from __future__ import annotations
 from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.plan import Plan
-from shardwise.core.server_options import Rate, Server
+from shardwise.core.server_options import Push, Rate, Server
 from shardwise.parallel.data import SHARDS
 
 
@@ -38,7 +38,7 @@ def parameter_server(plan: Plan, servers: int = 1) -> Plan:
 
 def asynchronous_server(
     plan: Plan, kind: Server = "async", servers: int = 1, workers: int = 1, *, staleness: int = 0,
-    pull_every: int = 1, rate: Rate = "fixed"
+    pull_every: int = 1, rate: Rate = "fixed", push: Push = "whole", push_share: float = 0.01
 ) -> Plan:  # fmt: skip
     """Return the plan of each of ``workers`` of one rank, whose parameters are updated by ``servers`` servers apart, as
     :class:`~shardwise.core.server_options.ServerOptions` says.
@@ -48,5 +48,5 @@ def asynchronous_server(
     return plan.replace(
         parameters=(ParameterRule("*", "R", "P", "O"),), server=kind, server_ranks=servers, workers=workers,
         staleness=staleness,
-        pull_every=pull_every, server_rate=rate,
+        pull_every=pull_every, server_rate=rate, push=push, push_share=push_share,
     )  # fmt: skip

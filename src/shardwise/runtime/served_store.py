@@ -11,7 +11,6 @@ from torch import Tensor
 from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatShard
-from shardwise.core.frames import RAW, FrameError
 from shardwise.core.frames import Share as ServedRange
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
@@ -20,6 +19,7 @@ from shardwise.core.plan import Plan
 from shardwise.initial.values import Values
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.buffers import BucketMemory
+from shardwise.runtime.compression import decode
 from shardwise.runtime.optimizer import FlatOptimizer
 from shardwise.runtime.served_worker import as_bytes
 from shardwise.runtime.staging import Push
@@ -114,7 +114,7 @@ class ServedStore:
 
     def apply(self, push: Push) -> None:
         """Update all ranges by a push: its gradients times its weight, at the rate of this update."""
-        decoded = [(part, _decoded(part.payload, part.encoding, part.count, self._gradient(part.bucket)))
+        decoded = [(part, decode(part.payload, part.encoding, part.count, self._gradient(part.bucket).dtype))
                    for part in push.parts]  # fmt: skip
         for part, values in decoded:
             self._gradient(part.bucket)[part.offset : part.offset + part.count].copy_(values)
@@ -148,13 +148,6 @@ def _held(bucket: Bucket, held: ServedRange, choice: OptimizerChoice, comm: Alon
     param = torch.zeros(held.numel, dtype=bucket.dtype)
     master = param if bucket.dtype == bucket.wide else torch.zeros(held.numel, dtype=bucket.wide)
     return BucketMemory(bucket, share, where, param, master, False, comm, choice, False)
-
-
-def _decoded(payload: memoryview, encoding: int, count: int, like: Tensor) -> Tensor:
-    """Return the elements of a part; raise FrameError where the payload is not what its encoding says."""
-    if encoding != RAW or len(payload) != count * like.itemsize:
-        raise FrameError(f"a part of {count} elements with {len(payload)} bytes of encoding {encoding}")
-    return torch.frombuffer(payload, dtype=like.dtype, count=count)
 
 
 def masters_of(stores: Iterable[ServedStore]) -> dict[str, Tensor]:

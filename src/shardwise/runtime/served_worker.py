@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.core.frames import Shares, cuts
 from shardwise.core.server_options import ServerOptions
 from shardwise.runtime.communicator import Completed, Handle
+from shardwise.runtime.compression import Feedback
+from shardwise.runtime.staging import Part
 
 
 class Posted(Protocol):
@@ -24,6 +28,7 @@ class Client(Protocol):
 
     def pull(self, into: Mapping[int, object]) -> Posted: ...
     def push(self, bucket: int, gradient: object) -> None: ...
+    def push_parts(self, server: int, parts: Sequence[Part]) -> None: ...
     def commit(self, ticket: int | None, versions: Sequence[int], weight: float = 1.0) -> Posted: ...
 
 
@@ -62,6 +67,7 @@ class ServedWorker:
 
     client: Client
     options: ServerOptions
+    shares: Sequence[Shares] = ()  # what each server has, for gradients that are compressed
     parameters: Mapping[int, Tensor] = field(default_factory=dict)
     ticket: int | None = None
     versions: tuple[int, ...] = ()
@@ -88,8 +94,25 @@ class ServedWorker:
 
     def push(self, bucket: int, gradient: Tensor) -> Handle:
         """Send the gradient of a bucket; it must not change until the commit has been answered."""
-        self.client.push(bucket, as_bytes(gradient))
+        if self.options.push == "whole":
+            self.client.push(bucket, as_bytes(gradient))
+            return Completed()
+        for server, shares in enumerate(self.shares):
+            if (share := shares.get(bucket)) is not None:
+                self.client.push_parts(server, self._compressed(server, bucket, gradient[share.start : share.stop]))
         return Completed()
+
+    def _compressed(self, server: int, bucket: int, gradient: Tensor) -> list[Part]:
+        found = []
+        for offset, count in cuts(gradient.numel(), gradient.itemsize):
+            encoding, payload = self.feedback.encoded((server, bucket, offset), gradient[offset : offset + count])
+            found.append(Part(bucket, offset, count, encoding, payload.numpy().data))
+        return found
+
+    @cached_property
+    def feedback(self) -> Feedback:
+        """Return what compresses this worker's gradients."""
+        return Feedback(self.options.push, self.options.push_share)
 
     def commit(self, weight: float) -> Handle:
         """Let the servers apply what has been pushed, times ``weight``."""

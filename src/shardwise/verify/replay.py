@@ -22,11 +22,15 @@ from shardwise.verify.oracle import Fields, Oracle, plain_optimizer
 
 
 class Slice(NamedTuple):
-    """Elements ``start`` to ``stop`` - 1 of a parameter, counted as it lies in memory."""
+    """Elements ``start`` to ``stop`` - 1 of a parameter, counted as it lies in memory; a server has them from element
+    ``at`` of its range of ``bucket`` on, which has ``size`` elements."""
 
     name: str
     start: int
     stop: int
+    bucket: int
+    at: int
+    size: int
 
 
 class Applied(NamedTuple):
@@ -36,6 +40,9 @@ class Applied(NamedTuple):
     read: int
     weight: float
     version: int
+
+
+Received = Callable[[int, int, Tensor], Tensor]
 
 
 @dataclass
@@ -86,15 +93,26 @@ class _Server:
         self.optimizer = plain_optimizer(choice)([group for group in groups if group["params"]])
         self.history = [[p.detach().clone() for p in self.own]]
 
-    def apply(self, gradients: Mapping[str, Tensor], one: Applied, by_staleness: bool) -> int:
-        """Take the step of a push; return how stale it was."""
+    def apply(
+        self, gradients: Mapping[str, Tensor], one: Applied, by_staleness: bool, received: Received | None
+    ) -> int:
+        """Take the step of a push; return how stale it was.  ``received`` gives what a server receives of a worker's
+        gradients, if they are compressed."""
         stale = one.version - 1 - one.read
         lr = self.choice.learning_rate(one.version - 1) / (1 + stale if by_staleness else 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for part, p in zip(self.slices, self.own, strict=True):
+        flat = {part.bucket: self.own[0].detach().new_zeros(part.size) for part in self.slices}
+        for part in self.slices:
             whole = gradients.get(part.name)  # none of a parameter that the batch's loss does not depend on
-            p.grad = torch.zeros_like(p) if whole is None else whole.reshape(-1)[part.start : part.stop] * one.weight
+            if whole is not None:
+                flat[part.bucket][part.at : part.at + part.stop - part.start] = whole.reshape(-1)[
+                    part.start : part.stop
+                ]
+        if received is not None:
+            flat = {bucket: received(one.key[0], bucket, values) for bucket, values in flat.items()}
+        for part, p in zip(self.slices, self.own, strict=True):
+            p.grad = flat[part.bucket][part.at : part.at + part.stop - part.start] * one.weight
         self.optimizer.step()
         self.history.append([p.detach().clone() for p in self.own])
         self.next += 1
@@ -104,9 +122,11 @@ class _Server:
 def replay(
     oracle: Oracle, batch_of: Callable[[int], Fields], records: Sequence[Sequence[str]],
     slices: Sequence[Sequence[Slice]], choice: OptimizerChoice, by_staleness: bool = False,
+    received: Sequence[Received] = (),
 ) -> Replayed:  # fmt: skip
     """Return what one device has after all pushes of the ``records``, one for each server; its ``slices`` are those of
-    each server, ``batch_of`` gives the batch of a ticket, and ``oracle`` has no optimizer.
+    each server, ``batch_of`` gives the batch of a ticket, and ``oracle`` has no optimizer.  ``received`` has, for each
+    server, a function of (worker, bucket, gradient) that compresses as workers do, if they do.
 
     Raises :class:`ShardwiseError` where a record does not follow from anything.
     """
@@ -128,7 +148,8 @@ def replay(
                     known[one.key] = _computed(oracle, batch_of(one.key[1]), one.key[1], servers, wanted)
                     found.losses[one.key], found.norms[one.key] = known[one.key].loss, known[one.key].norm
                     found.weights[one.key] = one.weight
-                found.staleness[server.apply(known[one.key].gradients, one, by_staleness)] += 1
+                how = received[servers.index(server)] if received else None
+                found.staleness[server.apply(known[one.key].gradients, one, by_staleness, how)] += 1
                 left[one.key] += 1
                 if left[one.key] == len(servers):
                     known[one.key] = Gradient(0.0, 0.0, {})  # nobody needs it any more

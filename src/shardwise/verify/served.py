@@ -17,11 +17,14 @@ from torch import Tensor
 
 from shardwise.core.clocks import Clocks
 from shardwise.core.flat import FlatShard
+from shardwise.core.frames import cuts
 from shardwise.core.ledger import Ledger
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
 from shardwise.core.tickets import Tickets
 from shardwise.lower.compiled import Compiled
 from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.compression import Feedback, decode
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.secret import SECRET
 from shardwise.runtime.served_store import ONE, ServedStore, served_ranges
@@ -29,7 +32,7 @@ from shardwise.runtime.served_worker import ServedWorker
 from shardwise.runtime.server import Server
 from shardwise.runtime.server_client import ServerClient
 from shardwise.units.share import entry_ranges
-from shardwise.verify.replay import Slice
+from shardwise.verify.replay import Received, Slice
 
 RUN = "verify"
 LIMIT = 120.0
@@ -56,13 +59,34 @@ def slices_of(compiled: Compiled, choice: OptimizerChoice) -> list[list[Slice]]:
         for index, held in ranges.items():
             layout = buckets[index].layout(choice, ONE, 0)
             where = FlatShard(held.start, held.stop)
-            own += [Slice(e.name, a - e.offset, b - e.offset) for e, a, b in entry_ranges(layout, *_ends(where))]
+            own += [
+                Slice(e.name, a - e.offset, b - e.offset, index, a - where.start, where.numel)
+                for e, a, b in entry_ranges(layout, where.start, where.stop)
+            ]
         found.append(own)
     return found
 
 
-def _ends(where: FlatShard) -> tuple[int, int]:
-    return where.start, where.stop
+def receiving(plan: Plan) -> list[Received]:
+    """Return, for each server, what it receives of a worker's gradients if they are compressed; [] if they are not."""
+    if plan.serving.push == "whole":
+        return []
+    return [_compressing(plan, server) for server in range(plan.serving.servers)]
+
+
+def _compressing(plan: Plan, server: int) -> Received:
+    workers: dict[int, Feedback] = {}
+
+    def received(worker: int, bucket: int, gradient: Tensor) -> Tensor:
+        feedback = workers.setdefault(worker, Feedback(plan.serving.push, plan.serving.push_share))
+        found = torch.empty_like(gradient)
+        for offset, count in cuts(gradient.numel(), gradient.itemsize):
+            part = gradient[offset : offset + count]
+            encoding, payload = feedback.encoded((server, bucket, offset), part)
+            found[offset : offset + count] = decode(payload.numpy().data, encoding, count, gradient.dtype)
+        return found
+
+    return received
 
 
 def run_served(
@@ -98,7 +122,7 @@ def run_served(
         def work(worker: int) -> None:
             client = ServerClient(addresses, ranges, secret, RUN, worker)
             try:
-                served = ServedWorker(client, options)
+                served = ServedWorker(client, options, ranges)
                 comm = AloneCommunicator(ONE, 0, torch.device("cpu"))
                 engine = Engine(compiled, comm, choice, clip_norm=clip_norm, seed=seed, strict=True, servers=served)
                 while (ticket := client.ticket()) is not None:

@@ -42,7 +42,7 @@ from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.islands import Islands
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 from shardwise.verify.replay import bound_holds, replay
-from shardwise.verify.served import run_served, slices_of
+from shardwise.verify.served import receiving, run_served, slices_of
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-10
@@ -213,7 +213,9 @@ def _verify_apart(
     )  # fmt: skip
     in_training(oracle)
     slices, by_staleness = slices_of(compiled, optimizer), plan.serving.rate == "staleness"
-    found = replay(oracle, lambda ticket: batches[ticket], served.records, slices, optimizer, by_staleness)
+    found = replay(
+        oracle, lambda ticket: batches[ticket], served.records, slices, optimizer, by_staleness, receiving(plan)
+    )  # fmt: skip
     comparison = Comparison()
     for key, value in found.losses.items():
         ticket = key[1]

@@ -11,7 +11,7 @@ from shardwise.core.data_options import Gathered, Reduced, ReduceDtype, Rows
 from shardwise.core.memory_options import Offload, Recompute
 from shardwise.core.numeric_options import Precision
 from shardwise.core.pipeline_options import Norm
-from shardwise.core.server_options import Rate, Server
+from shardwise.core.server_options import Push, Rate, Server
 from shardwise.core.tensor_options import Context, Experts, Overlap, Tensor, TensorPlan
 from shardwise.parallel.data import ZERO
 
@@ -170,6 +170,16 @@ class ParallelConfig:
         choice(*plan.CHOICES["server_rate"]),
         "fixed",
         does="whether the learning rate of an update is divided by how many others came since its parameters, plus one",
+    )
+    push: Push = key(
+        choice(*plan.CHOICES["push"]),
+        "whole",
+        does='with `"async"` and `"stale"`: how gradients are compressed on their way to servers',
+    )
+    push_share: float = key(
+        number(0.0, open_=True, most=1.0),
+        0.01,
+        does='with `push = "top-k"`: the share of the elements of each part of a gradient that is sent',
     )
     local_steps: int = key(
         integer(0),
