@@ -17,6 +17,7 @@ from shardwise.runtime.served_store import masters_of
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.replay import bound_holds, replay
 from shardwise.verify.served import receiving, run_served, slices_of
+from shardwise.verify.verify import in_pieces
 
 PRODUCT = list(itertools.product(("gpt", "llama", "conv", "mlp"), ("async", "stale"), (1, 2, 3), (1, 2, 4), (1, 2)))
 ADAM = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
@@ -28,7 +29,8 @@ def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 
     torch.manual_seed(3)
     given = [make(rows) for rows in itertools.islice(itertools.cycle((5, 4, 6)), batches)]
     served = run_served(compiled, given, choice, clip_norm=clip, seed=1)
-    oracle = Oracle(one.module, loss, None, seed=1)
+    pieces = in_pieces(compiled)
+    oracle = Oracle(one.module, loss, None, seed=1, microbatches=pieces.microbatches, parts=pieces.parts)
     oracle.module.train()
     found = replay(
         oracle, given.__getitem__, served.records, slices_of(compiled, choice), choice,
