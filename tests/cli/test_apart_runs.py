@@ -128,3 +128,28 @@ def test_a_wrong_batch_ends_the_run_with_its_error(tmp_path: Path) -> None:
     process = started(arguments)
     told, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 1 and "is not finite; nothing was pushed" in told
+
+
+@pytest.mark.slow
+def test_a_worker_that_joins_later(tmp_path: Path) -> None:
+    more = ["model.width=64", "model.layers=2", "data.sequence_length=64", "data.batch_size=8"]
+    arguments = given(tmp_path, "parallel.server=async", "parallel.dp=1", "train.steps=500", *more)
+    folder, process = tmp_path / "run", started(arguments)
+    until(lambda: len(lines(folder / "metrics.jsonl")) > 10, process)
+    command = [sys.executable, "-m", "shardwise", "join", str(folder)]
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert joined.returncode == 0 and "worker 2 joins" in joined.stdout, joined.stdout + joined.stderr
+    told, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, told
+    steps = lines(folder / "metrics.jsonl")
+    assert {one["worker"] for one in steps} == {0, 2}
+    assert sorted(one["step"] for one in steps) == list(range(500))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert again.returncode == 2 and "it has no servers now" in again.stderr
+
+
+def test_there_is_no_run_to_join(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "join", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 2 and "there is no run" in done.stderr

@@ -76,7 +76,8 @@ def serve(run_dir: Path, number: int) -> None:
         address = _address(folder)
         server = Server(
             store, served_ranges(compiled.buckets, plan, choice)[number], ledger,
-            read_secret(run_dir / SERVERS / SECRET_FILE), str(run_dir), port=address, log=print,
+            read_secret(run_dir / SERVERS / SECRET_FILE), str(run_dir), host=config.parallel.server_host,
+            port=address, log=print,
         )  # fmt: skip
         (folder / f"{ADDRESS}.part").write_text(json.dumps(server.address), encoding="utf-8")
         os.replace(folder / f"{ADDRESS}.part", folder / ADDRESS)

@@ -156,6 +156,11 @@ class ParallelConfig:
         ),
         legal='1 or more; with `"sync"` at most the ranks of a group of `dp`',
     )
+    server_host: str = key(
+        text("a name or address of this host"),
+        "127.0.0.1",
+        does='with `"async"` and `"stale"`: the address at which servers listen, and workers look for them',
+    )
     staleness: int = key(
         integer(0),
         0,
