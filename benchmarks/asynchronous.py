@@ -1,4 +1,4 @@
-"""Train real text for some seconds in each way of data parallelism while one worker is slow, and compare what is reached.
+"""Train real text for some seconds in each way of data parallelism while one worker is slow: what is reached?
 
     python benchmarks/asynchronous.py [--seconds 60] [--workers 2] [--slow 4] [--only async diloco] [--json FILE]
                                       [--picture FILE.png]

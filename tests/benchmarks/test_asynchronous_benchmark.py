@@ -1,15 +1,19 @@
-"""The benchmark of ways that wait and ways that do not: a slow worker is slow, and what is told follows from the run."""
+"""The benchmark of ways that wait and ways that do not: a slow worker is slow, and figures follow from the run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from asynchronous import WAYS, _reached, slowed
 from shardwise.config import load_config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from asynchronous import WAYS, _reached, slowed  # noqa: E402
 
 BUSY = "import time\nend = time.monotonic() + 2.0\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
 
