@@ -101,7 +101,7 @@ def test_lost_workers_and_servers_end_nothing(tmp_path: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     record = lines(folder / "servers/0/record.jsonl")
     again = [one for one in record if one["event"] == "restart"]
-    assert len(again) == 1 and again[0]["version"] % 20 == 0
+    assert len(again) == 1 and again[0]["version"] >= 20
     assert result["lost_updates"] >= 0 and {one["step"] for one in lines(folder / "metrics.jsonl")} >= set(range(400))
     last = [one["version"] for one in record if one["event"] == "push"][-1]
     assert last >= 400 - 20  # those that were lost and whose batches came again count once

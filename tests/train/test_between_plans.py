@@ -42,9 +42,9 @@ def alone(model: str) -> Compiled:
     return Compiled(zoo.make(model, WORDS).module.double().train(), Setting(model).plan, batch)
 
 
-def trained(folder: Path, setting: Setting, stop: int) -> Trained:
-    """Go on from the folder's checkpoint, if it has one, to step ``stop`` and save."""
-    made = alone(setting.model).under(setting.plan)
+def trained_by_ranks(folder: Path, made: Compiled, stop: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Go on from the folder's checkpoint, if it has one, to step ``stop`` and save: each rank's losses, and what is
+    saved."""
 
     def rank(comm: ThreadCommunicator) -> list[float]:
         trainer, losses = Trainer(made, CHOICE, made.plan, {}, clip_norm=0.5, seed=3, comm=comm), []
@@ -56,9 +56,15 @@ def trained(folder: Path, setting: Setting, stop: int) -> Trained:
         return losses
 
     losses = run_ranks(made.plan.mesh, rank, timeout=60)
-    assert all(other == losses[0] for other in losses), "ranks disagree on a loss"
     saved = Checkpoint.open(latest(folder))  # type: ignore[arg-type]
-    return Trained(losses[0], {name: saved.read(name) for name in saved.tensors})
+    return losses, {name: saved.read(name) for name in saved.tensors}
+
+
+def trained(folder: Path, setting: Setting, stop: int) -> Trained:
+    """The same of ranks that have all the same losses."""
+    losses, saved = trained_by_ranks(folder, alone(setting.model).under(setting.plan), stop)
+    assert all(other == losses[0] for other in losses), "ranks disagree on a loss"
+    return Trained(losses[0], saved)
 
 
 @functools.cache

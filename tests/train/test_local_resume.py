@@ -7,20 +7,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_between_plans import BATCH, CHOICE, LENGTH, alone, difference
-from test_resume import Rows
+from test_between_plans import alone, difference, trained_by_ranks
 from torch import Tensor
 
-from shardwise.checkpoint import Checkpoint, latest
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import parameter_server
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.train.checkpoints import Checkpoints
-from shardwise.train.trainer import Trainer
 
 BASE = Plan.of(precision="fp64")
 INSIDE = {
@@ -36,21 +31,7 @@ class Trained(NamedTuple):
 
 
 def trained(folder: Path, plan: Plan, stop: int) -> Trained:
-    """Go on from the folder's checkpoint, if it has one, to step ``stop`` and save."""
-    made = alone("qwen3").under(plan)
-
-    def rank(comm: ThreadCommunicator) -> list[float]:
-        trainer, losses = Trainer(made, CHOICE, plan, {}, clip_norm=0.5, seed=3, comm=comm), []
-        with trainer.loader(Rows(17, LENGTH), BATCH) as loader, Checkpoints(trainer, folder) as checkpoints:
-            checkpoints.restore(loader)
-            while trainer.engine.step_index < stop:
-                losses.append(float(trainer.step(next(loader)).loss))
-            checkpoints.save(loader)
-        return losses
-
-    losses = run_ranks(plan.mesh, rank, timeout=60)
-    saved = Checkpoint.open(latest(folder))  # type: ignore[arg-type]
-    return Trained(losses, {name: saved.read(name) for name in saved.tensors})
+    return Trained(*trained_by_ranks(folder, alone("qwen3").under(plan), stop))
 
 
 @pytest.mark.parametrize(

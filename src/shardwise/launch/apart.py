@@ -34,7 +34,7 @@ from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
 from .monitor import log_path, read_errors
 from .results import write_json
 from .served_process import REST
-from .server_process import RECORD, SECRET_FILE, SERVERS, SNAPSHOT
+from .server_process import RECORD, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of
 
 STOP_TIME = 60.0  # seconds that a server may take for its last snapshot
 
@@ -244,12 +244,10 @@ def weights(config: Config) -> dict[str, Any]:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from shardwise.config import build_optimizer
+    from shardwise.config import build_data, build_optimizer
     from shardwise.runtime.served_store import ServedStore, masters_of
 
-    from .subject import compiled_here, subject
-
-    compiled = compiled_here(config, subject(config, 1, weights=False))
+    compiled = compiled_of(config, build_data(config).train)
     stores, plan, choice = list[ServedStore](), build_plan(config), build_optimizer(config)
     for number in range(plan.serving.servers):
         store = ServedStore(compiled.buckets, plan, choice, number)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.garbage import without_gc
 from shardwise.core.metrics import LOSS, PERPLEXITY
 from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, current
 
 from .rank import rank_process, stop_on
-from .server_process import ADDRESS, SECRET_FILE, SERVERS
+from .server_process import ADDRESS, SECRET_FILE, SERVERS, compiled_of
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -33,9 +32,8 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
     """Train on one batch after the other until there are no tickets, or a SIGTERM comes."""
     import torch
 
-    from shardwise.config import build_data, build_model, build_optimizer, build_plan, load_config
+    from shardwise.config import build_data, build_optimizer, build_plan, load_config
     from shardwise.data.loader import Loader
-    from shardwise.lower.compiled import Compiled
     from shardwise.runtime.alone import AloneCommunicator
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.secret import read_secret
@@ -43,22 +41,14 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
     from shardwise.runtime.served_worker import ServedWorker
     from shardwise.runtime.server_client import ServerClient
 
-    from .subject import example_of, start_values
-
     asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
     config = load_config(current(run_dir, CONFIG))
     torch.set_num_threads(config.train.threads)
     plan, choice = build_plan(config), build_optimizer(config)
-    progress.phase("building the model")
-    constructor, loss = build_model(config)
-    initial = start_values(config, constructor)
+    progress.phase("opening the data")
     data = build_data(config)
-    progress.phase("capturing the model")
-    with without_gc():
-        compiled = Compiled(
-            initial.module, plan, example_of(data.train), loss, initial=initial, batch_rows=config.rows_together,
-            loss_weight=config.model.loss_weight,
-        )  # fmt: skip
+    progress.phase("building and capturing the model")
+    compiled = compiled_of(config, data.train)
     ranges = served_ranges(compiled.buckets, plan, choice)
     progress.phase("looking for the servers")
     secret = read_secret(run_dir / SERVERS / SECRET_FILE)

@@ -24,6 +24,8 @@ from .rank import rank_process, stop_on
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shardwise.config import Config
+    from shardwise.lower.compiled import Compiled
     from shardwise.runtime.served_store import ServedStore
     from shardwise.runtime.server import Server
 
@@ -37,29 +39,19 @@ def serve(run_dir: Path, number: int) -> None:
     """Serve until a SIGTERM, and leave a snapshot."""
     import torch
 
-    from shardwise.config import build_data, build_model, build_optimizer, build_plan, load_config
+    from shardwise.config import build_data, build_optimizer, build_plan, load_config
     from shardwise.core.clocks import Clocks
     from shardwise.core.ledger import Ledger
     from shardwise.core.tickets import Tickets
-    from shardwise.lower.compiled import Compiled
     from shardwise.runtime.secret import read_secret
     from shardwise.runtime.served_store import ServedStore, served_ranges
     from shardwise.runtime.server import Server
-
-    from .subject import example_of, start_values
 
     asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
     config = load_config(current(run_dir, CONFIG))
     torch.set_num_threads(config.train.threads)
     plan, choice, folder = build_plan(config), build_optimizer(config), run_dir / SERVERS / str(number)
-    constructor, loss = build_model(config)
-    initial = start_values(config, constructor)
-    with without_gc():
-        example = example_of(build_data(config).train)
-        compiled = Compiled(
-            initial.module, plan, example, loss, initial=initial, batch_rows=config.rows_together,
-            loss_weight=config.model.loss_weight,
-        )  # fmt: skip
+    compiled = compiled_of(config, build_data(config).train)
     store = ServedStore(compiled.buckets, plan, choice, number)
     found = _read(folder / SNAPSHOT)
     if found is None:
@@ -86,6 +78,22 @@ def serve(run_dir: Path, number: int) -> None:
         saver.start()
         server.run()
         saver.join()
+
+
+def compiled_of(config: Config, dataset: Any) -> Compiled:
+    """Return the model of a run for its plan, with the values that it starts from."""
+    from shardwise.config import build_model, build_plan
+    from shardwise.lower.compiled import Compiled
+
+    from .subject import example_of, start_values
+
+    constructor, loss = build_model(config)
+    initial = start_values(config, constructor)
+    with without_gc():
+        return Compiled(
+            initial.module, build_plan(config), example_of(dataset), loss, initial=initial,
+            batch_rows=config.rows_together, loss_weight=config.model.loss_weight,
+        )  # fmt: skip
 
 
 def _address(folder: Path) -> int:
