@@ -33,7 +33,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def started(arguments: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardwise", "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -112,7 +114,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     arguments = given(tmp_path, "parallel.server=async", "train.steps=300", "model.width=64", "data.batch_size=8")
     folder, process = tmp_path / "run", started(arguments)
     until(lambda: len(lines(folder / "metrics.jsonl")) > 30, process)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the group at once
     told, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, told
     done = len(lines(folder / "metrics.jsonl"))
@@ -153,3 +155,45 @@ def test_there_is_no_run_to_join(tmp_path: Path) -> None:
         [sys.executable, "-m", "shardwise", "join", str(tmp_path)], capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 2 and "there is no run" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_ended_does_not_finish_the_run(tmp_path: Path) -> None:
+    more = ["model.width=64", "data.batch_size=8", "train.steps=3000"]
+    arguments = given(tmp_path, "parallel.server=async", "parallel.dp=1", *more)
+    folder, process = tmp_path / "run", started(arguments)
+    until(lambda: len(lines(folder / "metrics.jsonl")) > 20, process)
+    os.kill(of_run(folder, "served_process", 0), signal.SIGTERM)
+    told, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1 and "all workers were lost" in told
+    assert not (folder / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_snapshot_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    more = ["model.width=64", "data.batch_size=8", "train.steps=3000", "checkpoint.every=50"]
+    arguments = given(tmp_path, "parallel.server=async", *more)
+    folder, process = tmp_path / "run", started(arguments)
+    until(lambda: len(lines(folder / "metrics.jsonl")) > 5, process)
+    (folder / "servers/0/snapshot.part").unlink(missing_ok=True)
+    (folder / "servers/0/snapshot.part").mkdir()
+    told, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1 and "server 0 cannot save its snapshot" in told, told
+    assert not (folder / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost_before_its_first_snapshot_falls_due(tmp_path: Path) -> None:
+    """It starts again at version 0, and says what is lost; the weights are whole, whoever is left to write buffers."""
+    more = ["model.width=64", "data.batch_size=8", "train.steps=300", "checkpoint.every=100000"]
+    arguments = given(tmp_path, "parallel.server=async", "parallel.server_ranks=2", *more)
+    folder, process = tmp_path / "run", started(arguments)
+    until(lambda: len(lines(folder / "metrics.jsonl")) > 40, process)
+    os.kill(of_run(folder, "server_process", 1), signal.SIGKILL)
+    os.kill(of_run(folder, "served_process", 0), signal.SIGKILL)
+    told, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, told
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == 300 and result["lost_updates"] >= 30
+    weights = load_file(folder / "weights.safetensors")
+    assert all(bool(one.isfinite().all()) for one in weights.values())

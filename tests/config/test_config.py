@@ -244,6 +244,8 @@ REFUSED = [
     ("parallel.server_ranks=2", ["parallel.server_ranks", "2", 'parallel.server = "sync"', "no server"]),
     ("parallel.server=asynchronous", ["parallel.server", '"none", "sync", "async", "stale"']),
     ("parallel.local_fragments=2", ["parallel.local_fragments", "2", "1 to parallel.local_steps = 0"]),
+    ("parallel.outer_lr=0.5", ["parallel.outer_lr", "0.5", "parallel.local_steps of at least 1"]),
+    ("parallel.push_share=0.5", ["parallel.push_share", "0.5", 'parallel.push = "top-k"']),
     ("parallel.local_mix=1.5", ["parallel.local_mix", "1.5", "at most 1"]),
     ("parallel.outer_momentum=1", ["parallel.outer_momentum", "below 1"]),
     ("parallel.dp_replicate=3", ["parallel.dp_replicate", "a divisor of parallel.dp = 2: 1, 2"]),
@@ -589,6 +591,9 @@ def test_epochs_stand_for_steps() -> None:
     assert config.train.epochs == 2  # the data is not known yet, and neither are the steps
     with pytest.raises(ConfigError, match="optimizer.warmup_steps.*at most 5, with train.steps = 6"):
         config.for_samples(9)
+    islands = ["train.devices=2", "parallel.dp_replicate=2", "parallel.local_steps=2"]
+    config = load("train.epochs=3", "data.batch_size=16", "data.factory=a:b", *islands).for_samples(17)
+    assert config.train.steps == 3  # a row that is left is not one for each island
     config = load("train.epochs=2", "data.batch_size=4", "data.factory=a:b").for_samples(9)
     assert (config.train.epochs, config.train.steps, config.checkpoint.every) == (None, 6, 1)
     assert any(

@@ -10,9 +10,12 @@ import torch
 
 from covering import covering
 from models import captured
+from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.server import asynchronous_server
+from shardwise.runtime.compression import Feedback
 from shardwise.runtime.served_store import masters_of
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.replay import bound_holds, replay
@@ -87,3 +90,40 @@ def test_the_strictest_bound_is_bulk_synchronous() -> None:
     """With staleness 0 nobody begins a batch before all have pushed as many."""
     found = check("gpt", asynchronous_server(Plan.of(), "stale", 1, 3, staleness=0), batches=12)
     assert max(found.staleness) <= 4
+
+
+def refused(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> str:
+    plan = asynchronous_server(Plan.of(precision="fp64"), "async", 1, 1)
+    with pytest.raises(ConfigError) as error:
+        run_served(Compiled(module, plan, batch), [batch], ADAM)
+    return str(error.value)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.one, self.branches = torch.nn.Linear(3, 1).double(), branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.branches and x.sum() > 0:
+            return self.one(x).mean() * 2
+        return self.one(x).mean()
+
+
+def test_what_workers_cannot_know_is_refused() -> None:
+    """A hook would see the gradient too late; of a model that is not captured nobody knows what a batch reaches."""
+    batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
+    hooked = Linear(False)
+    hooked.one.weight.register_hook(lambda g: g * 0)
+    assert "one.weight: it has a hook" in refused(hooked, batch)
+    assert "the model could not be captured" in refused(Linear(True), batch)
+
+
+@pytest.mark.parametrize("push", ["int8", "top-k"])
+def test_a_gradient_that_is_not_finite_is_sent_as_it_is(push: Any) -> None:
+    """Nothing is committed then, and the norm says why."""
+    feedback = Feedback(push, 0.1)
+    x = torch.ones(1000)
+    x[3] = torch.inf
+    encoding, payload = feedback.encoded((0, 0, 0), x)
+    assert encoding == 0 and payload.numel() == 4000

@@ -394,6 +394,9 @@ def _servers(draft: ConfigDraft, ranks: int) -> None:
         if draft.sound(one) and draft[one] != plain[one] and kind not in kinds:
             shown_kinds = " or ".join(f'"{word}"' for word in kinds)
             draft.refuse(one, f"left out, or parallel.server = {shown_kinds}")
+    share = "parallel.push_share"
+    if draft.sound(share) and draft[share] != 0.01 and draft["parallel.push"] != "top-k":
+        draft.refuse(share, 'left out, or parallel.push = "top-k"')
     if not _serves(draft):
         if draft[key] > 1:
             draft.refuse(key, '1, or parallel.server = "sync"', "There is no server")
@@ -435,6 +438,18 @@ def _islands(draft: ConfigDraft, groups: int) -> None:
         return
     if draft[steps] and groups == 1:
         draft.refuse(steps, "0, or parallel.dp_replicate of at least 2", "There is one group of ranks")
+    for key, plain in (("parallel.outer_lr", 0.7), ("parallel.outer_momentum", 0.9), ("parallel.local_mix", 0.5)):
+        if draft.sound(key) and draft[key] != plain and not draft[steps]:
+            draft.refuse(key, f"left out, or {steps} of at least 1", "Nothing meets")
+    if draft[steps] and draft.sound("train.steps") and draft["train.epochs"] is None:
+        total = draft["train.steps"]
+        if draft[steps] > total:
+            draft.refuse(steps, f"at most train.steps = {total}", "Islands would never meet")
+        elif total % draft[steps] and draft[fragments] == 1:
+            draft.notices.append(
+                f"{steps} = {draft[steps]}: islands meet last after step {total - total % draft[steps]} of {total}; "
+                "what comes after it counts for the first island alone"
+            )
     if draft[fragments] > max(1, draft[steps]):
         draft.refuse(fragments, f"1 to parallel.local_steps = {draft[steps]}", "Each meets once in so many steps")
 

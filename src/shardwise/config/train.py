@@ -19,9 +19,12 @@ def count_epochs(draft: ConfigDraft, samples: int | None) -> None:
         draft.refuse(epochs, f"left out, or {steps} left out: each says how long the run is")
     elif samples is not None and draft.sound(batch):
         each = math.ceil(samples / draft[batch])
+        islands = draft["parallel.dp_replicate"] if draft["parallel.local_steps"] else 1
+        if each > 1 and 0 < samples % draft[batch] < islands:
+            each -= 1  # an epoch ends where there is not a row for each island
         number = max(1, math.ceil(round(draft[epochs] * each, 6)))
         left = samples % draft[batch]
-        last = f", the last of an epoch with {left} rows" if left and each > 1 else ""
+        last = f", the last of an epoch with {left} rows" if left >= islands and each > 1 else ""
         draft.notices.append(f"{epochs} = {draft[epochs]:g}: {number} steps, {each} an epoch{last}")
         draft.put_for(epochs, steps, number)
 

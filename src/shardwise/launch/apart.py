@@ -15,17 +15,20 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import LOSS
-from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, RESULT, WEIGHTS, parsed_line
+from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, RESULT, WEIGHTS, parsed_line, write_whole
+from shardwise.runtime.progress import read_record
 from shardwise.runtime.secret import make_secret
 
 from .begin import settle, stage
@@ -34,8 +37,9 @@ from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
 from .monitor import log_path, read_errors
 from .results import write_json
 from .served_process import REST
-from .server_process import RECORD, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of
+from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of, snapshot_facts
 
+LEAST_HANG = 60.0  # seconds: a worker may wait that long for a server that starts again
 STOP_TIME = 60.0  # seconds that a server may take for its last snapshot
 
 
@@ -43,8 +47,12 @@ def goes_on(config: Config) -> bool:
     """Return whether the servers of an unfinished run are in the folder, to go on from; raise :class:`ConfigError` if
     they are of another configuration."""
     folder = Path(config.train.run_dir)
-    found = list((folder / SERVERS).glob(f"*/{SNAPSHOT}"))
-    if not found or (folder / RESULT).exists() or config.train.resume == "never":
+    numbers = range(config.parallel.server_ranks)
+    if (
+        not all((folder / SERVERS / str(number) / SNAPSHOT).exists() for number in numbers)
+        or (folder / RESULT).exists()
+        or config.train.resume == "never"
+    ):
         return False
     if keys := changed_keys((folder / CONFIG).read_text(encoding="utf-8"), config):
         there = f"an unfinished run with other values of {', '.join(keys)} is there"
@@ -57,6 +65,7 @@ def prepare(config: Config) -> list[str]:
     folder, told = Path(config.train.run_dir), list[str]()
     if goes_on(config):
         (folder / CONFIG).write_text(config.resolved(), encoding="utf-8")
+        _cut_metrics(folder)
         told.append("going on from the servers' snapshots")
     else:
         stage(folder, config.resolved(), anew=True)
@@ -65,9 +74,20 @@ def prepare(config: Config) -> list[str]:
         for number in range(config.parallel.server_ranks):
             (folder / SERVERS / str(number)).mkdir(parents=True)
         make_secret(folder / SERVERS / SECRET_FILE)
+        (folder / SERVERS / RUN_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     for old in folder.glob("monitor/rank_*"):
         old.unlink(missing_ok=True)
     return told
+
+
+def _cut_metrics(folder: Path) -> None:
+    """Leave the lines of the batches that the first server has done by its snapshot; the others are trained again."""
+    facts = snapshot_facts(folder, 0)
+    assert facts is not None
+    tickets = facts["tickets"]
+    done = set(range(tickets["next"])) - {*tickets["free"], *tickets["dropped"]}
+    kept = {one["step"]: one for one in read_lines(folder / METRICS) if one["step"] in done}
+    write_whole(folder / METRICS, "".join(json.dumps(one) + "\n" for one in kept.values()))
 
 
 @dataclass
@@ -104,7 +124,8 @@ class Processes:
             "PYTHONUNBUFFERED": "1",
         }
         command = [sys.executable, "-m", f"shardwise.launch.{module}", str(self.folder), str(number)]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        # A Ctrl-C in a terminal reaches all of its group at once, and servers have to outlive their workers.
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def look(self) -> bool:
         """Start lost servers again; return whether all workers have ended.  Raise :class:`RunFailed` where that, or a
@@ -128,8 +149,13 @@ class Processes:
         error = next((one for one in read_errors(self.folder) if one.rank == number), None)
         if error is not None and error.kind != "communication":
             raise self._failed(error.message, number, error.kind)
-        left = len(self.workers)
-        self.say(f"worker {number} was lost ({_ended(code)}); {left} go on")
+        left, more = len(self.workers), ", without evaluations" if number == 0 and self.config.validation.every else ""
+        self.say(f"worker {number} was lost ({_ended(code)}); {left} go on{more}")
+
+    def signs(self) -> list[int]:
+        """Return numbers that change while anybody does anything."""
+        records = [read_record(self.folder, rank) for rank in range(self.config.parallel.dp)]
+        return [0 if one is None else one.writes for one in records]
 
     def _restart(self, number: int, code: int) -> None:
         rank = self.config.parallel.dp + number
@@ -172,21 +198,19 @@ def train_apart(config: Config, tick: Callable[[], object], say: Callable[[str],
     Raises :class:`RunFailed` where no worker or no server can go on, or nothing happens for ``train.hang_timeout``.
     """
     processes = Processes(config, say)
-    stopped, metrics = False, processes.folder / METRICS
+    stopped = False
     with interruptible():
         try:
             processes.start()
-            seen, since, started = -1, time.monotonic(), False
+            signs, since = processes.signs(), time.monotonic()
             try:
                 while not processes.look():
                     time.sleep(POLL)
                     tick()
-                    size = metrics.stat().st_size if metrics.exists() else 0
-                    if size != seen or not started:
-                        started = started or size > max(seen, 0) >= 0 and seen >= 0
-                        seen, since = size, time.monotonic()
-                    elif time.monotonic() - since > config.train.hang_timeout:
-                        raise RunFailed(f"no update for {config.train.hang_timeout:.0f} s", "hang", None)
+                    if (now := processes.signs()) != signs or not (processes.folder / METRICS).exists():
+                        signs, since = now, time.monotonic()
+                    elif time.monotonic() - since > max(config.train.hang_timeout, LEAST_HANG):
+                        raise RunFailed(f"no sign of life for {time.monotonic() - since:.0f} s", "hang", None)
             except KeyboardInterrupt:
                 stopped = True
                 say("stopping after the batches under way, with a snapshot of each server (once more: at once)")
@@ -205,6 +229,7 @@ def finish(config: Config) -> None:
     from safetensors.torch import save_file
 
     folder = Path(config.train.run_dir)
+    _check_done(config)
     save_file(weights(config), folder / WEIGHTS, {"format": "pt"})
     lines = sorted(read_lines(folder / METRICS), key=lambda one: one["time"])
     evaluations = read_lines(folder / EVALUATIONS)
@@ -213,30 +238,52 @@ def finish(config: Config) -> None:
     losses = [one["loss"] for one in lines]
     workers = sorted({one["worker"] for one in lines})
     result: dict[str, Any] = {
-        "steps": len(lines), "loss_first": losses[0] if lines else None, "loss_last": losses[-1] if lines else None,
+        "steps": len({one["step"] for one in lines}),
+        "loss_first": losses[0] if lines else None, "loss_last": losses[-1] if lines else None,
         "tokens_per_second": statistics.median(one["tokens_per_second"] for one in steady) * len(workers),
         "step_seconds": statistics.median(one["step_seconds"] for one in steady), "training_seconds": seconds,
         "peak_memory_bytes": max((one["peak_memory_bytes"] for one in lines if one["worker"] == 0), default=None),
         "ranks": config.parallel.dp, "servers": config.parallel.server_ranks, "device": "cpu",
         "run_dir": str(folder), "weights": str(folder / WEIGHTS),
         "staleness": dict(sorted(Counter(one["staleness"] for one in lines).items())),
-        "lost_updates": lost_updates(folder),
+        "lost_updates": lost_updates(folder, config.parallel.server_ranks),
     }  # fmt: skip
     if evaluations:
         result |= {LOSS: evaluations[-1][LOSS], "evaluation": evaluations[-1]}
     write_json(folder / RESULT, result)
 
 
-def lost_updates(folder: Path) -> int:
-    """Return how many updates restarted servers have lost, as workers told them: for each restart the most."""
-    total = 0
-    for path in (folder / SERVERS).glob(f"*/{RECORD}"):
-        worst: dict[int, int] = {}
-        for one in filter(None, map(parsed_line, path.read_bytes().splitlines())):
-            if one["event"] == "lost":
-                worst[one["of"]] = max(worst.get(one["of"], 0), one["updates"])
-        total += sum(worst.values())
-    return total
+def _check_done(config: Config) -> None:
+    """Raise :class:`RunFailed` unless all batches are done, and the servers have saved all that they have applied."""
+    folder = Path(config.train.run_dir)
+    for number in range(config.parallel.server_ranks):
+        facts, pushed = snapshot_facts(folder, number), _versions(folder, number)
+        last = pushed[-1] if pushed else 0
+        if facts is None or facts["version"] != last:
+            found = "none" if facts is None else f"one of version {facts['version']}"
+            raise RunFailed(f"server {number} has applied {last} updates, and its snapshot is {found}", "lost", None)
+        if number == 0 and (facts["tickets"]["next"] < config.train.steps or facts["tickets"]["free"]):
+            raise RunFailed("the workers have ended, and batches are left; the same command goes on", "lost", None)
+
+
+def _events(folder: Path, number: int) -> list[dict[str, Any]]:
+    path = folder / SERVERS / str(number) / RECORD
+    return list(filter(None, map(parsed_line, path.read_bytes().splitlines()))) if path.exists() else []
+
+
+def _versions(folder: Path, number: int) -> list[int]:
+    """Return the versions after each push and at each start, in their order."""
+    return [one["version"] for one in _events(folder, number) if one["event"] in ("start", "restart", "push")]
+
+
+def lost_updates(folder: Path, servers: int) -> int:
+    """Return how many updates servers have lost by starting again from a snapshot: of each server all, and of these the
+    most."""
+    found = [0]
+    for number in range(servers):
+        versions = _versions(folder, number)
+        found.append(sum(max(0, a - b) for a, b in pairwise(versions)))
+    return max(found)
 
 
 def weights(config: Config) -> dict[str, Any]:
@@ -246,6 +293,7 @@ def weights(config: Config) -> dict[str, Any]:
 
     from shardwise.config import build_data, build_optimizer
     from shardwise.runtime.served_store import ServedStore, masters_of
+    from shardwise.runtime.whole_state import first_names
 
     compiled = compiled_of(config, build_data(config).train)
     stores, plan, choice = list[ServedStore](), build_plan(config), build_optimizer(config)
@@ -255,5 +303,10 @@ def weights(config: Config) -> dict[str, Any]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             store.load_state(state, json.loads(file.metadata()["ledger"])["version"])
         stores.append(store)
-    rest = Path(config.train.run_dir) / SERVERS / REST
-    return {**(load_file(rest) if rest.exists() else {}), **masters_of(stores)}
+    named = dict(compiled.module.named_buffers())
+    first = first_names(compiled.module)
+    start = {name: compiled.values[name] for name in first.values() if name not in named}
+    kept = sorted((Path(config.train.run_dir) / SERVERS).glob(REST.format("*")))
+    buffers = load_file(kept[0]) if kept else named
+    every = {**start, **buffers, **masters_of(stores)}
+    return {name: every[name].detach().contiguous().clone() for name in dict.fromkeys(first.values())}

@@ -152,7 +152,8 @@ class Run(Ready):
             trainer.finish()
             self._settle(first)  # where no step was left
         except (NonFiniteError, LossScaleError):
-            self.save_weights()
+            if not self.config.parallel.local_steps:  # of islands one alone is here, and the others wait for it
+                self.save_weights()
             raise
 
     def _window(self, step: int) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.frames import Outcome
 from shardwise.core.metrics import LOSS, PERPLEXITY
 from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, current
 
 from .rank import rank_process, stop_on
-from .server_process import ADDRESS, SECRET_FILE, SERVERS, compiled_of
+from .server_process import ADDRESS, SECRET_FILE, SERVERS, compiled_of, run_name
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from shardwise.runtime.progress import Progress
 
 PATIENCE = 120.0  # seconds that servers may take to start, or to start again
-REST = "rest.safetensors"
-"""What no server has: buffers, and parameters that do not learn, as worker 0 has them at the end."""
+REST = "buffers_{}.safetensors"
+"""What forward writes, and no server has: a worker's buffers, as it has them when it ends."""
 
 
-def work(run_dir: Path, number: int, progress: Progress) -> None:
-    """Train on one batch after the other until there are no tickets, or a SIGTERM comes."""
+def work(run_dir: Path, number: int, progress: Progress) -> bool:
+    """Train on one batch after the other until there are no tickets, and return True; False after a SIGTERM."""
     import torch
 
     from shardwise.config import build_data, build_optimizer, build_plan, load_config
@@ -53,7 +54,13 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
     progress.phase("looking for the servers")
     secret = read_secret(run_dir / SERVERS / SECRET_FILE)
     client = ServerClient(
-        _addresses(run_dir, plan.serving.servers), ranges, secret, str(run_dir), number, patience=PATIENCE, log=print
+        _addresses(run_dir, plan.serving.servers),
+        ranges,
+        secret,
+        run_name(run_dir),
+        number,
+        patience=PATIENCE,
+        log=print,
     )
     try:
         servers = ServedWorker(client, plan.serving, ranges)
@@ -64,9 +71,10 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
         )  # fmt: skip
         compiled.release()
         with Loader(data.train, ONE, 0, config.data.batch_size, plan.microbatches, config.train.seed) as loader:
-            _train(run_dir, number, config, engine, client, loader, data.validation, progress, asked)
-        if number == 0:
-            _keep_rest(run_dir, engine)
+            _take_buffers(run_dir, number, engine)
+            done = _train(run_dir, number, config, engine, client, loader, data.validation, progress, asked)
+        _keep_buffers(run_dir, number, engine)
+        return done
     finally:
         client.close()
 
@@ -74,7 +82,8 @@ def work(run_dir: Path, number: int, progress: Progress) -> None:
 def _train(
     run_dir: Path, number: int, config: Config, engine: Engine, client: Any, loader: Any, validation: Any,
     progress: Progress, asked: Any,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
+    """Return whether there were no tickets left."""
     from .results import append_line, peak_memory, tokens_per_row
 
     servers, every = engine.interpreter.servers, config.validation.every
@@ -86,7 +95,7 @@ def _train(
         progress.phase("waiting for a ticket")
         ticket = client.ticket()
         if ticket is None:
-            break
+            return True
         progress.begin(ticket)
         batch = loader.batch_at(ticket)
         progress.batch(batch.rows)
@@ -97,16 +106,19 @@ def _train(
             raise ShardwiseError(f"step {ticket}: the gradient of worker {number} is not finite; nothing was pushed")
         seconds = time.perf_counter() - begun
         applied = servers.committed[0]
+        if applied.outcome == Outcome.REFUSED:  # another worker has done the batch meanwhile
+            continue
         append_line(run_dir / METRICS, {
             "step": ticket, "loss": result.loss, "grad_norm": result.grad_norm,
             "lr": engine.optimizer.learning_rate(applied.version - 1), "step_seconds": seconds,
             "tokens_per_second": batch.rows * tokens / seconds, "worker": number,
-            "staleness": applied.version - 1 - servers.versions[0], "time": time.time(),
+            "staleness": max(0, applied.version - 1 - servers.versions[0]), "time": time.time(),
             "peak_memory_bytes": peak_memory(engine.comm.device),
         }, print)  # fmt: skip
         if number == 0 and validation is not None and every and ticket // every > evaluated:
             evaluated = ticket // every
             _evaluate(run_dir, config, engine, servers, validation, ticket)
+    return False
 
 
 def _evaluate(run_dir: Path, config: Config, engine: Engine, servers: Any, validation: Any, ticket: int) -> None:
@@ -140,22 +152,31 @@ def _addresses(run_dir: Path, servers: int) -> list[tuple[str, int]]:
     return found
 
 
-def _keep_rest(run_dir: Path, engine: Engine) -> None:
-    """Write what no server has."""
+def _keep_buffers(run_dir: Path, number: int, engine: Engine) -> None:
+    """Write this worker's buffers, with which it goes on, and which the run's weights may take."""
     from safetensors.torch import save_file
 
-    memory = engine.memory
-    frozen = {n: v for m in memory.buckets.values() if not m.learns for n, v in m.views(m.param).items()}
-    every = {**engine.unused, **frozen, **memory.buffers}
-    names: Sequence[str] = sorted(set(engine.whole.first_names.values()) & every.keys())
-    save_file({name: every[name].detach().contiguous().clone() for name in names}, run_dir / SERVERS / REST)
+    path = run_dir / SERVERS / REST.format(number)
+    save_file({name: value.contiguous().clone() for name, value in engine.memory.buffers.items()}, f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def _take_buffers(run_dir: Path, number: int, engine: Engine) -> None:
+    """Go on with the buffers that this worker had when the run was stopped, if it was."""
+    from safetensors.torch import load_file
+
+    path = run_dir / SERVERS / REST.format(number)
+    if path.exists():
+        for name, value in load_file(path).items():
+            engine.memory.buffers[name].copy_(value)
 
 
 def main() -> None:
     """Work as the number that the command line names."""
     run_dir, number = Path(sys.argv[1]).absolute(), int(sys.argv[2])
     with rank_process(run_dir) as progress:
-        work(run_dir, number, progress)
+        if not work(run_dir, number, progress):
+            sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.garbage import without_gc
 from shardwise.report.files import CONFIG, current
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from shardwise.runtime.served_store import ServedStore
     from shardwise.runtime.server import Server
 
-SERVERS, ADDRESS, RECORD, SNAPSHOT, SECRET_FILE = (
-    "servers", "address.json", "record.jsonl", "snapshot.safetensors", "secret",
+SERVERS, ADDRESS, RECORD, SNAPSHOT, SECRET_FILE, RUN_FILE = (
+    "servers", "address.json", "record.jsonl", "snapshot.safetensors", "secret", "run",
 )  # fmt: skip
 LOOK = 0.2  # seconds between two looks at whether a snapshot is due
 
@@ -55,29 +56,42 @@ def serve(run_dir: Path, number: int) -> None:
     store = ServedStore(compiled.buckets, plan, choice, number)
     found = _read(folder / SNAPSHOT)
     if found is None:
+        if (folder / RECORD).exists() and '"push"' in (folder / RECORD).read_text(encoding="utf-8"):
+            raise ShardwiseError(f"server {number} has served, and its snapshot is gone: {folder / SNAPSHOT}")
         store.load(compiled.values)
     else:
         store.load_state(found[0], found[1]["version"])
-    compiled.release()
     with (folder / RECORD).open("a", buffering=1, encoding="utf-8") as record:
         tickets = Tickets(config.train.steps, True) if number == 0 else None
         ledger = Ledger(
             Clocks(plan.serving.bound), tickets, lambda line: print(line, file=record), server=number,
             start=1 + secrets.randbits(48), snapshot=None if found is None else found[1],
         )  # fmt: skip
-        address = _address(folder)
+        if found is None:  # a server that is lost soon starts again with what workers have seen
+            _write(folder / SNAPSHOT, store.state(), ledger.snapshot())
         server = Server(
             store, served_ranges(compiled.buckets, plan, choice)[number], ledger,
-            read_secret(run_dir / SERVERS / SECRET_FILE), str(run_dir), host=config.parallel.server_host,
-            port=address, log=print,
+            read_secret(run_dir / SERVERS / SECRET_FILE), run_name(run_dir), host=config.parallel.server_host,
+            port=_port(folder), log=print,
         )  # fmt: skip
         (folder / f"{ADDRESS}.part").write_text(json.dumps(server.address), encoding="utf-8")
         os.replace(folder / f"{ADDRESS}.part", folder / ADDRESS)
         every = config.checkpoint.every or config.train.steps
-        saver = threading.Thread(target=_save_now_and_then, args=(server, store, folder, every, asked), daemon=True)
+        failed: list[Exception] = []
+
+        def save() -> None:
+            try:
+                _save_now_and_then(server, store, folder, every, asked)
+            except Exception as error:  # a full disk: a server that cannot save must not go on as if it could
+                failed.append(error)
+                server.close()
+
+        saver = threading.Thread(target=save, daemon=True)
         saver.start()
         server.run()
         saver.join()
+    if failed:
+        raise ShardwiseError(f"server {number} cannot save its snapshot: {failed[0]}") from failed[0]
 
 
 def compiled_of(config: Config, dataset: Any) -> Compiled:
@@ -96,7 +110,18 @@ def compiled_of(config: Config, dataset: Any) -> Compiled:
         )  # fmt: skip
 
 
-def _address(folder: Path) -> int:
+def run_name(run_dir: Path) -> str:
+    """Return what tells the run apart from others, whatever path leads to its folder."""
+    return (run_dir / SERVERS / RUN_FILE).read_text(encoding="utf-8")
+
+
+def snapshot_facts(run_dir: Path, number: int) -> dict[str, Any] | None:
+    """Return what the ledger of a server was at its last snapshot; None if there is none."""
+    found = _read(run_dir / SERVERS / str(number) / SNAPSHOT, state=False)
+    return None if found is None else found[1]
+
+
+def _port(folder: Path) -> int:
     """Return the port of an earlier start, where workers look for this server; 0 takes any."""
     try:
         return int(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))[1])
@@ -134,14 +159,15 @@ def _write(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
     os.replace(part, path)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def _read(path: Path, state: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the state and the ledger of a snapshot; None if there is none."""
     from safetensors import safe_open
 
     if not path.exists():
         return None
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["ledger"])  # noqa: SIM118
+        names = file.keys() if state else ()
+        return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["ledger"])
 
 
 def main() -> None:

@@ -98,6 +98,8 @@ class Feedback:
         if self.kind in ("whole", "bf16"):
             return encode(x, self.kind, self.share)
         given = x + self.left[place] if place in self.left else x.clone()
+        if not bool(given.isfinite().all()):  # the norm will say so, and nothing will be committed
+            return encode(x, "whole", self.share)
         encoding, payload = encode(given, self.kind, self.share)
         self.left[place] = given - decode(payload.numpy().data, encoding, x.numel(), x.dtype)
         return encoding, payload

@@ -149,6 +149,14 @@ class Engine:
             wrong = f'server = "{plan.serving.kind}" {"without" if servers is None else "with"} servers'
             raise ConfigError.on("Engine(servers=…)", wrong, "a connection to them where they are apart, else None")
         if servers is not None:
+            whole = 'server = "sync" or "none"'
+            if self.compiled.hooks is not None and self.compiled.hooks.parameters:
+                name = next(iter(self.compiled.hooks.parameters))
+                wrong = "it has a hook, and servers apart take gradients before hooks could see them"
+                raise ConfigError.on(f"parameter {name}", wrong, whole)
+            if (why := self.compiled.general.opaque) is not None:
+                wrong = f"the model could not be captured ({why}), and servers would update what a batch does not reach"
+                raise ConfigError.on("server", wrong, whole)
             if self.comm.device.type != "cpu":
                 raise ConfigError.on("server", f'"{plan.serving.kind}" on a {self.comm.device.type} device', '"sync"')
             servers.parameters = {index: m.param for index, m in self.memory.buckets.items() if m.learns}

@@ -61,7 +61,7 @@ class GradientHooks:
                 after = self.hooks.parameters[name].after
                 kind = "register_post_accumulate_grad_hook" if after else "register_hook"
                 wrong = f"its hook ({kind}) needs the whole gradient, of which each rank has a part: {why}"
-                legal = "zero = 0 without tensor parallelism, or a hook that acts on each element by itself"
+                legal = "zero = 0 without tensor parallelism and servers, or a hook that acts on each element by itself"
                 raise ConfigError.on(f"parameter {name}", wrong, legal)
 
     @torch.no_grad()
