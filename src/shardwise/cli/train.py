@@ -173,7 +173,8 @@ def _tell_finished(config: Config, console: Console | None) -> None:
     console.print(words, markup=False)
     show_result(console, result, None)
     more = "A greater validation.patience goes" if "stopped_early" in result else "More train.steps go"
-    console.print(f"{more} on from there; to train again: another train.run_dir, or train.resume=never", markup=False)
+    on = "" if "servers" in result else f"{more} on from there; "  # servers apart have shared out all their tickets
+    console.print(f"{on}to train again: another train.run_dir, or train.resume=never", markup=False)
 
 
 def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:

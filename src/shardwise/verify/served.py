@@ -27,12 +27,14 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.compression import Feedback, decode
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.secret import SECRET
-from shardwise.runtime.served_store import ONE, ServedStore, served_ranges
+from shardwise.runtime.served_store import ONE, ServedStore, masters_of, served_ranges
 from shardwise.runtime.served_worker import ServedWorker
 from shardwise.runtime.server import Server
 from shardwise.runtime.server_client import ServerClient
 from shardwise.units.share import entry_ranges
-from shardwise.verify.replay import Received, Slice
+from shardwise.verify.compare import Comparison
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.replay import Received, Slice, bound_holds, replay
 
 RUN = "verify"
 LIMIT = 120.0
@@ -140,3 +142,44 @@ def run_served(
             for future in [pool.submit(work, worker) for worker in range(options.workers)]:
                 future.result(LIMIT)
     return found
+
+
+@dataclass
+class Verdict:
+    """What a replay has found; ``holds`` says whether every batch was pushed once, and the bound was kept."""
+
+    comparison: Comparison
+    holds: bool
+    notes: list[str]
+
+
+def compare_served(
+    compiled: Compiled, oracle: Oracle, batches: Sequence[Mapping[str, Tensor]], choice: OptimizerChoice, *,
+    clip_norm: float | None, seed: int
+) -> Verdict:  # fmt: skip
+    """Run the workers and servers of a plan on ``batches``, and compare them with a replay on one device: the loss, the
+    gradient norm and the clipping of each push, and the parameters at the end."""
+    plan = compiled.plan
+    served = run_served(compiled, batches, choice, clip_norm=clip_norm, seed=seed)
+    found = replay(
+        oracle, lambda ticket: batches[ticket], served.records, slices_of(compiled, choice), choice,
+        plan.serving.rate == "staleness", receiving(plan),
+    )  # fmt: skip
+    comparison = Comparison()
+    for key, value in found.losses.items():
+        ticket, norm = key[1], found.norms[key]
+        comparison.add_number(ticket, "loss", served.losses[ticket], value)
+        comparison.add_number(ticket, "grad_norm", served.norms[ticket], norm)
+        clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+        comparison.add_number(ticket, "clipping", found.weights[key], clip)
+    masters = masters_of(served.stores)
+    comparison.add(len(batches) - 1, "parameter", masters, {name: found.parameters[name] for name in masters})
+    bound = plan.serving.bound
+    kept = bound is None or all(bound_holds(record, bound) for record in served.records)
+    every = ", ".join(f"{stale}: {times}" for stale, times in sorted(found.staleness.items()))
+    notes = [
+        f"{plan.serving.workers} workers and {plan.serving.servers} servers ran, and what the servers recorded was "
+        f"replayed on one device; updates between a pull and its push, and how often: {every}"
+    ]
+    notes += [] if kept else [f"a worker was more than staleness = {bound} pushes ahead of another"]
+    return Verdict(comparison, kept and len(found.losses) == len(batches), notes)

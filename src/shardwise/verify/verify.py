@@ -36,13 +36,11 @@ from shardwise.parallel.local import island_rows
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.served_store import masters_of
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.islands import Islands
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
-from shardwise.verify.replay import bound_holds, replay
-from shardwise.verify.served import receiving, run_served, slices_of
+from shardwise.verify.served import compare_served
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-10
@@ -206,38 +204,15 @@ def _verify_apart(
     """Compare workers and servers that do not wait for each other with a replay of what the servers have recorded: each
     batch is one push."""
     compiled = _ready(module, plan, plan.replace(precision="fp64", dropout="exact"), batches[0], loss, captured, CPU)
-    served = run_served(compiled, batches, optimizer, clip_norm=clip_norm, seed=seed)
     pieces = in_pieces(compiled)
-    oracle = Oracle(
-        module, loss, None, seed=seed, device=CPU, microbatches=pieces.microbatches, parts=pieces.parts
-    )  # fmt: skip
+    oracle = Oracle(module, loss, None, seed=seed, device=CPU, microbatches=pieces.microbatches, parts=pieces.parts)
     in_training(oracle)
-    slices, by_staleness = slices_of(compiled, optimizer), plan.serving.rate == "staleness"
-    found = replay(
-        oracle, lambda ticket: batches[ticket], served.records, slices, optimizer, by_staleness, receiving(plan)
-    )  # fmt: skip
-    comparison = Comparison()
-    for key, value in found.losses.items():
-        ticket = key[1]
-        comparison.add_number(ticket, "loss", served.losses[ticket], value)
-        comparison.add_number(ticket, "grad_norm", served.norms[ticket], found.norms[key])
-        clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (found.norms[key] + 1e-6))
-        comparison.add_number(ticket, "clipping", found.weights[key], clip)
-    masters = masters_of(served.stores)
-    comparison.add(len(batches) - 1, "parameter", masters, {name: found.parameters[name] for name in masters})
-    bound = plan.serving.bound
-    held = bound is None or all(bound_holds(record, bound) for record in served.records)
-    every = ", ".join(f"{stale}: {times}" for stale, times in sorted(found.staleness.items()))
-    notes = [
-        *compiled.notes,
-        f"{plan.serving.workers} workers and {plan.serving.servers} servers ran, and what the servers recorded was "
-        f"replayed on one device; updates between a pull and its push, and how often: {every}",
-    ]
-    notes += [] if held else [f"a worker was more than staleness = {bound} pushes ahead of another"]
-    passed = comparison.passes(tolerance) and held and len(found.losses) == len(batches)
+    found = compare_served(compiled, oracle, batches, optimizer, clip_norm=clip_norm, seed=seed)
+    comparison = found.comparison
     return Report(
-        passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
-        oracle.promotions, held, time.perf_counter() - start, notes,
+        comparison.passes(tolerance) and found.holds, comparison.largest, tolerance, comparison.worst(10),
+        comparison.summary(), len(comparison.differences), oracle.promotions, found.holds, time.perf_counter() - start,
+        [*compiled.notes, *found.notes],
     )  # fmt: skip
 
 
