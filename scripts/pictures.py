@@ -6,8 +6,8 @@
     scripts/pictures.py --list                 # print the commands, and run none
     scripts/pictures.py --again curves.png     # train anew, also where runs/pictures has the finished run already
 
-Pictures with measured times (curves.png, asynchronous.png, scaling.png) have to be made on a machine that does nothing
-else.
+Pictures with measured times (curves.png, asynchronous.png, scaling.png, servers.png) have to be made on a machine that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ PICTURES: Mapping[str, Sequence[str]] = {
         " --out docs/asynchronous.png",
     ],
     "scaling.png": ["bench scaling --ranks 1 --ranks 2 --picture docs/scaling.png"],
+    "servers.png": ["benchmark asynchronous.py --seconds 25 --picture docs/servers.png"],
     "report.png": [
         "train train.run_dir=runs/pictures/train",
         "report runs/pictures/train",
         "screenshot runs/pictures/train/report.html docs/report.png",
     ],
 }
-"""The commands that make each picture of docs/, without the word ``shardwise``; ``screenshot`` is Chromium's."""
+"""The commands that make each picture of docs/, without the word ``shardwise``; ``screenshot`` is Chromium's, and
+``benchmark`` a script of benchmarks/."""
 
 
 def main() -> None:
@@ -76,12 +78,16 @@ def main() -> None:
 def make(command: str, *, only_shown: bool = False, again: bool = False) -> None:
     """Run one command in the checkout, unless it trains a run that is finished; end the script if it fails."""
     word, *arguments = shlex.split(command)
-    print(("chromium --headless " if word == "screenshot" else "shardwise ") + command, flush=True)
+    print({"screenshot": "chromium --headless ", "benchmark": "python "}.get(word, "shardwise ") + command, flush=True)
     folder = next((Path(a.partition("=")[2]) for a in arguments if a.startswith("train.run_dir=")), None)
     finished = folder is not None and (ROOT / folder / "result.json").is_file()
     if only_shown or (finished and not again):
         return
-    found = screenshot(*arguments) if word == "screenshot" else [sys.executable, "-m", "shardwise", word, *arguments]
+    found = [sys.executable, "-m", "shardwise", word, *arguments]
+    if word == "screenshot":
+        found = screenshot(*arguments)
+    elif word == "benchmark":
+        found = [sys.executable, f"benchmarks/{arguments[0]}", *arguments[1:]]
     heard = subprocess.DEVNULL if word == "screenshot" else None  # Chromium tells what it misses of a desktop
     if (code := subprocess.run(found, cwd=ROOT, stderr=heard).returncode) != 0:
         sys.exit(f"failed with code {code}: {shlex.join(found)}")
