@@ -11,7 +11,7 @@ from shardwise.config import load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.server_options import APART
 from shardwise.launch.local import RunFailed, interruptible, last_lines
-from shardwise.launch.monitor import log_path, read_errors
+from shardwise.launch.monitor import error_of, log_path
 from shardwise.launch.server_process import ADDRESS, SERVERS
 from shardwise.report.files import CONFIG, RESULT, current
 from shardwise.report.tables import make_console
@@ -41,7 +41,7 @@ def run(folder: Path) -> None:
             process.wait()
             raise
     if code:
-        error = next((one for one in read_errors(folder) if one.rank == number), None)
+        error = error_of(folder, number)
         message = f"worker {number} was lost with exit code {code}" if error is None else error.message
         lines = [f"  {line}" for line in last_lines(log_path(folder, number))]
         raise RunFailed(message, "lost" if error is None else error.kind, number, lines)

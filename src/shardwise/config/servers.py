@@ -15,6 +15,12 @@ TOGETHER_ONLY = (
 )  # fmt: skip
 """The keys of what ranks do together, which workers of parameter servers apart do not."""
 
+NEEDS = (
+    ("parallel.staleness", 0, ("stale",)), ("parallel.pull_every", 1, APART), ("parallel.server_rate", "fixed", APART),
+    ("parallel.push", "whole", APART),
+)  # fmt: skip
+"""The keys that only some kinds of servers have: key, what it is elsewhere, and the kinds."""
+
 
 def serves(draft: ConfigDraft) -> bool:
     """Return whether there are parameter servers."""
@@ -26,12 +32,8 @@ def check_servers(draft: ConfigDraft, ranks: int) -> None:
     key, kind = "parallel.server_ranks", draft["parallel.server"]
     if not draft.sound("parallel.server", key):
         return
-    needs = {"parallel.staleness": ("stale",), "parallel.pull_every": APART, "parallel.server_rate": APART}
-    needs["parallel.push"] = APART
-    plain = {"parallel.staleness": 0, "parallel.pull_every": 1, "parallel.server_rate": "fixed"}
-    plain["parallel.push"] = "whole"
-    for one, kinds in needs.items():
-        if draft.sound(one) and draft[one] != plain[one] and kind not in kinds:
+    for one, plain, kinds in NEEDS:
+        if draft.sound(one) and draft[one] != plain and kind not in kinds:
             shown_kinds = " or ".join(f'"{word}"' for word in kinds)
             draft.refuse(one, f"left out, or parallel.server = {shown_kinds}")
     share = "parallel.push_share"

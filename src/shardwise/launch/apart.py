@@ -34,10 +34,10 @@ from shardwise.runtime.secret import make_secret
 from .begin import settle, stage
 from .folder import changed_keys, read_lines
 from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
-from .monitor import log_path, read_errors
+from .monitor import error_of, log_path
 from .results import write_json
 from .served_process import REST
-from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of, snapshot_facts
+from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of, read_snapshot, snapshot_facts
 
 LEAST_HANG = 60.0  # seconds: a worker may wait that long for a server that starts again
 STOP_TIME = 60.0  # seconds that a server may take for its last snapshot
@@ -146,7 +146,7 @@ class Processes:
     def _tell_ended(self, number: int, code: int) -> None:
         if code == 0:
             return
-        error = next((one for one in read_errors(self.folder) if one.rank == number), None)
+        error = error_of(self.folder, number)
         if error is not None and error.kind != "communication":
             raise self._failed(error.message, number, error.kind)
         left, more = len(self.workers), ", without evaluations" if number == 0 and self.config.validation.every else ""
@@ -159,7 +159,7 @@ class Processes:
 
     def _restart(self, number: int, code: int) -> None:
         rank = self.config.parallel.dp + number
-        error = next((one for one in read_errors(self.folder) if one.rank == rank), None)
+        error = error_of(self.folder, rank)
         if error is not None or self.restarts[number] >= self.config.train.max_restarts:
             message = (
                 error.message if error is not None else f"server {number} was lost ({_ended(code)}) once too often"
@@ -287,8 +287,8 @@ def lost_updates(folder: Path, servers: int) -> int:
 
 
 def weights(config: Config) -> dict[str, Any]:
-    """Return the parameters in master precision, from the servers' snapshots, and what else worker 0 has kept."""
-    from safetensors import safe_open
+    """Return the parameters in master precision, from the servers' snapshots, and the buffers that one worker has kept
+    (the first by the name of its file)."""
     from safetensors.torch import load_file
 
     from shardwise.config import build_data, build_optimizer
@@ -299,9 +299,10 @@ def weights(config: Config) -> dict[str, Any]:
     stores, plan, choice = list[ServedStore](), build_plan(config), build_optimizer(config)
     for number in range(plan.serving.servers):
         store = ServedStore(compiled.buckets, plan, choice, number)
-        with safe_open(Path(config.train.run_dir) / SERVERS / str(number) / SNAPSHOT, "pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            store.load_state(state, json.loads(file.metadata()["ledger"])["version"])
+        found = read_snapshot(Path(config.train.run_dir) / SERVERS / str(number) / SNAPSHOT)
+        assert found is not None  # _check_done has seen it
+        state, facts = found
+        store.load_state(state, facts["version"])
         stores.append(store)
     named = dict(compiled.module.named_buffers())
     first = first_names(compiled.module)

@@ -68,6 +68,11 @@ def read_errors(run_dir: Path) -> list[RankError]:
     return sorted(found, key=lambda error: (error.time, error.rank))
 
 
+def error_of(run_dir: Path, rank: int) -> RankError | None:
+    """Return the error of one rank, or None."""
+    return next((error for error in read_errors(run_dir) if error.rank == rank), None)
+
+
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
     """Return the earliest error that is not just a consequence of another rank's end, or None."""
     return next((error for error in errors if error.kind != "communication"), None)

@@ -54,7 +54,7 @@ def serve(run_dir: Path, number: int) -> None:
     plan, choice, folder = build_plan(config), build_optimizer(config), run_dir / SERVERS / str(number)
     compiled = compiled_of(config, build_data(config).train)
     store = ServedStore(compiled.buckets, plan, choice, number)
-    found = _read(folder / SNAPSHOT)
+    found = read_snapshot(folder / SNAPSHOT)
     if found is None:
         if (folder / RECORD).exists() and '"push"' in (folder / RECORD).read_text(encoding="utf-8"):
             raise ShardwiseError(f"server {number} has served, and its snapshot is gone: {folder / SNAPSHOT}")
@@ -117,7 +117,7 @@ def run_name(run_dir: Path) -> str:
 
 def snapshot_facts(run_dir: Path, number: int) -> dict[str, Any] | None:
     """Return what the ledger of a server was at its last snapshot; None if there is none."""
-    found = _read(run_dir / SERVERS / str(number) / SNAPSHOT, state=False)
+    found = read_snapshot(run_dir / SERVERS / str(number) / SNAPSHOT, state=False)
     return None if found is None else found[1]
 
 
@@ -159,7 +159,7 @@ def _write(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) ->
     os.replace(part, path)
 
 
-def _read(path: Path, state: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def read_snapshot(path: Path, state: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the state and the ledger of a snapshot; None if there is none."""
     from safetensors import safe_open
 
