@@ -11,18 +11,55 @@ from hypothesis import strategies as st
 
 from shardwise.core.data_options import DATA_PARALLEL_ROWS, ParameterRule
 from shardwise.core.errors import ConfigError
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.pins import PLANS, PinnedCut, cuts
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import CHOICES, OPTIONS, UNGROUPED, Plan
 from shardwise.core.schedules import traits
+from shardwise.core.server_options import APART
 from shardwise.core.tensor_options import BY_NUMBER, TensorOptions, parameter_axes
 from shardwise.core.timetable import to_texts
 from shardwise.parallel.schedule import timetable as timetable_of
 
-axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9))
-rows = st.sampled_from(list(DATA_PARALLEL_ROWS))
+names = st.sampled_from(["pp", ISLANDS, "dp_replicate", "dp", "cp", "tp", "ep", "tp_0"])
+axes = st.builds(Axis, names, st.integers(1, 9))
+rows = st.sampled_from([row for row in DATA_PARALLEL_ROWS if row[-1] != "O"])
 rules = st.builds(lambda pattern, row: ParameterRule(pattern, *row), st.text(min_size=1), rows)
+
+
+def served(draw: st.DrawFn, words: dict[str, str], found: list[Axis]) -> dict[str, Any]:
+    """Return the rules and counts of servers as ``words`` ask for; what is not legal without them is left out."""
+    if words["server"] not in APART:
+        words["server_rate"], words["push"] = "fixed", "whole"
+        if words["server"] == "none":
+            return {}
+        found[:] = [axis for axis in found if axis.name != "dp"] + [Axis("dp", 3)]
+        servers = draw(st.integers(1, 3))
+        return {"parameters": (ParameterRule("*", "R", "P", "O", servers),), "server_ranks": servers}
+    found[:] = [*(Axis(axis.name, 1) for axis in found if axis.name != "dp"), Axis("dp", 1)]
+    words["tensor_plan"] = "recipe"
+    if words["precision"] == "fp16":
+        words["precision"] = "bf16"
+    counts = {name: draw(st.integers(1, 9)) for name in ("server_ranks", "workers", "pull_every")}
+    if words["server"] == "stale":
+        counts["staleness"] = draw(st.integers(0, 9))
+    return {
+        **counts, "parameters": (ParameterRule("*", "R", "P", "O"),),
+        "push_share": draw(st.floats(0, 1, exclude_min=True)),
+    }  # fmt: skip
+
+
+def islands(draw: st.DrawFn, mesh: Mesh) -> dict[str, Any]:
+    """Return the options of islands, where the mesh has any."""
+    if mesh.axis_size(ISLANDS) == 1:
+        return {}
+    steps = draw(st.integers(1, 9))
+    share = st.floats(0, 1, exclude_min=True, exclude_max=True)
+    return {
+        "local_steps": steps, "local_fragments": draw(st.integers(1, steps)), "local_mix": draw(share),
+        "outer_lr": draw(share), "outer_momentum": draw(share),
+    }  # fmt: skip
 
 
 @st.composite
@@ -32,11 +69,18 @@ def plans(draw: st.DrawFn) -> Plan:
     if (words["precision"] == "fp64") != (words["reduce"] == "fp64"):
         words["reduce"] = "auto"
     found = draw(st.lists(axes, max_size=4, unique_by=lambda axis: axis.name))
-    parameters = draw(st.lists(rules, min_size=1, max_size=3))
+    own = served(draw, words, found)
+    parameters = own.pop("parameters", None) or draw(st.lists(rules, min_size=1, max_size=3))
     if any(rule.sharded for rule in parameters) and all(axis.name != "dp" for axis in found):
         found.append(Axis("dp", 3))
-    counts = {"microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
     mesh, timetable = Mesh(tuple(found)), ()
+    own |= islands(draw, mesh)
+    if own and traits(words["schedule"]).asynchronous:
+        words["schedule"] = "1f1b"
+    if "local_steps" in own:
+        words["norm"] = "barrier"
+        words["offload"] = "none"
+    counts = {**own, "microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
     if words["schedule"] == "auto":
         counts["microbatches"] = draw(st.integers(1, 4))
         timetable = to_texts(timetable_of("1f1b", mesh.axis_size("pp"), counts["microbatches"]))
@@ -48,9 +92,9 @@ def plans(draw: st.DrawFn) -> Plan:
         if not parameter_axes(mesh):
             found = [axis for axis in found if axis.name != "tp"] + [Axis("tp", 2)]
             mesh = Mesh(tuple(found))
-        own = [f"@{axis}" for axis in parameter_axes(mesh)]
+        over = [f"@{axis}" for axis in parameter_axes(mesh)]
         cut = st.builds(
-            operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own)
+            operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(over)
         )
         pins = draw(st.dictionaries(st.text(min_size=1), cut, min_size=1, max_size=3))
     if words["tensor_plan"] == "auto" and draw(st.booleans()):
