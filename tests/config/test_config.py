@@ -565,7 +565,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every server_rate push push_share zero gathered "
-        "prefetch reduced reduce offload microbatches rows recompute precision",
+        "prefetch reduced reduce sparse_gradients offload microbatches rows recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",

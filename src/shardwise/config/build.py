@@ -33,6 +33,7 @@ from shardwise.parallel.local import local_training
 from shardwise.parallel.overlap import overlapped
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import asynchronous_server, parameter_server
+from shardwise.parallel.tables import table_gradients
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.train.given_metrics import metrics_of
 from shardwise.train.metrics import Metric
@@ -301,6 +302,10 @@ def build_plan(config: Config) -> Plan:
     If the config leaves the timetable of schedule "auto" open, the plan has a schedule that takes little memory, for
     the launcher to measure with.
     """
+    return table_gradients(_plan(config), build_optimizer(config), config.parallel.sparse_gradients)
+
+
+def _plan(config: Config) -> Plan:
     parallel = config.parallel
     plan = Plan.of(
         microbatches=parallel.microbatches,

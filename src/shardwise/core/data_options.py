@@ -17,6 +17,7 @@ Gradient = Literal["P", "S"]
 State = Literal["R", "S", "O"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Rows = Literal["microbatch", "batch"]
+Tables = Literal["dense", "rows"]
 
 DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, State], str] = {
     ("R", "P", "R"): "DDP",
@@ -75,7 +76,9 @@ class DataOptions:
     microbatches are reduced: after a unit's backward of every microbatch, or only of the last one.  ``reduce`` is the
     dtype in which gradients are summed over ranks; "auto" is the dtype in which they are kept, fp32 or fp64.  ``rows``
     says which rows meet where a model lets rows meet (BatchNorm, in-batch negatives): those of a microbatch, or those
-    of the whole batch, for which all microbatches run up to there before any of them goes on.
+    of the whole batch, for which all microbatches run up to there before any of them goes on.  ``tables`` says whether
+    the gradient of a table whose lookups are sparse (``nn.Embedding(sparse=True)``) is as large as the table, or has
+    the rows that were looked up, which alone are communicated and updated.
     """
 
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
@@ -84,6 +87,7 @@ class DataOptions:
     reduced: Reduced = word("microbatch", get_args(Reduced))
     reduce: ReduceDtype = word("auto", get_args(ReduceDtype))
     rows: Rows = word("microbatch", get_args(Rows))
+    tables: Tables = word("dense", get_args(Tables), key="sparse_gradients")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Box, shard_range
 
+ALIGN = 64
+"""The alignment of tensors and of shards, in bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlatEntry:
@@ -49,11 +52,11 @@ class FlatBuffer:
     numel: int
     itemsize: int
     segments: tuple[tuple[str, int, int], ...]
-    align: int = 64
+    align: int = ALIGN
 
     @staticmethod
     def pack(
-        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64
+        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = ALIGN
     ) -> FlatBuffer:
         """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
 

@@ -105,6 +105,12 @@ class OptimizerChoice:
             return self.lr
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
 
+    @property
+    def by_rows(self) -> bool:
+        """Return whether a row without a gradient stays as it is in an update, with its state."""
+        plain = self.name == "adagrad" or (self.name == "sgd" and not self.momentum)
+        return plain and not self.weight_decay
+
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether weight decay applies to the parameter called ``name`` of this ``shape``."""
         return (self.decay == "all" or len(shape) >= 2) and name not in self.undecayed

@@ -56,6 +56,7 @@ class Plan:
             wrong = f"S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have"
             raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
         self._check_servers()
+        self._check_tables()
         wide = ("fp64",) if self.numeric.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.data.reduce, ("auto", *wide))
         self.local.check_mesh(self.mesh, self.overlaps, self.memory.offloads_optimizer)
@@ -83,6 +84,19 @@ class Plan:
         if self.numeric.precision == "fp16":
             wrong = f'"fp16" is not legal with server = "{kind}", as workers have no loss scale together'
             raise ConfigError.on("precision", wrong, '"fp32", "bf16", "fp64"')
+
+    def _check_tables(self) -> None:
+        """Raise :class:`ConfigError` if gradients by rows do not fit the rest of the plan."""
+        against = {
+            f'schedule = "{self.pipeline.schedule}" and norm = "{self.pipeline.norm}", where batches overlap': (
+                self.overlaps
+            ),
+            f'offload = "{self.memory.offload}"': self.memory.offloads_optimizer,
+            f'server = "{self.serving.kind}"': self.serving.apart,
+            f"local_steps = {self.local.steps}": self.local.steps > 0,
+        }
+        if self.data.tables == "rows" and (found := next((what for what, is_so in against.items() if is_so), "")):
+            raise ConfigError.on("sparse_gradients", f'"rows" is not legal with {found}', '"dense"')
 
     @staticmethod
     def of(mesh: Mesh = ONE_RANK, **options: Any) -> Plan:

@@ -130,7 +130,12 @@ def gradient_dtypes(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
     """Return the dtypes of the slots to which backward writes gradients, by parameter; the gradients of other
     parameters go to their buckets' buffers."""
     summed = COMPUTE_DTYPE.get(plan.data.reduce)
-    names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
+    names = (
+        p.name
+        for b in trace.buckets
+        if placement(plan, b.parameters[0].name, b.table).grad == "S"
+        for p in b.parameters
+    )
     return {} if summed is None else dict.fromkeys(names, summed)
 
 

@@ -23,7 +23,9 @@ def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> 
     axes = shard_axes(plan.mesh)
     parts = plan.mesh.axis_size(axes)
     first = {
-        b.index: min(b.units) for b in trace.buckets if b.units and placement(plan, b.parameters[0].name).state != "R"
+        b.index: min(b.units)
+        for b in trace.buckets
+        if b.units and placement(plan, b.parameters[0].name, b.table).state != "R"
     }
     gathers = [0.0] * len(costs)
     for bucket in trace.buckets:

@@ -271,6 +271,7 @@ class Compiled:
                     tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
                     over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
                     segments=self.plan.tensor.overlap == "pairs",
+                    dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
                 )  # fmt: skip
         return self._traces[key]
 

@@ -28,7 +28,7 @@ def gather(
     spans: list[SlotSpan] = []
     uses: list[list[int]] = []
     for bucket in buckets:
-        rule, param = placement(plan, bucket.parameters[0].name), BufferKind.PARAM.of(bucket.index)
+        rule, param = placement(plan, bucket.parameters[0].name, bucket.table), BufferKind.PARAM.of(bucket.index)
         readers = draft.readers(param)
         if not readers or rule.state == "R" or (rule.rest == "R" and not bucket.learns):
             continue

@@ -67,7 +67,7 @@ class Reductions:
         self._slots = iter(slots)
 
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
-        rule = placement(self.plan, bucket.parameters[0].name)
+        rule = placement(self.plan, bucket.parameters[0].name, bucket.table)
         each, once = reductions(self.plan.mesh, rule, bucket.summed)
         ways: list[_Way] = []
         if number and (free := self.ends[number - 1]) >= writers[0]:
@@ -77,7 +77,7 @@ class Reductions:
                 first = not ways and not self.part.adds
                 direct = first and bool(each) and not self.narrow
                 ways.append(_Way(bucket, group, each, first, False, direct, self._stop(group[-1], number)))
-        elif self.narrow and once:
+        elif self.narrow and once and not bucket.table:
             ways = [_Way(bucket, writers[-1:], once, True, True, False, self._stop(writers[-1], number))]
             once = ()
         self.ways[number] += ways

@@ -26,4 +26,4 @@ def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
         solved = (plan.microbatches, mesh.axis_size((SHARDS, REPLICAS)), across)
     sizes = tuple((axis, mesh.axis_size(axis)) for axis in tensor_axes(mesh))
     exchanges = plan.exchanges_microbatches
-    return plan.numeric, plan.tensor, solved, sizes, exchanges, rules if len(rules) > 1 else ()
+    return plan.numeric, plan.tensor, solved, sizes, exchanges, plan.data.tables, rules if len(rules) > 1 else ()

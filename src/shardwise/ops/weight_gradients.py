@@ -17,6 +17,9 @@ from shardwise.wide import WideProduct
 
 aten = torch.ops.aten
 
+TABLE = "table"
+"""This is the kind of a lookup whose gradient is sparse: ``nn.Embedding(sparse=True)``."""
+
 
 class GradientFactors(NamedTuple):
     """The factors of the gradient of the parameter ``weight``.
@@ -186,6 +189,6 @@ def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, p
 
 MULTIPLY: Mapping[str, Callable[..., None]] = {
     "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
-    "convolution": _of_filters, "embedding": _of_rows,
+    "convolution": _of_filters, "embedding": _of_rows, TABLE: _of_rows,
 }  # fmt: skip
 """For each kind of product the function that writes or adds the weight gradient: (goal, dY, X, add, kernels, *rest)."""

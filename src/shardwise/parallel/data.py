@@ -65,11 +65,14 @@ def shard_axes(mesh: Mesh) -> tuple[str, ...]:
     return (SHARDS,) if mesh.axis_size(SHARDS) > 1 else ()
 
 
-def placement(plan: Plan, name: str) -> ParameterRule:
-    """Return the rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
+def placement(plan: Plan, name: str, table: bool = False) -> ParameterRule:
+    """Return the rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole.
+
+    A ``table`` whose gradient has the rows that were looked up rests whole, and its gradient is a partial sum until the
+    last microbatch: of neither is much communicated."""
     rule = plan.data.rule(name)
     if shard_axes(plan.mesh) or plan.serving.apart:
-        return rule
+        return replace(rule, rest="R", grad="P") if table else rule
     return replace(rule, rest="R", grad="P", state="R", servers=0)
 
 

@@ -306,7 +306,7 @@ class BatchState:
         together, and one that does not keep them gets none."""
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
-            if b.grad is not None:
+            if b.learns:
                 whole = collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}", keeps)
                 if self.scale is not None:
                     for gradient in whole.values():
@@ -319,6 +319,9 @@ class BatchState:
         earlier STEP has updated it.
         """
         bucket = self.memory.buckets[one.bucket]
+        if bucket.table is not None:
+            bucket.update_rows(self.given.lr, self.coefficient, self.skip)
+            return
         if len(together) > 1:
             self.memory.joined(together).step(self.given.lr, self.coefficient, self.skip)
         elif together:

@@ -28,11 +28,12 @@ from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
 from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
-from shardwise.parallel.data import SHARDS
+from shardwise.parallel.data import SHARDS, held_range
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.outer import OuterBucket
 from shardwise.runtime.scale import LossScale
+from shardwise.runtime.tables import TableGradient, TableOptimizer
 from shardwise.units.share import Share, Span, entry_ranges
 from shardwise.units.trace import Bucket, Parameter
 
@@ -111,26 +112,30 @@ class BucketMemory:
         return self.share.held
 
     @cached_property
+    def table(self) -> TableGradient | None:
+        """Return the gradient of a table, which has rows; None if it is no table."""
+        return TableGradient(self.bucket, self.held, self.comm.device) if self.bucket.table else None
+
+    @cached_property
     def grad(self) -> Tensor | None:
-        """Return the whole gradient where it is a partial sum between microbatches, else its shard; None if frozen."""
-        if not self.learns:
+        """Return the whole gradient where it is a partial sum between microbatches, else its shard; None if frozen, or
+        a table."""
+        if not self.learns or self.bucket.table:
             return None
         return self.comm.allocate((self.held if self.rule.grad == "S" else self.layout).numel, self.bucket.wide)
 
     @cached_property
     def optimizer_gradient(self) -> Tensor | None:
         """Return what the optimizer takes: the held range of the gradient, on the host if the step is taken there."""
-        if not self.learns:
+        if not self.learns or self.bucket.table:
             return None
         return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.held_gradient
 
     @cached_property
     def updates(self) -> list[Update]:
         """Return the optimizers, with their state."""
-        each = self.share.updates
-        return [
-            Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each
-        ]
+        each, make = self.share.updates, TableOptimizer if self.bucket.table else FlatOptimizer
+        return [Update(make(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each]
 
     @cached_property
     def outer(self) -> OuterBucket:
@@ -144,8 +149,8 @@ class BucketMemory:
 
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start
-        assert self.optimizer_gradient is not None
-        return Segment(self.master[first:last], self.optimizer_gradient[first:last], span.decays, span.start)
+        gradient = None if self.optimizer_gradient is None else self.optimizer_gradient[first:last]
+        return Segment(self.master[first:last], gradient, span.decays, span.start)
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
@@ -169,14 +174,18 @@ class BucketMemory:
 
     @property
     def held_gradient(self) -> Tensor:
-        """Return the held range of the gradient, which the optimizer is given."""
+        """Return the held range of the gradient, which the optimizer is given; a table's is made of its rows."""
+        if self.table is not None:
+            return self.table.dense()
         assert self.grad is not None
         return part(self.grad, self.held)
 
     @property
-    def served(self) -> tuple[FlatShard, ...]:
-        """Return the range of each of the bucket's servers."""
-        return tuple(self.layout.served(self.rule.servers, index) for index in range(self.rule.servers))
+    def owners(self) -> tuple[FlatShard, ...]:
+        """Return the range that each of the first ranks over ``dp`` updates: servers, or all where it is sharded."""
+        parts = self.comm.mesh.axis_size(SHARDS)
+        each = range(self.rule.servers or parts)
+        return tuple(held_range(self.rule, self.layout, parts, index) for index in each)
 
     @property
     def held_parameters(self) -> Tensor:
@@ -197,9 +206,26 @@ class BucketMemory:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the held range of the parameters up to date with the masters."""
+        if self.table is not None:
+            self.table.touched = None
         own = self.held_parameters
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
+
+    @torch.no_grad()
+    def update_rows(self, lr: float, coefficient: Tensor | None, skip: Tensor) -> None:
+        """Take the optimizer's step of the held rows of a table that have a gradient, and publish them."""
+        assert self.table is not None
+        held, width, own = self.held, self.bucket.width, self.held_parameters
+        rows = self.table.rows.between(held)
+        for optimizer, _ in self.updates:
+            assert isinstance(optimizer, TableOptimizer)
+            optimizer.step_rows(lr, rows, coefficient, skip)
+        if self.table.touched is not None:
+            self.table.touched.append(rows.numbers)
+        if own.data_ptr() != self.master.data_ptr():
+            at = rows.numbers - held.start // width
+            own.view(-1, width)[at] = self.master.view(-1, width)[at].to(own.dtype)
 
     def _changed(self, scaled: bool) -> list[Tensor]:
         """Return all that an update changes; with a ``scaled`` loss that includes the gradient."""

@@ -96,6 +96,10 @@ class Engine:
             raise ConfigError.on(
                 "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
             )
+        if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
+            wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
+            legal = '"adagrad", or "sgd" without momentum, neither with weight decay; or sparse_gradients = "dense"'
+            raise ConfigError.on("optimizer", wrong, legal)
         values.check()
         comm.prepare(compiled.first_communicators)
         # What the hosts of an island's ranks agree on; other islands may be in another step.
@@ -219,7 +223,7 @@ class Engine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradients that parts of a step have completed, by name; all ranks call it together."""
-        buckets = [b for b in self.memory.buckets.values() if b.grad is not None]
+        buckets = [b for b in self.memory.buckets.values() if b.learns]
         return {
             name: value for b in buckets
             for name, value in collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}").items()
@@ -229,9 +233,12 @@ class Engine:
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace what :meth:`gradients` returned, before the update."""
         for b in self.memory.buckets.values():
-            if b.grad is not None:
-                for parameter, box, here in b.boxes(b.held_gradient, b.held.start, b.held.start, b.held.stop):
+            if b.learns:
+                held = b.held_gradient
+                for parameter, box, here in b.boxes(held, b.held.start, b.held.start, b.held.stop):
                     here.copy_(gradients[parameter.name][box.slices])
+                if b.table is not None:
+                    b.table.replace(held)
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
         """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is

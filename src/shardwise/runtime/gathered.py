@@ -120,8 +120,12 @@ class Gathered:
             self._bucket[_address(out)] = one.bucket
         if one.op is Op.PULL and self._servers is not None:
             return self._servers.pull()
+        if (table := memory.table) is not None and not memory.common:
+            if table.touched is not None:
+                return table.refresh(self._comm, out, len(memory.owners), str(one.lane), what)
+            table.touched = []
         if one.op is Op.PULL:
-            return pull(self._comm, out, memory.served, lane=str(one.lane), what=what)
+            return pull(self._comm, out, memory.owners, lane=str(one.lane), what=what)
         return self._comm.all_gather(out, memory.held_parameters, SHARDS, lane=str(one.lane), what=what)
 
     def free(self, buffer: Buffer) -> None:

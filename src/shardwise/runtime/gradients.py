@@ -28,6 +28,9 @@ class Gradients:
         for bucket in memory.buckets.values():
             if bucket.grad is not None and bucket.rule.grad == "P":
                 self._goals |= bucket.views(bucket.grad)
+        self._tables = {b.bucket.parameters[0].name: b.table for b in memory.buckets.values() if b.table is not None}
+        for table in self._tables.values():
+            table.clear()
         self._slot: dict[str, int] = {}  # the slot for a parameter's gradient; -1, its bucket's buffer, by default
         self._written: set[tuple[str, int]] = set()  # (parameter, slot)
         self.reached: set[str] = set()
@@ -57,6 +60,8 @@ class Gradients:
 
     def updated(self, bucket: int) -> None:
         """Note that a bucket has been updated: its next gradient overwrites."""
+        if (table := self._memory.buckets[bucket].table) is not None:
+            table.clear()
         self._written.difference_update((p.name, -1) for p in self._memory.buckets[bucket].bucket.parameters)
 
     def add(self, name: str, grad: Tensor) -> None:
@@ -65,7 +70,12 @@ class Gradients:
         goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
     def add_product(self, factors: GradientFactors) -> None:
-        """Add the product of ``factors`` in the same way; it is computed straight into the buffer."""
+        """Add the product of ``factors`` in the same way; it is computed straight into the buffer, or, of a table's
+        lookup, not at all."""
+        if (table := self._tables.get(factors.weight)) is not None:
+            table.add(factors.x, factors.dy, *factors.rest)
+            self.reached.add(factors.weight)
+            return
         accumulate(self._goals[factors.weight], factors, self._reach(factors.weight), self._memory.kernels)
 
     def _reach(self, name: str) -> bool:
@@ -79,7 +89,7 @@ class Gradients:
     def _complete(self, bucket: int, slot: int) -> None:
         """Set to zero what no backward has written of a bucket's gradient, before it is read."""
         memory = self._memory.buckets[bucket]
-        if slot < 0 and memory.rule.grad != "P":  # no backward writes to this buffer
+        if memory.table is not None or (slot < 0 and memory.rule.grad != "P"):  # no backward writes to this buffer
             return
         places = {(p.name, slot) for p in memory.bucket.parameters} - self._written
         if places:
@@ -100,8 +110,12 @@ class Gradients:
     def reduce(self, one: Instruction) -> Handle:
         """Post the sum over ranks of a bucket's gradient, or of the slot that holds it."""
         memory, comm = self._memory.buckets[one.bucket], self._comm
-        assert memory.grad is not None
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
+        if memory.table is not None:
+            if one.scatters:
+                return memory.table.send_to_owners(comm, memory.owners, lane, what)
+            return memory.table.reduce(comm, one.axes, lane, what)
+        assert memory.grad is not None
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
         own = part(x, memory.shard if memory.rule.state == "S" else memory.held)
@@ -113,12 +127,16 @@ class Gradients:
     def push(self, one: Instruction, servers: ServedWorker | None) -> Handle:
         """Post a bucket's gradient, or that of the slot that holds it, to its servers: ranks, or other processes."""
         memory = self._memory.buckets[one.bucket]
+        if memory.table is not None:
+            return memory.table.send_to_owners(
+                self._comm, memory.owners, str(one.lane), f"gradient bucket {one.bucket}"
+            )
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
         if servers is not None:
             return servers.push(one.bucket, x)
-        return push(self._comm, x, memory.served, lane=str(one.lane), what=f"gradient bucket {one.bucket}")
+        return push(self._comm, x, memory.owners, lane=str(one.lane), what=f"gradient bucket {one.bucket}")
 
     def add_slot(self, one: Instruction) -> None:
         """Add to a bucket's own gradient what a slot has of it; the first overwrites."""
@@ -138,6 +156,8 @@ class Gradients:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
         self._complete(bucket, -1)
         memory = self._memory.buckets[bucket]
+        if memory.table is not None:
+            return memory.table.norm(memory.held if memory.rule.servers else memory.shard)
         own = memory.held_gradient if memory.rule.servers else memory.shard_gradient
         found: Tensor = torch.linalg.vector_norm(own)
         return found

@@ -22,11 +22,11 @@ class Segment(NamedTuple):
     """A segment is a contiguous range of a flat buffer whose elements all have weight decay, or none of them has.
 
     ``param`` and ``grad`` are 1-d views of the buffers; ``start`` is the position of ``param[0]`` in the flat
-    buffer of the parameters, in elements.
+    buffer of the parameters, in elements.  The gradient of a table has rows, and no buffer.
     """
 
     param: Tensor
-    grad: Tensor
+    grad: Tensor | None
     decays: bool
     start: int = 0
 
@@ -218,4 +218,5 @@ class FlatOptimizer:
             # In a skipped step the factor may be NaN, and no later step writes the padding of these gradients.
             factor = torch.where(skip != 0, 0.0, factor)
         for segment in self.segments:
+            assert segment.grad is not None
             segment.grad.mul_(factor)

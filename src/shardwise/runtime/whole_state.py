@@ -83,7 +83,9 @@ class WholeState:
         mine = self.comm.mesh.index(self.comm.rank, PIPELINE) == root
         held = self.memory.buckets[bucket.index].master if mine else None
         goals = {one.name: torch.empty(one.shape, dtype=dtype) for one in bucket.parameters} if keeps else {}
-        spread = BucketSpread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
+        spread = BucketSpread(
+            bucket, placement(self.plan, bucket.parameters[0].name, bucket.table), self.choice, self.comm, root
+        )
         spread.fill(held, dtype, goals, f"parameters of bucket {bucket.index}")
         return goals
 

@@ -24,6 +24,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.graph.torch_private import note_step
 from shardwise.parallel.local import refuse_islands
+from shardwise.parallel.tables import table_gradients
 from shardwise.train.habits import Watch
 from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
 from shardwise.train.optimizers import choice_of, numbers_of, rate_of
@@ -67,6 +68,7 @@ def distribute(
         floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
         precision = "fp64" if floats == {torch.float64} else "fp32"
         plan = Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1"))), precision=precision)
+        plan = table_gradients(plan, choice)
     refuse_islands(plan, "distribute")
     steps = Steps(model, choice, plan, options, Watch(model, theirs, options.get("loss")), rows)
     return DistributedModel(steps), Optimizer(steps, theirs)

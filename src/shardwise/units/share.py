@@ -62,7 +62,7 @@ class Share:
         parameters without a gradient in a step can be skipped.
         """
         parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
+        rule, layout = placement(plan, bucket.parameters[0].name, bucket.table), bucket.layout(choice, plan.mesh, rank)
         held = held_range(rule, layout, parts, index, bucket.learns)
         updates: tuple[Updated, ...] = ()
         if bucket.learns and per_parameter:

@@ -27,7 +27,7 @@ from shardwise.units import segments
 from shardwise.units.exchanges import Merge, merge_of, phases
 from shardwise.units.selective_recompute import note_unread, recallable
 from shardwise.units.trace import INPUTS_OF, Unit
-from shardwise.units.weight_products import expose, find, held, inside
+from shardwise.units.weight_products import expose, find, held, inside, lookups
 
 INPUTS = -1
 """The key of the unit "inputs"."""
@@ -352,6 +352,7 @@ class _Builder:
             training_function=shared[key_code],
             products=tuple(parameters[one.parameter] for one in products.values()),
             inside=tuple(parameters[i] for i in inside(graph, trainable, products)),
+            lookups={parameters[i]: given for i, given in lookups(graph, products).items()},
             held=self._names(held(graph, products), kinds["inputs"], outputs),
             merges=self._merges(mine, kinds["inputs"]),
             phase=keys.phase(block),

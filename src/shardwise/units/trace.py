@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.flat import FlatBuffer
+from shardwise.core.flat import ALIGN, FlatBuffer
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
@@ -91,7 +91,8 @@ class Bucket:
     """Parameters that share a flat buffer: they have the same dtype and are used by the same units.
 
     They also agree in whether they learn, in the axes that shard them, in the axes over which their gradients are
-    ``summed``, and in the group that ``trace`` was given. So every element of a bucket is treated alike.
+    ``summed``, and in the group that ``trace`` was given. So every element of a bucket is treated alike. A bucket that
+    is a ``table`` has one parameter, a matrix, whose gradient has the rows that were looked up.
     """
 
     index: int
@@ -101,6 +102,7 @@ class Bucket:
     learns: bool = True
     axes: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    table: bool = False
 
     @cached_property
     def by_name(self) -> dict[str, Parameter]:
@@ -125,12 +127,18 @@ class Bucket:
     def layout(self, choice: OptimizerChoice, mesh: Mesh, rank: int) -> FlatBuffer:
         """Return the flat buffer of the parts of the parameters that ``rank`` has; those with weight decay come first.
 
-        It is padded so that it can be cut into equal ranges over ``dp``. Ranks that differ only in axes that do not
-        shard the bucket have the same layout.
+        It is padded so that it can be cut into equal ranges over ``dp``, which have whole rows of a table. Ranks that
+        differ only in axes that do not shard the bucket have the same layout.
         """
         groups = [DECAY if self.learns and choice.decays(p.name, p.shape) else "plain" for p in self.parameters]
         items = [(p.name, p.local_shape(mesh, rank), group) for p, group in zip(self.parameters, groups, strict=True)]
-        return FlatBuffer.pack(items, mesh.axis_size(SHARDS), self.dtype.itemsize)
+        align = math.lcm(ALIGN, self.width * self.dtype.itemsize) if self.table else ALIGN
+        return FlatBuffer.pack(items, mesh.axis_size(SHARDS), self.dtype.itemsize, align)
+
+    @property
+    def width(self) -> int:
+        """The number of elements of a row of a table."""
+        return self.parameters[0].shape[-1]
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,8 @@ class Unit:
     # the weight of each product, whose gradient is computed outside autograd (`units/weight_products.py`)
     products: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()  # the trainable parameters whose gradient autograd computes, wholly or in part
+    # the numbers that sparse lookups are given, by the parameter that is read by such lookups alone
+    lookups: Mapping[str, tuple[fx.Node, ...]] = field(default_factory=dict)
     # the unit's inputs and outputs that may share memory with an input of a product
     held: tuple[str, ...] = ()
     merges: tuple[Merge, ...] = ()
@@ -251,6 +261,11 @@ class Unit:
         """Return the shape and the dtype of a live tensor on the rank and for the microbatch of ``env``."""
         meta = self.values[name].meta
         return local_shape(meta["val"], meta["layout"], env), meta["val"].dtype
+
+    def looked_up(self, name: str, env: Env) -> int:
+        """Return how many rows of a table lookups read on the rank and for the microbatch of ``env``."""
+        nodes = self.lookups.get(name, ())
+        return sum(math.prod(local_shape(node.meta["val"], node.meta["layout"], env)) for node in nodes)
 
     def nbytes(self, name: str, env: Env) -> int:
         """Return the number of bytes of a live tensor on the rank and for the microbatch of ``env``."""

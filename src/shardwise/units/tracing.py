@@ -79,6 +79,7 @@ def trace(
     over_batch: bool = False,
     wanted: Wanted = "loss",
     segments: bool = False,
+    dense: Container[str] | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -95,6 +96,7 @@ def trace(
         over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
         wanted: whether units give the model's outputs too, for an evaluation, or the load of experts.
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
+        dense: the parameters whose gradients are as large as they are, though all their lookups are sparse; None: all.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
     """
     try:
@@ -140,7 +142,8 @@ def trace(
     learning = _learning(units)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
-    buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
+    tables = () if dense is None else _tables(units, sharded.layouts, sharded.summed, dense)
+    buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed, tables)
     return Trace(
         units=units,
         buckets=buckets,
@@ -211,12 +214,28 @@ def _learning(units: list[Unit]) -> set[str]:
     return found
 
 
+def _tables(
+    units: list[Unit], layouts: Mapping[str, Layout], summed: Mapping[str, tuple[str, ...]], dense: Container[str]
+) -> set[str]:
+    """Return the tables that are read by sparse lookups alone, in one block, and that every rank has whole."""
+    users: dict[str, list[Unit]] = {}
+    for unit in units:
+        for name in unit.parameters:
+            users.setdefault(name, []).append(unit)
+    return {
+        name for name, those in users.items()
+        if name not in dense and all(name in unit.lookups for unit in those) and len({u.block for u in those}) == 1
+        and not (summed.get(name) or (name in layouts and layouts[name].sharding_axes))
+    }  # fmt: skip
+
+
 def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
     layouts: Mapping[str, Layout] = MappingProxyType({}), summed: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    tables: Container[str] = (),
 ) -> list[Bucket]:  # fmt: skip
     """Group parameters into buckets; ``layouts`` has an entry for each sharded one, ``summed`` the axes over which its
-    gradient is a partial sum.
+    gradient is a partial sum. Each of ``tables`` is a bucket of its own.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
@@ -243,12 +262,13 @@ def _buckets(
                 one.axes,
                 one.summed,
                 group(name) if group is not None else None,
+                name if name in tables and name in learning else "",
             )
             groups.setdefault(key, []).append(one)
     # The buckets of one block are in the order of the module, so that all processes agree.
-    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5], k[6]))
     used = [tuple(sorted({u for one in groups[k] for u in one.units})) for k in ordered]
-    return [Bucket(i, tuple(groups[k]), used[i], *k[1:5]) for i, k in enumerate(ordered)]
+    return [Bucket(i, tuple(groups[k]), used[i], *k[1:5], table=bool(k[6])) for i, k in enumerate(ordered)]
 
 
 def _loss_note(found: LossWeight | None, why: str) -> str:

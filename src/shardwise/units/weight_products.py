@@ -25,7 +25,7 @@ from shardwise.graph.aten_ops import FACTORS, Fact, may_share, named, permutatio
 from shardwise.graph.schema import given, op_name, outputs_of
 from shardwise.ops import collectives
 from shardwise.ops.own_op import own_op
-from shardwise.ops.weight_gradients import GradientFactors, convolved, grouped
+from shardwise.ops.weight_gradients import TABLE, GradientFactors, convolved, grouped
 from shardwise.shard.redistribute import communicated
 
 aten = torch.ops.aten
@@ -106,6 +106,18 @@ def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, P
 
     parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
     return tuple(i for i, n in enumerate(parameters) if trainable[i] and elsewhere(n))
+
+
+def lookups(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> dict[int, tuple[fx.Node, ...]]:
+    """Return the parameters, by number, that are read as the tables of sparse lookups alone, with the numbers that each
+    lookup is given."""
+    parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
+    tables: dict[int, tuple[fx.Node, ...]] = {}
+    for at, parameter in enumerate(parameters):
+        reads = [found.get(user) for user in parameter.users]
+        if reads and all(one is not None and one.kind == TABLE and one.parameter == at for one in reads):
+            tables[at] = tuple(one.x for one in reads if one is not None)
+    return tables
 
 
 def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, int]]:
@@ -256,11 +268,11 @@ def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[An
 
 
 def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
-    """``rest`` is the index of the row without a gradient, or -1; scaled and sparse gradients are left to autograd."""
-    if given(node, "scale_grad_by_freq", False) or given(node, "sparse", False):
+    """``rest`` is the index of the row without a gradient, or -1; scaled gradients are left to autograd."""
+    if given(node, "scale_grad_by_freq", False):
         return None
-    padding = given(node, "padding_idx", -1)
-    return ("embedding", padding) if isinstance(padding, int) else None
+    padding, kind = given(node, "padding_idx", -1), TABLE if given(node, "sparse", False) else "embedding"
+    return (kind, padding) if isinstance(padding, int) else None
 
 
 PRODUCTS: Mapping[str, _Rule] = {

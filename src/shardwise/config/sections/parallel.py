@@ -242,6 +242,15 @@ class ParallelConfig:
         "auto",
         does='the dtype in which gradients are summed over ranks; `"auto"` is the dtype in which they are kept',
     )
+    sparse_gradients: str = key(
+        choice("auto", *plan.CHOICES["sparse_gradients"]),
+        "auto",
+        does=(
+            "whether, of a table whose lookups are sparse (`nn.Embedding(sparse=True)`), only the rows that were "
+            'looked up travel and are updated; `"auto"`: where the optimizer (adagrad, or sgd; no weight decay) and '
+            "the plan allow it"
+        ),
+    )
     offload: Offload = key(
         choice(*plan.CHOICES["offload"]),
         "none",

@@ -201,7 +201,9 @@ RULES: Mapping[str, Rule] = {
     }),
     "prescale_gradients": always(SUMS),
     "gradient_predivide_factor": always(SUMS),
-    "sparse_gradients": none("gradients of embeddings are dense"),
+    "sparse_gradients": elsewhere(
+        "parallel.sparse_gradients: rows alone travel of nn.Embedding(sparse=True) where the optimizer allows it"
+    ),
     "seq_parallel_communication_data_type": none(QUANTISED),
     "sequence_parallel_size": number("parallel.cp", least=1, whole=True),
     "tensor_parallel.autotp_size": number("parallel.tp", "any layer's sharding follows from the graph", whole=True),

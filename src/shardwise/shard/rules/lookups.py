@@ -33,7 +33,8 @@ def _embedding(context: ShardingContext, node: fx.Node) -> Any:
         (table, where), padding = solved.values, given(node, "padding_idx", -1)
         factors = tuple((factor.size, factor.axes) for factor in table.meta["layout"].dims[0])
         if not any(axes for _, axes in factors):
-            return emitter.emit(node, (table, where, padding), {}, solved.layout)
+            sparse = (False, True) if given(node, "sparse", False) else ()
+            return emitter.emit(node, (table, where, padding, *sparse), {}, solved.layout)
         own = emitter.emit(index, (emitter.env, where, factors), {}, where.meta["layout"], local_ops.own_index)
         found = emitter.emit(node, (table, own, -1), {}, solved.layout)
         return emitter.emit(node, (emitter.env, found, where, factors, padding), {}, solved.layout, local_ops.own_only)

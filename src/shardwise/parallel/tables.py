@@ -1,0 +1,30 @@
+"""Tables whose lookups are sparse: of their gradients, under data parallelism, the rows that were looked up travel.
+
+``nn.Embedding(sparse=True)`` says so of a table; on one device its gradient is then a sparse tensor, and the optimizer
+updates the rows that it has.  Under this plan the same holds over ranks.  In the table of ``parallel/data.py`` nothing
+changes but what travels (``runtime/tables.py``): P → R gathers the rows of all ranks instead of an all-reduce, P → S
+and P → O send each row to the rank that updates it, and S → R and O → R send what has been updated.  Every rank has
+such a table whole, under ZeRO-2 and 3 as well, so these are ZeRO-1 for it.
+"""
+
+from __future__ import annotations
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+
+
+def table_gradients(plan: Plan, optimizer: OptimizerChoice, wanted: str = "auto") -> Plan:
+    """Return ``plan`` with gradients of tables as ``wanted``: "rows" or "dense", or, with "auto", by rows where the
+    optimizer leaves rows without a gradient as they are and the plan allows it: the numbers are the same.
+
+    Raises :class:`ConfigError` for "rows" where the plan does not allow it.
+    """
+    if wanted != "auto":
+        return plan.replace(sparse_gradients=wanted)
+    if not optimizer.by_rows:
+        return plan
+    try:
+        return plan.replace(sparse_gradients="rows")
+    except ConfigError:
+        return plan

@@ -1,0 +1,227 @@
+"""The gradient of a table whose lookups are sparse has the rows that were looked up.  Only these rows travel, are
+updated, and are sent to ranks that have the table and do not update it.
+
+A gradient is added up over ranks as what it is in the table of data parallelism (``parallel/data.py``): P → R gathers
+the rows of all ranks, P → S and P → O send each row to the rank that updates it.  How many rows a rank has is known
+only when it has them, so ranks first tell each other, and the hosts wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.flat import FlatShard
+from shardwise.parallel.data import SHARDS
+from shardwise.runtime.communicator import Communicator, Completed, Handle
+from shardwise.runtime.optimizer import FlatOptimizer
+from shardwise.units.trace import Bucket
+
+
+class Rows(NamedTuple):
+    """Some rows of a table: their ``numbers`` (n,), ascending and each once, and their ``values`` (n, width)."""
+
+    numbers: Tensor
+    values: Tensor
+
+    def between(self, held: FlatShard) -> Rows:
+        """Return those in a range of the flat table, which has whole rows."""
+        width = self.values.shape[1]
+        first, last = _places(self.numbers, [held.start // width, held.stop // width])
+        return Rows(self.numbers[first:last], self.values[first:last])
+
+
+class TableGradient:
+    """The gradient of the table of ``bucket``, of which ``held`` is updated here.
+
+    ``touched`` are the numbers of held rows that have been updated since the other ranks were sent what is held; None
+    says that it may be any.
+    """
+
+    def __init__(self, bucket: Bucket, held: FlatShard, device: torch.device) -> None:
+        self.held, self.width = held, bucket.width
+        self._rows, self._device = bucket.parameters[0].shape[0], device
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self._nothing = Rows(none, torch.zeros(0, self.width, dtype=bucket.wide, device=device))
+        self._summed, self._added = self._nothing, list[Rows]()
+        self.touched: list[Tensor] | None = None
+
+    def clear(self) -> None:
+        """Begin a new gradient, which is zero."""
+        self._summed, self._added = self._nothing, []
+
+    def add(self, numbers: Tensor, gradient: Tensor, padding: int) -> None:
+        """Add the ``gradient`` (..., width) of rows that were looked up by their ``numbers`` (...); that of the row
+        ``padding`` does not count."""
+        numbers, values = numbers.reshape(-1), gradient.reshape(-1, self.width).to(self._nothing.values.dtype)
+        if padding >= 0:
+            counts = numbers != padding
+            numbers, values = numbers[counts], values[counts]
+        self._added.append(Rows(numbers.to(torch.int64), values))
+
+    @property
+    def rows(self) -> Rows:
+        """Return what the gradient is now; all other rows of it are zero."""
+        if self._added:
+            self._summed, self._added = self._sum([self._summed, *self._added]), []
+        return self._summed
+
+    def replace(self, held: Tensor) -> None:
+        """Set the gradient of what is ``held``, given as a flat tensor."""
+        every = held.view(-1, self.width)
+        places = every.any(1).nonzero()[:, 0]
+        self._summed, self._added = Rows(places + self.held.start // self.width, every[places]), []
+
+    def dense(self) -> Tensor:
+        """Return the gradient of what is held, flat, with the rows that are zero."""
+        mine, found = self.rows.between(self.held), self._nothing.values.new_zeros(self.held.numel)
+        found.view(-1, self.width)[mine.numbers - self.held.start // self.width] = mine.values
+        return found
+
+    def norm(self, part: FlatShard) -> Tensor:
+        """Return the norm of the gradient of a range of the table, a 0-d tensor."""
+        found: Tensor = torch.linalg.vector_norm(self.rows.between(part).values)
+        return found
+
+    def _sum(self, each: Sequence[Rows]) -> Rows:
+        """Add up rows, the numbers of which may come several times, in the order given."""
+        numbers, values = torch.cat([one.numbers for one in each]), torch.cat([one.values for one in each])
+        if not numbers.numel():
+            return self._nothing
+        whole = (self._rows, self.width)
+        summed = torch.sparse_coo_tensor(numbers[None], values, whole, check_invariants=False).coalesce()
+        return Rows(summed.indices()[0], summed.values())
+
+    # ---- over ranks --------------------------------------------------------------------------------------------------
+
+    def reduce(self, comm: Communicator, axes: tuple[str, ...], lane: str, what: str) -> Handle:
+        """Post the sum over ``axes``, which all ranks get."""
+        return _gather(comm, axes, self.rows, lane, what, self._set)
+
+    def send_to_owners(self, comm: Communicator, owners: Sequence[FlatShard], lane: str, what: str) -> Handle:
+        """Post the rows to the ranks over ``dp``, the first of which own these ranges; each is left with the sum of its
+        own."""
+        mine, size = self.rows, comm.group(SHARDS).size
+        edges = [owners[0].start // self.width, *(owner.stop // self.width for owner in owners)]
+        places = _places(mine.numbers, edges)
+        sent = [last - first for first, last in zip(places, places[1:], strict=False)]
+        counts = _counts(comm, SHARDS, sent + [0] * (size - len(sent)), lane, what)
+        came = sum(row[comm.group(SHARDS).index] for row in counts)
+        inbox = Rows(mine.numbers.new_empty(came), mine.values.new_empty(came, self.width))
+        wide = [[count * self.width for count in row] for row in counts]
+        handles = [
+            comm.all_to_all(inbox.numbers, mine.numbers, SHARDS, lane=lane, what=what, sizes=counts),
+            comm.all_to_all(inbox.values.view(-1), mine.values.view(-1), SHARDS, lane=lane, what=what, sizes=wide),
+        ]
+        return Then(handles, lambda: self._set([inbox]))
+
+    def _set(self, each: Sequence[Rows]) -> None:
+        self._summed = self._sum(each)
+
+    def refresh(self, comm: Communicator, param: Tensor, owners: int, lane: str, what: str) -> Handle:
+        """Post the rows that have been updated on the first ``owners`` ranks over ``dp``, to be written into the flat
+        table ``param`` of all ranks."""
+        table = param[: self._rows * self.width].view(-1, self.width)
+        touched: Tensor = torch.unique(torch.cat([self._nothing.numbers, *(self.touched or ())]))
+        self.touched = []
+
+        @torch.no_grad()
+        def write(each: Sequence[Rows]) -> None:
+            for one in each:
+                table[one.numbers] = one.values
+
+        with torch.no_grad():
+            mine = Rows(touched, table[touched])
+        return _gather(comm, (SHARDS,), mine, lane, what, write, owners)
+
+
+class TableOptimizer(FlatOptimizer):
+    """An optimizer of one segment of a table, which updates rows and leaves all others, and their state, as they are.
+
+    Its numbers are those of :mod:`torch.optim` on a sparse gradient, and on a dense one whose other rows are zero.
+    """
+
+    @torch.no_grad()
+    def step_rows(self, lr: float, rows: Rows, grad_scale: Tensor | None, skip: Tensor) -> None:
+        """Update ``rows`` of the table by their gradient; the other arguments are those of :meth:`step`."""
+        if not self.segments:
+            return
+        width, (segment,) = rows.values.shape[1], self.segments
+        at, state = rows.numbers - segment.start // width, self._state(0)
+        gradient = rows.values if grad_scale is None else rows.values * grad_scale
+        before = segment.param.view(-1, width)[at]
+        change, skipped = gradient, skip != 0
+        if self.choice.name == "adagrad":
+            sums = state["sum"].view(-1, width)
+            old = sums[at]
+            new = old + gradient * gradient
+            change = gradient / (new.sqrt() + self._eps)
+            sums[at] = torch.where(skipped, old, new)
+            state["step"] += 1 - skip.to(state["step"].device)
+        segment.param.view(-1, width)[at] = torch.where(skipped, before, before - lr * change)
+
+    @property
+    def _eps(self) -> float:
+        assert self._optimizer is not None
+        return float(self._optimizer.param_groups[0]["eps"])
+
+
+class Then:
+    """The handle of several operations, after which comes a last piece of work of the host."""
+
+    def __init__(self, handles: Sequence[Handle], finish: Callable[[], None]) -> None:
+        self._handles, self._finish = handles, finish
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        self._finish()
+
+
+def _gather(
+    comm: Communicator, axes: tuple[str, ...], mine: Rows, lane: str, what: str,
+    finish: Callable[[Sequence[Rows]], None], senders: int = 0,
+) -> Handle:  # fmt: skip
+    """Post the rows of all ranks over ``axes``, or of the first ``senders`` of them, to all, who ``finish`` with them
+    in the order of ranks."""
+    group, width = comm.group(axes), mine.values.shape[1]
+    counts = [row[0] for row in _counts(comm, axes, [len(mine.numbers)], lane, what)]
+    if not any(counts):
+        return Completed()
+    few = 0 < senders < group.size  # then only they send, each as much as it has
+    sizes = counts[:senders] if few else [max(counts)] * group.size
+    inbox = [Rows(mine.numbers.new_zeros(size), mine.values.new_zeros(size, width)) for size in sizes]
+    if few:
+        if group.index < senders:
+            inbox[group.index] = mine
+        handles = [
+            comm.broadcast(part, axes, root, lane=lane, what=f"{what} of server {root}")
+            for root, one in enumerate(inbox) for part in (one.numbers, one.values.view(-1))
+        ]  # fmt: skip
+    else:
+        every = Rows(mine.numbers.new_zeros(group.size, sizes[0]), mine.values.new_zeros(group.size, sizes[0], width))
+        for whole, part in zip(every, mine, strict=True):
+            whole[group.index][: len(part)] = part
+        handles = [comm.all_gather(one, one[group.index], axes, lane=lane, what=what) for one in every]
+        inbox = [Rows(*parts) for parts in zip(*every, strict=True)]
+    used = zip(counts, inbox, strict=False)
+    found = [Rows(one.numbers[:count], one.values[:count]) for count, one in used]
+    return Then(handles, lambda: finish(found))
+
+
+def _counts(comm: Communicator, axes: str | tuple[str, ...], mine: list[int], lane: str, what: str) -> list[list[int]]:
+    """Return the counts of every rank over ``axes``; the host waits for them."""
+    here = torch.tensor(mine, device=comm.device)
+    every = here.new_zeros(comm.group(axes).size, len(mine))
+    comm.all_gather(every, here, axes, lane=lane, what=f"number of rows of {what}").wait()
+    found: list[list[int]] = every.tolist()
+    return found
+
+
+def _places(numbers: Tensor, edges: Sequence[int]) -> list[int]:
+    """Return how many of the ascending ``numbers`` are below each edge."""
+    found: list[int] = torch.searchsorted(numbers, torch.tensor(edges, device=numbers.device)).tolist()
+    return found

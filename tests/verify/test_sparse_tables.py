@@ -1,0 +1,92 @@
+"""Tables whose lookups are sparse: the rows that travel and are updated give the numbers of one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from covering import covering
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.server import parameter_server
+from shardwise.verify.verify import verify
+
+ADAGRAD = OptimizerChoice("adagrad", lr=0.05)
+SGD = OptimizerChoice("sgd", lr=0.1)
+
+
+class Clicks(nn.Module):
+    """Two tables of odd sizes, one of which has a row without a gradient, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(101, 5, sparse=True)
+        self.pages = nn.Embedding(37, 6, padding_idx=3, sparse=True)
+        self.days = nn.Embedding(7, 4)
+        self.deep = nn.Sequential(nn.Linear(5 + 6 + 4, 9), nn.ReLU(), nn.Linear(9, 1))
+
+    def forward(self, user: Tensor, pages: Tensor, day: Tensor) -> Tensor:
+        seen = torch.cat([self.users(user), self.pages(pages).sum(1), self.days(day)], -1)
+        return self.deep(seen).squeeze(-1)
+
+
+def clicked(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, batch["clicked"].to(output.dtype))
+
+
+def batch(rows: int, seed: int, users: int = 101) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, below: int) -> Tensor:
+        return torch.randint(0, below, shape, generator=generator)
+
+    return {
+        "user": drawn(rows, below=users), "pages": drawn(rows, 3, below=37), "day": drawn(rows, below=7),
+        "clicked": drawn(rows, below=2).float(),
+    }  # fmt: skip
+
+
+def check(plan: Plan, optimizer: OptimizerChoice = ADAGRAD, clip_norm: float | None = 0.5, **fields: Any) -> None:
+    torch.manual_seed(plan.mesh.size)
+    batches = [batch(rows, rows, **fields) for rows in (13, 12, 7, 5)]
+    plan = plan.replace(sparse_gradients="rows")
+    report = verify(Clicks(), batches, plan, loss=clicked, optimizer=optimizer, clip_norm=clip_norm)
+    assert report.passed, (report.largest, report.worst[:3])
+    assert report.compared > 20 and report.ranks_agree
+
+
+KINDS = ("dp", "zero1", "zero2", "zero3", "replicas", "server 1", "server 2", "pp")
+PRODUCT = list(itertools.product(KINDS, (1, 3), (ADAGRAD, SGD), (None, 0.5), (2, 4)))
+
+
+def planned(kind: str, ranks: int, microbatches: int) -> Plan:
+    plan = Plan.of(microbatches=microbatches)
+    if kind == "replicas":
+        return data_parallel(plan, 2 * ranks, zero=1, replicas=2)
+    if kind == "pp":
+        return pipeline(data_parallel(plan, ranks, zero=1), 2)
+    if kind.startswith("server"):
+        return parameter_server(data_parallel(plan, ranks), int(kind[-1]))
+    return data_parallel(plan, ranks, zero=int(kind[-1]) if kind.startswith("zero") else 0)
+
+
+@pytest.mark.parametrize(("kind", "microbatches", "optimizer", "clip_norm", "ranks"), list(covering(PRODUCT)))
+def test_rows_equal_one_device(
+    kind: str, microbatches: int, optimizer: OptimizerChoice, clip_norm: float | None, ranks: int
+) -> None:
+    check(planned(kind, ranks, microbatches), optimizer, clip_norm)
+
+
+def test_one_rank() -> None:
+    check(Plan.of(microbatches=2))
+
+
+def test_all_ranks_look_up_the_same_row() -> None:
+    check(data_parallel(Plan.of(), 3, zero=1), users=1)
