@@ -15,6 +15,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, step_peak, widths
+from shardwise.estimate.tables import COPIES, TABLE_UPDATE, held_rows, looked_up, row_bytes
 from shardwise.estimate.timeline import Made
 from shardwise.measure.unit_memory import Flight, Profile, UnitMemory, Way
 from shardwise.ops.env import Env
@@ -35,6 +36,7 @@ class HeldBytes:
     final: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket's gradient that the optimizer takes
     changed: dict[int, int] = field(default_factory=dict)  # the bytes of each bucket that its STEP changes
     inboxes: dict[int, int] = field(default_factory=dict)  # the bytes that a server receives of each bucket's gradient
+    exchanged: dict[int, int] = field(default_factory=dict)  # the bytes that exchanging the rows of a table takes
 
     def hold(self, buffer: Buffer, nbytes: int) -> None:
         if nbytes:
@@ -55,6 +57,9 @@ def accounts(
     own = trace.buckets if buckets is None else buckets
     _buckets(on_device, on_host, own, plan, choice, rank, device, common, trace.opaque is not None)
     _pools(on_device, trace, plan, choice, program, rank, common)
+    for bucket in own:
+        if bucket.table:
+            _table(on_device, bucket, plan, looked_up(trace, plan, bucket, rows))
     on_host.hold(BufferKind.UNUSED.of(), trace.beside.unused)
     on_device.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
     on_device.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
@@ -104,6 +109,16 @@ def _buckets(
         if share.rule.state == "O" and bucket.learns and not common:  # in common memory a server reads what ranks have
             dtype = COMPUTE_DTYPE.get(plan.data.reduce, bucket.wide)
             on_device.inboxes[bucket.index] = plan.mesh.axis_size(SHARDS) * share.held.numel * dtype.itemsize
+
+
+def _table(account: HeldBytes, bucket: Bucket, plan: Plan, mine: int) -> None:
+    """Add the gradient of a table by rows, of which every rank looks up ``mine``, and what its sum and its update take
+    at most."""
+    ranks = plan.mesh.axis_size(batch_axes(plan.mesh))
+    held = held_rows(bucket, mine, ranks) * row_bytes(bucket)
+    account.hold(BufferKind.GRAD.of(bucket.index), held)
+    account.steps[bucket.index] = TABLE_UPDATE * held
+    account.exchanged[bucket.index] = COPIES * ranks * mine * row_bytes(bucket)
 
 
 def _pools(
@@ -272,7 +287,7 @@ class ProgramSizes:
                 }
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
-            case Op.PUSH:
+            case Op.PUSH if one.bucket not in self.account.exchanged:
                 return {one.writes[-1]: {"": self.account.inboxes.get(one.bucket, 0)}}
             case Op.BACKUP:
                 return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
@@ -354,4 +369,6 @@ class ProgramSizes:
                 return self.norms + max(self.norms, self.norms * self.parts)
             case Op.STEP:
                 return self.account.steps.get(one.bucket, 0)
+            case Op.REDUCE | Op.PUSH | Op.GATHER | Op.PULL:
+                return self.account.exchanged.get(one.bucket, 0)
         return SCALAR if one.op is Op.DECIDE else 0

@@ -63,13 +63,13 @@ def bucket_states(
     copy of the gradient.
 
     With ``common``, ranks have memory in common, where the parameters of sharded buckets lie once for all of them.
-    Buffers have the layout's padding; optimizer state does not.
+    Buffers have the layout's padding; optimizer state does not.  The rows of a table's gradient are not among it.
     """
     whole, held = share.layout.numel, share.held.numel
     parameters = (held if share.rule.rest == "S" or common and share.rule.state != "O" else whole) * each.parameter
     if not learns:
         return States(parameters), States()
-    gradients = (held if share.rule.grad == "S" else whole) * each.gradient
+    gradients = 0 if share.table else (held if share.rule.grad == "S" else whole) * each.gradient
     spans = [span for one in share.updates for span in one.spans]
     state = sum(span.numel for span in spans) * each.state + len(spans) * each.scalars
     if offload:

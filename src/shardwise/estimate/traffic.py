@@ -15,6 +15,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.memory import norms_of
 from shardwise.estimate.subject import Subject
+from shardwise.estimate.tables import looked_up, table_traffic
 from shardwise.lower.outer import fullest_step
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady_batches
@@ -78,6 +79,8 @@ class _RankTraffic:
         return self.unit(one).unknown if OP_INFO[one.op].runs_unit else ()
 
     def _of(self, one: Instruction) -> Sequence[Traffic]:
+        if one.bucket >= 0 and self.traces[0].buckets[one.bucket].table:
+            return self.of_table(one)
         match one.op:
             case Op.COUNT:
                 return self.counted(one)
@@ -140,10 +143,20 @@ class _RankTraffic:
         if one.op not in (Op.PUSH, Op.PULL):
             return None
         share, ranks = self.share(one.bucket), self.plan.mesh.axis_size(SHARDS)
+        if self.traces[0].buckets[one.bucket].table:
+            return self.served_rows(one, share)
         if one.op is Op.PUSH:
             whole = self.reduced(one).nbytes
             return whole * (1 - share.held.numel / share.layout.numel)
         return float((ranks - 1) * share.held.numel * self.traces[0].buckets[one.bucket].dtype.itemsize)
+
+    def served_rows(self, one: Instruction, share: Share) -> float:
+        """Return what :meth:`served` does of the rows of a table, which are taken to be spread evenly."""
+        own = share.held.numel / share.layout.numel
+        if one.op is Op.PUSH:
+            return sum(t.nbytes for t in self.of_table(one) if t.kind == "all_to_all") * (1 - own)
+        updated = sum(t.nbytes for t in self.of_table(one) if t.axes == (SHARDS,)) * own
+        return updated * (self.plan.mesh.axis_size(SHARDS) - 1)
 
     def reduced(self, one: Instruction) -> Traffic:
         """Return the traffic of a gradient: the whole, or in an all-reduce after a reduce-scatter the shard."""
@@ -156,6 +169,17 @@ class _RankTraffic:
             (SHARDS,) if one.scatters else one.axes,
             numel * dtype.itemsize,
         )
+
+    def looked_up(self, bucket: int) -> int:
+        """Return the most rows of a table that a rank looks up in a step."""
+        return looked_up(self.traces[0], self.plan, self.traces[0].buckets[bucket], self.subject.rows)
+
+    def of_table(self, one: Instruction) -> Sequence[Traffic]:
+        """Return what an instruction on the rows of a table communicates, at most."""
+        if one.op not in (Op.REDUCE, Op.PUSH, Op.GATHER, Op.PULL):
+            return []
+        bucket, share = self.traces[0].buckets[one.bucket], self.share(one.bucket)
+        return table_traffic(one, bucket, share, self.looked_up(one.bucket), self.plan)
 
     def message(self, one: Instruction) -> list[Traffic]:
         if one.bucket >= 0:

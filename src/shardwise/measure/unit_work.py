@@ -71,7 +71,10 @@ class UnitWork(UnitBackward):
         self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
         dtypes = step.gradient_dtypes
-        self.goals = {n: torch.empty(trained[n].shape, dtype=dtypes[n], device=META) for n in unit.products}
+        # The gradient of a table has the rows themselves: nothing is computed.
+        tables = {p.name for b in trace.buckets if b.table for p in b.parameters}
+        wanted = [n for n in unit.products if n not in tables]
+        self.goals = {n: torch.empty(trained[n].shape, dtype=dtypes[n], device=META) for n in wanted}
 
     def weight(self) -> Tensor:
         """Return the interpreter's w_m: a new scalar, or an element of the tensor of all microbatches' weights."""
@@ -234,7 +237,8 @@ class UnitWork(UnitBackward):
         return self.tracker.peak - start
 
     def multiply(self, factors: GradientFactors) -> None:
-        accumulate(self.goals[factors.weight], factors, False, self.kernels)
+        if factors.weight in self.goals:
+            accumulate(self.goals[factors.weight], factors, False, self.kernels)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Do nothing: the gradient is added to a buffer that the program has."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.flat import FlatShard
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.communicator import Communicator, Completed, Handle
@@ -87,13 +88,15 @@ class TableGradient:
         return found
 
     def _sum(self, each: Sequence[Rows]) -> Rows:
-        """Add up rows, the numbers of which may come several times, in the order given."""
-        numbers, values = torch.cat([one.numbers for one in each]), torch.cat([one.values for one in each])
-        if not numbers.numel():
+        """Add up rows, the numbers of which may come several times, in the order given: all ranks get the same bits."""
+        if not any(len(one.numbers) for one in each):
             return self._nothing
-        whole = (self._rows, self.width)
-        summed = torch.sparse_coo_tensor(numbers[None], values, whole, check_invariants=False).coalesce()
-        return Rows(summed.indices()[0], summed.values())
+        numbers, where = torch.unique(torch.cat([one.numbers for one in each]), return_inverse=True)
+        values = torch.cat([one.values for one in each])
+        total = values.new_zeros(len(numbers), self.width)
+        if Backend.of(self._device).kind == "cpu":
+            return Rows(numbers, total.index_add_(0, where, values))
+        return Rows(numbers, total.index_put_((where,), values, accumulate=True))  # in a fixed order, on a GPU as well
 
     # ---- over ranks --------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Share:
     held: FlatShard
     updates: tuple[Updated, ...] = ()
     apart: bool = False  # whether ranks over ``dp`` hold different ranges
+    table: bool = False  # whether the gradient has rows, and no buffer
 
     @staticmethod
     def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
@@ -72,7 +73,7 @@ class Share:
             updates = (
                 Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),
             )
-        return Share(layout, rule, held, updates, (rule.state if bucket.learns else rule.rest) != "R")
+        return Share(layout, rule, held, updates, (rule.state if bucket.learns else rule.rest) != "R", bucket.table)
 
 
 def entry_ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
