@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.bags import open_bags
 from shardwise.graph.dtypes import name_dtypes
 from shardwise.graph.experts import group_experts
 from shardwise.graph.functional import Normal
@@ -36,6 +37,7 @@ def normalise(normal: Normal) -> None:
     if normal.captured.outputs is not None:
         merge_equal(normal.graph)
     group_experts(normal.graph)
+    open_bags(normal.graph)
     eliminate_dead(normal.graph)
 
 

@@ -67,6 +67,7 @@ class Gradients:
     def add(self, name: str, grad: Tensor) -> None:
         """Add to a gradient, of the parameter's local shape; the first overwrites what was there."""
         goal = self._goals[name]
+        grad = grad.to_dense() if grad.is_sparse else grad  # of a lookup in a model that was not captured
         goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
     def add_product(self, factors: GradientFactors) -> None:
