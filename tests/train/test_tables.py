@@ -1,0 +1,263 @@
+"""Tables with gradients by rows in runs: a user's loop as torch has it, processes, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from processes import run_processes
+from shardwise import Mesh, OptimizerChoice, Plan
+from shardwise.core.errors import ConfigError
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.local import local_training
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.server import asynchronous_server, parameter_server
+from shardwise.parallel.tables import table_gradients
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.distribute import distribute
+from shardwise.train.trainer import Trainer
+
+ADAGRAD = OptimizerChoice("adagrad", lr=0.05)
+
+
+class Clicks(nn.Module):
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.users, self.head = nn.Embedding(53, 5, sparse=sparse), nn.Linear(5, 1)
+
+    def forward(self, user: Tensor, clicked: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.head(self.users(user)).squeeze(-1), clicked)
+
+
+def clicks(sparse: bool = True) -> Clicks:
+    torch.manual_seed(0)
+    return Clicks(sparse).double()
+
+
+def batch(step: int, rows: int = 9) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    user = torch.randint(0, 53, (rows,), generator=generator)
+    return {"user": user, "clicked": torch.randint(0, 2, (rows,), generator=generator).double()}
+
+
+def tables(model: Any) -> list[bool]:
+    return [b.table for b in model.trainer.engine.compiled.buckets]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1), "sgd": lambda p: torch.optim.SGD(p, lr=0.3)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_loop_gives_what_torch_gives_with_sparse_gradients(name: str, backwards: int) -> None:
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(6):
+            optimizer.zero_grad()
+            for number in range(backwards):
+                loss = model(**batch(2 * step + number))
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = clicks()
+    ours = copy.deepcopy(plain)
+    truth = run(plain, OPTIMIZERS[name](plain.parameters()))
+    model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()))
+    assert run(model, optimizer) == pytest.approx(truth, rel=1e-12)
+    assert any(tables(model))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_the_loop_changes() -> None:
+    """As plain torch does with a dense gradient of the same table."""
+
+    def run(model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(**batch(step)).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+
+    plain, ours = clicks(sparse=False), clicks()
+    run(plain, OPTIMIZERS["adagrad"](plain.parameters()))
+    model, optimizer = distribute(ours, OPTIMIZERS["adagrad"](ours.parameters()))
+    run(model, optimizer)
+    assert any(tables(model))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hook_on_a_table_is_given_a_dense_gradient() -> None:
+    seen: list[torch.Size] = []
+    ours = clicks()
+    ours.users.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    model, optimizer = distribute(ours, OPTIMIZERS["sgd"](ours.parameters()))
+    model(**batch(0)).backward()
+    optimizer.step()
+    assert seen[-1] == (53, 5) and not any(tables(model))
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+LOOP = """
+import json, sys
+import torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/train"]
+from test_tables import ADAGRAD, batch, clicks, planned, tables
+from shardwise.runtime.connect import connect
+from shardwise.train.distribute import distribute
+
+torch.set_num_threads(1)
+plan = planned(sys.argv[3])
+model, optimizer = distribute(clicks(), ADAGRAD, plan, comm=connect(plan.mesh, backend=sys.argv[2]), clip_norm=0.1)
+losses = []
+for step in range(5):
+    optimizer.zero_grad()
+    loss = model(**batch(step))
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert any(tables(model))
+print(json.dumps([losses, {k: v.tolist() for k, v in model.state_dict().items()}]), flush=True)
+model.trainer.comm.close()
+"""
+
+
+def planned(kind: str) -> Plan:
+    plan = Plan.of(precision="fp64", microbatches=2)
+    plan = data_parallel(plan, 3, 1 if kind == "zero1" else 0)
+    plan = parameter_server(plan, 2) if kind == "server" else plan
+    return table_gradients(plan, ADAGRAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+@pytest.mark.parametrize("kind", ["dp", "zero1", "server"])
+def test_processes(tmp_path: Path, backend: str, kind: str) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    tests = Path(__file__).parents[1]
+    every = run_processes(3, [str(script), str(tests), backend, kind], 150, OMP_NUM_THREADS=1)
+    found = [json.loads(one.splitlines()[-1]) for one in every]
+    assert found[0] == found[1] == found[2]
+    plain = clicks(sparse=False)  # torch does not clip sparse gradients
+    optimizer, losses = torch.optim.Adagrad(plain.parameters(), lr=0.05), []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = plain(**batch(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    assert found[0][0] == pytest.approx(losses, rel=1e-10)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(torch.tensor(found[0][1][name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[0] for name, value in batch(index, 1).items()}
+
+
+KINDS = {
+    "one": Plan.of(), "dense": data_parallel(Plan.of(), 2, zero=2), "dp": data_parallel(Plan.of(), 3),
+    "zero1": data_parallel(Plan.of(), 2, zero=1), "zero3": data_parallel(Plan.of(), 4, zero=3, replicas=2),
+    "server": parameter_server(data_parallel(Plan.of(), 3), 2),
+}  # fmt: skip
+
+
+def trained(folder: Path, kind: str, stop: int) -> dict[str, Tensor]:
+    """Go on from the folder's checkpoint to step ``stop``, and save."""
+    plan = KINDS[kind].replace(precision="fp64")
+    plan = plan if kind == "dense" else plan.replace(sparse_gradients="rows")
+    made = Compiled(clicks(), plan, batch(0))
+
+    def rank(comm: ThreadCommunicator) -> dict[str, Tensor]:
+        trainer = Trainer(made, ADAGRAD, plan, {}, seed=3, comm=comm)
+        with trainer.loader(Rows(), 5) as loader, Checkpoints(trainer, folder) as checkpoints:
+            checkpoints.restore(loader)
+            while trainer.engine.step_index < stop:
+                trainer.step(next(loader))
+            checkpoints.save(loader)
+        return trainer.state_dict()
+
+    return run_ranks(plan.mesh, rank, timeout=60)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("one", "zero1"), ("zero1", "dense"), ("dense", "dp"), ("dp", "server"), ("server", "zero3"), ("zero3", "one")],
+)
+def test_checkpoints_go_between_plans(tmp_path: Path, before: str, after: str) -> None:
+    """Between gradients by rows and dense ones, too: the optimizer's state is the same."""
+    truth = trained(tmp_path / "whole", "one", 6)
+    trained(tmp_path / "parts", before, 3)
+    found = trained(tmp_path / "parts", after, 6)
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+# ---- what is refused, and what follows by itself ---------------------------------------------------------------------
+
+
+def test_an_optimizer_that_updates_all_rows_is_refused() -> None:
+    one = Compiled(clicks(), Plan.of(precision="fp64", sparse_gradients="rows"), batch(0))
+
+    def made(choice: OptimizerChoice) -> None:
+        run_ranks(Mesh.of(dp=1), lambda comm: Engine(one, comm, choice))
+
+    for choice in (OptimizerChoice("adamw"), OptimizerChoice("sgd", momentum=0.9)):
+        with pytest.raises(ConfigError, match=rf'optimizer: "{choice.name}" updates all rows of users.weight.*"dense"'):
+            made(choice)
+    with pytest.raises(ConfigError, match='"adagrad" updates all rows'):
+        made(OptimizerChoice("adagrad", weight_decay=0.1))
+    made(OptimizerChoice("adagrad", weight_decay=0.0))
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (pipeline(Plan.of(microbatches=4), 2, "pipedream-2bw"), '"pipedream-2bw"'),
+        (pipeline(Plan.of(norm="post-validate"), 2), '"post-validate"'),
+        (Plan.of(offload="optimizer"), 'offload = "optimizer"'),
+        (local_training(data_parallel(Plan.of(), 1), 2, 3), "local_steps = 3"),
+        (asynchronous_server(data_parallel(Plan.of(), 1)), 'server = "async"'),
+    ],
+)
+def test_plans_without_rows(plan: Plan, what: str) -> None:
+    with pytest.raises(ConfigError, match=f'sparse_gradients: "rows" is not legal with .*{what}'):
+        plan.replace(sparse_gradients="rows")
+    assert table_gradients(plan, ADAGRAD) == plan
+
+
+def test_rows_where_the_optimizer_takes_them() -> None:
+    plan = data_parallel(Plan.of(), 2)
+    assert table_gradients(plan, ADAGRAD).data.tables == "rows"
+    assert table_gradients(plan, OptimizerChoice("adamw")) == plan
+    assert table_gradients(plan, ADAGRAD, "dense") == plan
+    with pytest.raises(ConfigError, match="sparse_gradients"):
+        table_gradients(plan, ADAGRAD, "some")
