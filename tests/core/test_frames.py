@@ -12,18 +12,18 @@ from shardwise.core.frames import (
     HEADER,
     MAX_PAYLOAD,
     NUMBERS,
+    ROWS,
     FrameError,
     Header,
     Kind,
     Share,
     bits_of,
     check_shares,
-    cuts,
     unpack,
     weight_of,
 )
 
-SHARES = {0: Share(10, 17, 4, 8), 3: Share(0, 3 * MAX_PAYLOAD // 4 + 5, 2, 4)}
+SHARES = {0: Share(10, 17, 4, 8), 3: Share(0, 3 * MAX_PAYLOAD // 4 + 5, 2, 4), 4: Share(6, 300_000, 4, 8, row=3)}
 ALL = frozenset(Kind)
 
 
@@ -34,8 +34,8 @@ def headers(draw: random.Random) -> Header:
         bucket = draw.choice(list(SHARES))
         share = SHARES[bucket]
         size = share.gradient if kind == Kind.PART else share.parameter
-        offset, count = draw.choice(list(cuts(share.numel, size)))
-        encoding = draw.choice([0, 0, 7]) if kind == Kind.PART else 0
+        offset, count = draw.choice(list(share.cuts(size)))
+        encoding = draw.choice([0, 0, 7]) if kind == Kind.PART else draw.choice([0, ROWS]) if share.row else 0
         length = draw.randint(0, count * size) if encoding else count * size
         return Header(kind, numbers, length, bucket, offset, count, encoding)
     return Header(kind, numbers, {Kind.HELLO: 64, Kind.CHALLENGE: 32}.get(kind, 0))
@@ -71,7 +71,7 @@ def test_every_changed_byte_is_an_error_or_another_legal_header() -> None:
         if header.kind in (Kind.PART, Kind.PARAMETERS):
             share = SHARES[header.bucket]
             size = share.gradient if header.kind == Kind.PART else share.parameter
-            assert header.length <= header.count * size and (header.offset, header.count) in cuts(share.numel, size)
+            assert header.length <= header.count * size and (header.offset, header.count) in share.cuts(size)
         else:
             assert header.length == {Kind.HELLO: 64, Kind.CHALLENGE: 32}.get(header.kind, 0)
     assert 0 < through < 2000
@@ -103,7 +103,7 @@ def test_parts_that_no_range_has(change: dict[str, int], said: str) -> None:
     ("place", "value", "said"),
     [
         (0, b"HTTP", "begins with b'HTTP'"),
-        (4, b"\x02", "protocol version 2; this is version 1"),
+        (4, b"\x01", "protocol version 1; this is version 2"),
         (5, b"\x63", "unknown kind 99"),
         (12, struct.pack("<I", 1), "a PING with a payload"),
         (32, struct.pack("<q", 1), "a PING has more numbers than 0"),
@@ -123,14 +123,30 @@ def test_a_payload_beyond_the_limit() -> None:
 
 
 def test_cuts_and_weights() -> None:
-    assert list(cuts(7, 4)) == [(0, 7)]
+    assert list(SHARES[0].cuts(4)) == [(0, 7)]
     most = MAX_PAYLOAD // 8
-    assert list(cuts(2 * most + 1, 8)) == [(0, most), (most, most), (2 * most, 1)]
+    assert list(Share(3, 2 * most + 4, 8, 8).cuts(8)) == [(0, most), (most, most), (2 * most, 1)]
+    most = MAX_PAYLOAD // 8 - MAX_PAYLOAD // 8 % 3
+    assert list(SHARES[4].cuts(8)) == [(0, most), (most, most), (2 * most, 299_994 - 2 * most)]
     for weight in (0.0, -0.0, 1.5, 1e-300, -3.25):
         assert str(weight_of(bits_of(weight))) == str(weight)
 
 
-@pytest.mark.parametrize("share", [Share(3, 3, 4, 4), Share(-1, 3, 4, 4), Share(0, 3, 3, 4)])
+def test_rows_come_of_tables_alone() -> None:
+    rows = {"kind": Kind.PARAMETERS, "numbers": (0,), "length": 28, "encoding": ROWS}
+    count = next(SHARES[4].cuts(8))[1]
+    Header(**rows, bucket=4, offset=0, count=count).check(ALL, SHARES)  # type: ignore[arg-type]
+    with pytest.raises(FrameError, match="28 bytes for 7 elements of 8 bytes"):
+        Header(**rows, bucket=0, offset=0, count=7).check(ALL, SHARES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        Share(3, 3, 4, 4), Share(-1, 3, 4, 4), Share(0, 3, 3, 4), Share(0, 7, 4, 4, row=3), Share(1, 7, 4, 4, row=3),
+        Share(0, MAX_PAYLOAD, 4, 4, row=MAX_PAYLOAD // 2),
+    ],
+)  # fmt: skip
 def test_shares_that_no_server_has(share: Share) -> None:
     with pytest.raises(ConfigError, match="server 0, bucket 5: "):
         check_shares("server 0", {5: share})

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.core.clocks import Clocks
-from shardwise.core.frames import HEADER, MAC, NONCE, WORKER, Header, Kind, Share, Shares, unpack
+from shardwise.core.frames import HEADER, MAC, MAX_PAYLOAD, NONCE, ROWS, WORKER, Header, Kind, Share, Shares, unpack
 from shardwise.core.ledger import Ledger
 from shardwise.core.tickets import Tickets
 from shardwise.runtime.secret import Keys, run_digest
 from shardwise.runtime.server import Server
 from shardwise.runtime.server_client import ServerClient
-from shardwise.runtime.staging import Push
+from shardwise.runtime.staging import Part, Push
 
 SECRET = bytes(range(32))
 RUN = "a run"
@@ -38,17 +38,30 @@ class Numbers:
         time.sleep(self.slow)
         for part in push.parts:
             at = self.arrays[part.bucket][part.offset : part.offset + part.count]
+            if part.encoding == ROWS:  # one row of three
+                number = int(np.frombuffer(part.payload, np.int32, 1)[0])
+                at[3 * number : 3 * number + 3] -= LR * np.frombuffer(bytes(part.payload[4:]))
+                continue
             at -= LR * push.commit.weight * np.frombuffer(part.payload)
         self.applied += 1
 
     def parameters(self, bucket: int) -> memoryview:
         return memoryview(self.arrays[bucket]).cast("B")
 
+    def changed(self, bucket: int, since: int) -> Iterator[Part]:
+        """Of a table with rows of three that are all in the first part: the rows that are not zero."""
+        count = MAX_PAYLOAD // 24 * 3
+        rows = self.arrays[bucket][:count].reshape(-1, 3)
+        numbers = rows.any(1).nonzero()[0]
+        payload = numbers.astype(np.int32).tobytes() + rows[numbers].tobytes()
+        yield Part(bucket, 0, count, ROWS, memoryview(payload))
 
-def shared_out(numels: Mapping[int, int], servers: int) -> list[Shares]:
+
+def shared_out(numels: Mapping[int, int], servers: int, row: int = 0) -> list[Shares]:
     """Equal ranges of each bucket, in float64."""
     return [
-        {b: Share(n * k // servers, n * (k + 1) // servers, 8, 8) for b, n in numels.items()} for k in range(servers)
+        {b: Share(n * k // servers, n * (k + 1) // servers, 8, 8, row) for b, n in numels.items()}
+        for k in range(servers)
     ]
 
 
@@ -124,9 +137,11 @@ class Served:
 
 
 @contextmanager
-def served(numels: Mapping[int, int], servers: int = 1, slow: float = 0.0, **more: Any) -> Iterator[Served]:
+def served(
+    numels: Mapping[int, int], servers: int = 1, slow: float = 0.0, row: int = 0, **more: Any
+) -> Iterator[Served]:
     """Servers of zeros; none outlives this, and none has ended by itself."""
-    shares = shared_out(numels, servers)
+    shares = shared_out(numels, servers, row)
     stores = [Numbers({b: np.zeros(share.numel) for b, share in held.items()}, slow) for held in shares]
     found = Served(shares, stores, **more)
     try:
@@ -186,6 +201,11 @@ class Raw:
     def part(self, bucket: int, values: Array) -> None:
         """Send a small range whole."""
         self.send(Header(Kind.PART, (), values.nbytes, bucket, 0, len(values)), values.tobytes())
+
+    def row(self, bucket: int, number: int, values: Array) -> None:
+        """Send one row of three of a large table."""
+        payload = np.array([number], np.int32).tobytes() + values.tobytes()
+        self.send(Header(Kind.PART, (), len(payload), bucket, 0, MAX_PAYLOAD // 24 * 3, ROWS), payload)
 
     def commit(self, clock: int, ticket: int = -1) -> Header:
         self.send(Header.of(Kind.COMMIT, clock=clock, ticket=ticket, read=0, weight=0x3FF0000000000000))

@@ -58,7 +58,7 @@ def test_a_mac_is_the_hmac_of_everything() -> None:
     """Spelled out once more: whoever writes another client has to make these bytes."""
     secret, run, nonces = bytes(range(32)), run_digest("x"), (b"w" * 32, b"s" * 32)
     keys = Keys.of(secret, run, 7, *nonces)
-    said = struct.pack("<IIQ", 1, 1, 7) + hashlib.sha256(b"x").digest() + nonces[0] + nonces[1]
+    said = struct.pack("<IIQ", 2, 1, 7) + hashlib.sha256(b"x").digest() + nonces[0] + nonces[1]
     key = hmac.new(secret, b"shardwise from worker\0" + said, "sha256").digest()
     for number in range(3):
         mac = keys.of_worker.begin()

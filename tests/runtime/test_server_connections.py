@@ -43,7 +43,7 @@ def test_a_client_that_does_not_read_is_dropped_and_nobody_waits_for_it() -> Non
     with served({0: size}, timeout=0.7) as run:
         deaf = Raw(run.addresses[0], worker=1)
         deaf.enter()
-        deaf.send(Header.of(Kind.PULL, clock=0))
+        deaf.send(pull(-1))
         client, ones = run.client(0, heartbeat=0.2), np.ones(size)
         client.join()
         into = {0: np.empty(size)}
@@ -76,7 +76,7 @@ def test_a_slow_reader_gets_one_version_while_others_push() -> None:
     with served({0: size, 1: 5}) as run:
         slow = Raw(run.addresses[0], worker=1)
         slow.enter()
-        slow.send(Header.of(Kind.PULL, clock=0))
+        slow.send(pull(-1))
         until(lambda: run.of("pull"))
         client = run.client(0)
         client.join()
@@ -91,6 +91,38 @@ def test_a_slow_reader_gets_one_version_while_others_push() -> None:
         client.close()
 
 
+def pull(since: int, start: int = 0) -> Header:
+    return Header.of(Kind.PULL, clock=0, since=since, start=start)
+
+
+@pytest.mark.parametrize(("start", "frames"), [(0, 1), (-1, 4)])
+def test_rows_of_a_table_are_those_of_the_version_that_was_asked_for(start: int, frames: int) -> None:
+    """A push comes between the pull and its answer, while the server applies an earlier push.  Of another start of the
+    server the worker has no version, so all rows come."""
+    numel = 4 * (MAX_PAYLOAD // 24) * 3
+    with served({0: numel}, row=3, slow=0.4) as run:
+        first, other, reader = (Raw(run.addresses[0], worker=worker) for worker in (1, 2, 3))
+        for one in (first, other, reader):
+            one.enter()
+        for one in (first, other):
+            one.join()
+        own = run.servers[0].ledger.start
+        first.row(0, 2, np.ones(3))
+        first.send(Header.of(Kind.COMMIT, clock=0, ticket=-1, read=0, weight=0x3FF0000000000000))
+        time.sleep(0.2)
+        reader.send(pull(0, own + start))
+        time.sleep(0.05)
+        other.row(0, 7, np.ones(3))
+        other.send(Header.of(Kind.COMMIT, clock=0, ticket=-1, read=0, weight=0x3FF0000000000000))
+        values: list[Array] = []
+        while (header := unpacked(reader, values)).kind != Kind.PULLED:
+            assert header["version"] == 1
+        assert len(values) == frames and run.stores[0].applied == 2
+        rows = values[0].view(np.uint8)[4:].view(np.float64) if frames == 1 else np.concatenate(values)[6:9]
+        assert rows.tolist() == [-0.1] * 3
+        assert frames == 1 or np.count_nonzero(np.concatenate(values)) == 3
+
+
 def unpacked(raw: Raw, values: list[Array]) -> Header:
     """Receive a frame, checked, and keep its payload."""
     got: list[bytes] = []
@@ -101,7 +133,7 @@ def unpacked(raw: Raw, values: list[Array]) -> Header:
     finally:
         raw.exactly = exactly  # type: ignore[method-assign]
     if header.length:
-        values.append(np.frombuffer(got[1]))
+        values.append(np.frombuffer(got[1], np.float64 if header.length % 8 == 0 else np.uint8))
     return header
 
 

@@ -19,7 +19,7 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.server import asynchronous_server, parameter_server
+from shardwise.parallel.server import parameter_server
 from shardwise.parallel.tables import table_gradients
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
@@ -245,7 +245,6 @@ def test_an_optimizer_that_updates_all_rows_is_refused() -> None:
         (pipeline(Plan.of(norm="post-validate"), 2), '"post-validate"'),
         (Plan.of(offload="optimizer"), 'offload = "optimizer"'),
         (local_training(data_parallel(Plan.of(), 1), 2, 3), "local_steps = 3"),
-        (asynchronous_server(data_parallel(Plan.of(), 1)), 'server = "async"'),
     ],
 )
 def test_plans_without_rows(plan: Plan, what: str) -> None:

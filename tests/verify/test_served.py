@@ -37,7 +37,7 @@ def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 
     oracle.module.train()
     found = replay(
         oracle, given.__getitem__, served.records, slices_of(compiled, choice), choice,
-        by_staleness=plan.serving.rate == "staleness", received=receiving(plan),
+        by_staleness=plan.serving.rate == "staleness", received=receiving(compiled, choice),
     )  # fmt: skip
     assert len(found.losses) == batches and sorted(key[1] for key in found.losses) == list(range(batches))
     for (_, ticket, _), value in found.losses.items():

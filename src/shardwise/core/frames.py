@@ -22,7 +22,7 @@ from types import MappingProxyType
 from shardwise.core.errors import ConfigError, ShardwiseError, check_count
 
 MAGIC = b"SWPS"
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of all that is in this module, and of what both ends do with it."""
 MAX_PAYLOAD = 1 << 20
 """The most bytes of a payload.  Larger ranges take several frames."""
@@ -36,6 +36,9 @@ MAX_BUCKETS = 1 << 20
 MAX_WORKERS = 1 << 20
 RAW = 0
 """The encoding of elements as they are, little-endian.  Other numbers belong to whoever encodes."""
+ROWS = 4
+"""The encoding of some rows of a table: their numbers as int32, counted from where the part begins, ascending; then
+their elements.  Parameters may come so as well, and parts of a table without such rows are left out."""
 
 _HEADER = struct.Struct("<4sBBHIIQQ4q")
 HEADER = _HEADER.size
@@ -63,7 +66,7 @@ class Kind(IntEnum):
     COMMIT = 11  # → apply all parts since the last COMMIT or DISCARD
     DISCARD = 12  # → forget them
     ACK = 13  # ← what has become of the push: an Outcome
-    PULL = 14  # → send all parameters
+    PULL = 14  # → send all parameters, but of tables the rows that changed since a version of this start of the server
     PARAMETERS = 15  # ← a part of the parameters of a bucket
     PULLED = 16  # ← these were all
     PING = 17  # → a sign of life
@@ -89,7 +92,7 @@ NUMBERS: Mapping[Kind, tuple[str, ...]] = MappingProxyType({
     Kind.NUMBER: ("ticket",),
     Kind.COMMIT: ("clock", "ticket", "read", "weight"),
     Kind.ACK: ("clock", "version", "outcome"),
-    Kind.PULL: ("clock",),
+    Kind.PULL: ("clock", "since", "start"),
     Kind.PARAMETERS: ("version",),
     Kind.PULLED: ("version",),
 })  # fmt: skip
@@ -104,17 +107,31 @@ WORKER = 1
 class Share:
     """A server has the elements ``start`` … ``stop`` − 1 of a flat bucket.
 
-    ``gradient`` and ``parameter`` are the bytes of an element of a gradient and of a parameter.
+    ``gradient`` and ``parameter`` are the bytes of an element of a gradient and of a parameter.  If the bucket is a
+    table whose rows travel by themselves, ``row`` is the number of elements of a row, and the range has whole rows.
     """
 
     start: int
     stop: int
     gradient: int
     parameter: int
+    row: int = 0
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def cuts(self, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Yield (offset, count) of the frames that carry the range in elements of ``itemsize`` bytes, each as large as
+        is legal but the last."""
+        most = self.most(itemsize)
+        for offset in range(0, self.numel, most):
+            yield offset, min(most, self.numel - offset)
+
+    def most(self, itemsize: int) -> int:
+        """Return the most elements of a frame: whole rows of a table."""
+        row = self.row or 1
+        return MAX_PAYLOAD // (itemsize * row) * row
 
 
 Shares = Mapping[int, Share]
@@ -138,6 +155,11 @@ def check_shares(where: str, shares: Shares) -> None:
         for size in (share.gradient, share.parameter):
             if size not in (1, 2, 4, 8):
                 raise ConfigError.on(at, f"elements of {size} bytes", "1, 2, 4 or 8 bytes")
+            if share.row * size > MAX_PAYLOAD:
+                wrong = f"a table with rows of {share.row * size} bytes"
+                raise ConfigError.on(at, wrong, f'at most {MAX_PAYLOAD}, or sparse_gradients = "dense"')
+        if share.row and (share.start % share.row or share.stop % share.row):
+            raise ConfigError.on(at, f"elements {share.start} to {share.stop} of rows of {share.row}", "whole rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +196,8 @@ class Header:
         """Raise :class:`FrameError` unless a frame of this header may come where only ``allowed`` kinds may, to or from
         a server that has ``shares``.
 
-        A range is sent as :func:`cuts` cuts it, so that nobody can make a server keep many small parts.  A raw part has
-        exactly the bytes of its elements, and an encoded one at most so many.
+        A range is sent as :meth:`Share.cuts` cuts it, so that nobody can make a server keep many small parts.  A raw
+        part has exactly the bytes of its elements, and an encoded one at most so many.
         """
         if self.kind not in allowed:
             expected = ", ".join(sorted(kind.name for kind in allowed))
@@ -186,14 +208,14 @@ class Header:
         if share is None:
             raise FrameError(f"a {self.kind.name} of bucket {self.bucket}, which is not here")
         itemsize = share.gradient if self.kind == Kind.PART else share.parameter
-        most = MAX_PAYLOAD // itemsize
+        most = share.most(itemsize)
         if self.offset % most or not 0 < self.count == min(most, share.numel - self.offset):
             raise FrameError(
                 f"a {self.kind.name} of bucket {self.bucket} has {self.count} elements from {self.offset} on; "
                 f"{share.numel} are sent {most} at a time"
             )
         size = self.count * itemsize
-        encoded = self.encoding != RAW and self.kind == Kind.PART
+        encoded = self.encoding != RAW and (self.kind == Kind.PART or (self.encoding == ROWS and share.row))
         if self.length > size or (self.length < size and not encoded):
             raise FrameError(
                 f"a {self.kind.name} of bucket {self.bucket} has {self.length} bytes for {self.count} elements of "
@@ -225,13 +247,6 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
     if any(numbers[named:]):
         raise FrameError(f"a {known.name} has more numbers than {named}")
     return Header(known, tuple(numbers[:named]), length, bucket, offset, count, encoding)
-
-
-def cuts(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, count) of the frames that carry ``numel`` elements, each as large as is legal but the last."""
-    most = MAX_PAYLOAD // itemsize
-    for offset in range(0, numel, most):
-        yield offset, min(most, numel - offset)
 
 
 def bits_of(weight: float) -> int:

@@ -92,7 +92,6 @@ class Plan:
                 self.overlaps
             ),
             f'offload = "{self.memory.offload}"': self.memory.offloads_optimizer,
-            f'server = "{self.serving.kind}"': self.serving.apart,
             f"local_steps = {self.local.steps}": self.local.steps > 0,
         }
         if self.data.tables == "rows" and (found := next((what for what, is_so in against.items() if is_so), "")):

@@ -12,6 +12,8 @@ int8       for each block of 256 a scale, the largest magnitude / 127, as fp32; 
            each element divided by its scale, rounded to the nearest integer
 top-k      positions of the k = ⌈share · n⌉ largest magnitudes, as int32, ascending;  (4 + itemsize) k
            then their values
+rows       of a table: numbers of the rows that were looked up, as int32, ascending;  (4 + width · itemsize) k
+           then their elements
 =========  =========================================================================  =====================
 """
 
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.core.frames import RAW, FrameError
+from shardwise.core.frames import RAW, ROWS, FrameError
 from shardwise.core.server_options import Push
 
 BF16, INT8, TOP_K = 1, 2, 3
@@ -83,6 +85,43 @@ def decode(payload: memoryview | bytes, encoding: int, count: int, dtype: torch.
     found = torch.zeros(count, dtype=dtype)
     found[places] = values
     return found
+
+
+def encode_rows(numbers: Tensor, values: Tensor, count: int) -> tuple[int, Tensor]:
+    """Return the encoding and the payload, as uint8, of a part of a table, of ``count`` elements: of those rows (n,)
+    with these ``values`` (n, width), or of all rows, the others as zeros, where that is shorter."""
+    found = torch.cat([numbers.to(torch.int32).view(torch.uint8), values.contiguous().view(-1).view(torch.uint8)])
+    if found.numel() < count * values.itemsize:
+        return ROWS, found
+    whole = values.new_zeros(count // values.shape[1], values.shape[1])
+    whole[numbers] = values
+    return RAW, whole.view(-1).view(torch.uint8)
+
+
+def put_rows(place: memoryview, payload: memoryview, width: int) -> None:
+    """Write the rows of a payload, of ``width`` bytes, to their place in a part of a table; raise FrameError where the
+    payload is not of that encoding."""
+    numbers, values = decode_rows(payload, ROWS, len(place), width, torch.uint8)
+    torch.frombuffer(place, dtype=torch.uint8).view(-1, width)[numbers] = values
+
+
+def decode_rows(
+    payload: memoryview | bytes, encoding: int, count: int, row: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers and the values of the rows in a part of ``count`` elements of a table, whose rows have ``row``
+    each; raise FrameError where it is none."""
+    size, length = torch.empty(0, dtype=dtype).itemsize, len(payload)
+    wrong = FrameError(f"a part of {count} elements in {length} bytes of encoding {encoding}, of rows of {row}")
+    if encoding == RAW:
+        return torch.arange(count // row), decode(payload, RAW, count, dtype).view(-1, row)
+    if encoding != ROWS or not length or length % (4 + row * size):
+        raise wrong
+    n = length // (4 + row * size)
+    numbers = torch.frombuffer(payload, dtype=torch.int32, count=n).to(torch.int64)
+    values = torch.frombuffer(bytearray(payload[4 * n :]), dtype=dtype).view(n, row)
+    if bool((numbers < 0).any()) or bool((numbers >= count // row).any()) or bool((numbers.diff() <= 0).any()):
+        raise wrong
+    return numbers, values
 
 
 @dataclass

@@ -128,6 +128,8 @@ class Gradients:
     def push(self, one: Instruction, servers: ServedWorker | None) -> Handle:
         """Post a bucket's gradient, or that of the slot that holds it, to its servers: ranks, or other processes."""
         memory = self._memory.buckets[one.bucket]
+        if memory.table is not None and servers is not None:
+            return servers.push_rows(one.bucket, memory.table.rows)
         if memory.table is not None:
             return memory.table.send_to_owners(
                 self._comm, memory.owners, str(one.lane), f"gradient bucket {one.bucket}"

@@ -19,14 +19,17 @@ from shardwise.core.plan import Plan
 from shardwise.initial.values import Values
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.buffers import BucketMemory
-from shardwise.runtime.compression import decode
+from shardwise.runtime.compression import decode, decode_rows
 from shardwise.runtime.optimizer import FlatOptimizer
-from shardwise.runtime.served_worker import as_bytes
-from shardwise.runtime.staging import Push
+from shardwise.runtime.served_worker import as_bytes, parts_of
+from shardwise.runtime.staging import Part, Push
+from shardwise.runtime.tables import Rows
 from shardwise.units.share import Share, Span, Updated
 from shardwise.units.trace import DECAY, Bucket
 
 ONE = Mesh.of(dp=1)
+TAKEN = torch.zeros(())
+"""The flag of an update that is not skipped."""
 RULE = ParameterRule("*", "S", "S", "S")
 
 
@@ -41,7 +44,9 @@ def served_ranges(buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice
     for server in range(servers):
         ranges = {b.index: layouts[b.index].served(servers, server) for b in learning}
         found.append({
-            b.index: ServedRange(held.start, held.stop, b.wide.itemsize, b.dtype.itemsize)
+            b.index: ServedRange(
+                held.start, held.stop, b.wide.itemsize, b.dtype.itemsize, b.width if b.table else 0
+            )
             for b in learning if (held := ranges[b.index]).numel
         })  # fmt: skip
     if not all(found):
@@ -64,6 +69,8 @@ class ServedStore:
     server: int
     version: int = 0
     memory: dict[int, BucketMemory] = field(default_factory=dict)
+    # of each held row of a table: the version in which it changed last, since this store was made
+    changes: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         comm = AloneCommunicator(ONE, 0, torch.device("cpu"))
@@ -71,7 +78,13 @@ class ServedStore:
         for bucket in self.buckets:
             if bucket.index in ranges:
                 self.memory[bucket.index] = _held(bucket, ranges[bucket.index], self.choice, comm)
-        updates = [update.optimizer for memory in self.memory.values() for update in memory.updates]
+        self._ranges = ranges
+        self.changes = {
+            index: torch.zeros(ranges[index].numel // ranges[index].row, dtype=torch.int64)
+            for index in self.memory if ranges[index].row
+        }  # fmt: skip
+        plain = [memory for index, memory in self.memory.items() if index not in self.changes]
+        updates = [update.optimizer for memory in plain for update in memory.updates]
         self._optimizers: list[FlatOptimizer] = updates
 
     def load(self, values: Values) -> None:
@@ -112,10 +125,22 @@ class ServedStore:
     def parameters(self, bucket: int) -> memoryview:
         return as_bytes(self.memory[bucket].param)
 
+    def changed(self, bucket: int, since: int) -> Iterator[Part]:
+        """Yield copies of the rows of a table that have changed since a version."""
+        share, numbers = self._ranges[bucket], (self.changes[bucket] > since).nonzero()[:, 0]
+        values = self.memory[bucket].param.view(-1, share.row)[numbers]
+        yield from parts_of(bucket, share, Rows(numbers + share.start // share.row, values), share.parameter)
+
     def apply(self, push: Push) -> None:
-        """Update all ranges by a push: its gradients times its weight, at the rate of this update."""
+        """Update all ranges by a push: its gradients times its weight, at the rate of this update.  Of a table only the
+        rows that come are updated."""
+        rows = [
+            (part, decode_rows(part.payload, part.encoding, part.count, self._ranges[part.bucket].row,
+                               self.memory[part.bucket].bucket.wide))
+            for part in push.parts if part.bucket in self.changes
+        ]  # fmt: skip
         decoded = [(part, decode(part.payload, part.encoding, part.count, self._gradient(part.bucket).dtype))
-                   for part in push.parts]  # fmt: skip
+                   for part in push.parts if part.bucket not in self.changes]  # fmt: skip
         for part, values in decoded:
             self._gradient(part.bucket)[part.offset : part.offset + part.count].copy_(values)
         lr = self.choice.learning_rate(self.version)
@@ -125,9 +150,27 @@ class ServedStore:
         weight = None if push.commit.weight == 1 else torch.tensor(push.commit.weight, dtype=kind)
         for optimizer in self._optimizers:
             optimizer.step(lr, weight)
-        for memory in self.memory.values():
-            memory.publish()
+        for index, memory in self.memory.items():
+            if index not in self.changes:
+                memory.publish()
         self.version += 1
+        for index, changes in self.changes.items():
+            self._update_rows(index, changes, [one for one in rows if one[0].bucket == index], lr, weight)
+
+    def _update_rows(
+        self, bucket: int, changes: Tensor, rows: Sequence[tuple[Part, tuple[Tensor, Tensor]]], lr: float,
+        weight: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update the rows of a table that have come, and note that they have changed."""
+        memory, share = self.memory[bucket], self._ranges[bucket]
+        assert memory.table is not None
+        memory.table.clear()
+        for part, (numbers, values) in rows:
+            here = numbers + part.offset // share.row
+            changes[here] = self.version
+            memory.table.add(here + share.start // share.row, values, -1)
+        memory.update_rows(lr, weight, TAKEN)
+        memory.table.clear()
 
     def _gradient(self, bucket: int) -> Tensor:
         gradient = self.memory[bucket].grad

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.core.frames import Shares, cuts
+from shardwise.core.flat import FlatShard
+from shardwise.core.frames import Share, Shares
 from shardwise.core.server_options import ServerOptions
 from shardwise.runtime.communicator import Completed, Handle
-from shardwise.runtime.compression import Feedback
+from shardwise.runtime.compression import Feedback, encode_rows
 from shardwise.runtime.staging import Part
+from shardwise.runtime.tables import Rows
 
 
 class Posted(Protocol):
@@ -99,12 +101,19 @@ class ServedWorker:
             return Completed()
         for server, shares in enumerate(self.shares):
             if (share := shares.get(bucket)) is not None:
-                self.client.push_parts(server, self._compressed(server, bucket, gradient[share.start : share.stop]))
+                self.client.push_parts(server, self._compressed(server, bucket, gradient, share))
         return Completed()
 
-    def _compressed(self, server: int, bucket: int, gradient: Tensor) -> list[Part]:
-        found = []
-        for offset, count in cuts(gradient.numel(), gradient.itemsize):
+    def push_rows(self, bucket: int, rows: Rows) -> Handle:
+        """Send the rows of a table's gradient, each to the server that has it, as they are."""
+        for server, shares in enumerate(self.shares):
+            if (share := shares.get(bucket)) is not None:
+                self.client.push_parts(server, parts_of(bucket, share, rows, share.gradient))
+        return Completed()
+
+    def _compressed(self, server: int, bucket: int, whole: Tensor, share: Share) -> list[Part]:
+        found, gradient = [], whole[share.start : share.stop]
+        for offset, count in share.cuts(gradient.itemsize):
             encoding, payload = self.feedback.encoded((server, bucket, offset), gradient[offset : offset + count])
             found.append(Part(bucket, offset, count, encoding, payload.numpy().data))
         return found
@@ -117,6 +126,18 @@ class ServedWorker:
     def commit(self, weight: float) -> Handle:
         """Let the servers apply what has been pushed, times ``weight``."""
         return _Committed(self, self.client.commit(self.ticket, self.versions, weight))
+
+
+def parts_of(bucket: int, share: Share, rows: Rows, itemsize: int) -> list[Part]:
+    """Return the parts of a share of a table that hold any of the ``rows``, whose numbers are those of the table."""
+    found, first = [], share.start // share.row
+    for offset, count in share.cuts(itemsize):
+        start = first + offset // share.row
+        mine = rows.between(FlatShard(start * share.row, start * share.row + count))
+        if len(mine.numbers):
+            encoding, payload = encode_rows(mine.numbers - start, mine.values, count)
+            found.append(Part(bucket, offset, count, encoding, payload.numpy().data))
+    return found
 
 
 def as_bytes(x: Tensor) -> memoryview:

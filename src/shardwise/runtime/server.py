@@ -67,6 +67,7 @@ class _Peer:
         self.worker = -1
         self.keys: Keys | None = None
         self.asked = False  # whether a PULL has not been answered in full
+        self.has = -1  # the version that it has of tables
         self.reading: Reading | None = None
         self.events = selectors.EVENT_READ
         self._hello = memoryview(bytearray(NONCE + RUN))
@@ -365,6 +366,7 @@ class Server:
         if peer.asked or (clock is not None and header["clock"] != clock):
             raise FrameError(f"a PULL at clock {header['clock']} (here {clock}), or before the last one was answered")
         peer.asked = True
+        peer.has = header["since"] if header["start"] == self.ledger.start else -1
         self._answer(self.ledger.read(peer.worker))
 
     def _ping(self, peer: _Peer, header: Header, payload: memoryview) -> None:
@@ -383,10 +385,10 @@ class Server:
                 (p.reading for p in self._peers.values() if p.reading and p.reading.version == self.ledger.version),
                 None,
             ) or Reading(self.store, self.shares, self.ledger.version)
-            peer.wire.stream(self._sent(peer, peer.reading))
+            peer.wire.stream(self._sent(peer, peer.reading, peer.reading.frames(peer.has)))
 
     @staticmethod
-    def _sent(peer: _Peer, reading: Reading) -> Iterator[Outgoing]:
-        yield from reading.frames()
+    def _sent(peer: _Peer, reading: Reading, frames: Iterator[Outgoing]) -> Iterator[Outgoing]:
+        yield from frames
         peer.reading, peer.asked = None, False  # before the worker can know that these were all
         yield bare(Header.of(Kind.PULLED, version=reading.version))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from shardwise.core.errors import ConfigError, check_value
-from shardwise.core.frames import MAX_WORKERS, RAW, FrameError, Kind, Outcome, Shares, check_shares, cuts
+from shardwise.core.frames import MAX_WORKERS, RAW, FrameError, Kind, Outcome, Shares, check_shares
 from shardwise.core.tickets import LATER, NONE
 from shardwise.runtime.secret import check_secret, run_digest
 from shardwise.runtime.server_connection import Endpoint
@@ -146,18 +146,21 @@ class ServerClient:
                 size = share.gradient
                 parts = [
                     Part(bucket, offset, count, RAW, data[(at := (share.start + offset) * size) : at + count * size])
-                    for offset, count in cuts(share.numel, size)
+                    for offset, count in share.cuts(size)
                 ]
                 self.push_parts(server, parts)
 
     def push_parts(self, server: int, parts: Sequence[Part]) -> None:
         """Send parts of a gradient, perhaps encoded, to one server; offsets count from where its range begins.
 
-        The parts of a bucket come in order and as :func:`~shardwise.core.frames.cuts` cuts the range; no payload is
-        longer than the raw part would be.  Payloads must not change before the push has been answered.  Raises
-        :class:`ConfigError` for other parts.
+        The parts of a bucket come in order and as :meth:`~shardwise.core.frames.Share.cuts` cuts the range, those of a
+        table without rows left out; no payload is longer than the raw part would be.  Payloads must not change before
+        the push has been answered.  Raises :class:`ConfigError` for other parts.
         """
-        where, legal = f"push to server {server}", "the parts of each bucket once, in order, as `cuts` cuts its range"
+        where, legal = (
+            f"push to server {server}",
+            "the parts of each bucket once, in order, as `Share.cuts` cuts its range",
+        )
         pushed = dict(self._pushed)
         for part in parts:
             place = server, part.bucket
@@ -165,7 +168,8 @@ class ServerClient:
                 part.header().check({Kind.PART}, self._shares[server])
             except FrameError as error:
                 raise ConfigError.on(where, str(error), legal) from None
-            if part.offset != pushed.get(place, 0):
+            table = self._shares[server][part.bucket].row > 0  # of which parts without rows are left out
+            if part.offset < pushed.get(place, 0) or (part.offset > pushed.get(place, 0) and not table):
                 raise ConfigError.on(where, f"bucket {part.bucket} from element {part.offset} on", legal)
             pushed[place] = part.offset + part.count
         if parts:
@@ -199,7 +203,7 @@ class ServerClient:
             for bucket, share in shares.items():
                 pushed = self._pushed.get((server, bucket), 0)
                 wrong = f"{pushed} of {share.numel} elements of bucket {bucket} have been pushed to server {server}"
-                if pushed != share.numel:
+                if pushed != share.numel and not share.row:
                     raise ConfigError.on("commit", wrong, "all elements of all buckets")
         self._pushed, self._ticket = {}, None
         number = -1 if ticket is None else ticket
@@ -220,8 +224,9 @@ class ServerClient:
         """Receive all parameters into writable contiguous buffers of whole buckets; the answers are the versions.
 
         This returns at once; the buffers are written until the answer is there.  All that comes from one server is of
-        one version.  Under a bound a server answers when this worker is not too far ahead.  Raises
-        :class:`ConfigError` for buffers of other sizes.
+        one version.  Of a table come the rows that have changed since the last pull, so its buffer has to be the same.
+        Under a bound a server answers when this worker is not too far ahead.  Raises :class:`ConfigError` for buffers
+        of other sizes.
         """
         views = {bucket: self._bytes(bucket, into.get(bucket, b""), "parameter") for bucket in self._sizes}
         return Posted([

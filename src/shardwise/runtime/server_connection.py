@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.frames import NONCE, WORKER, FrameError, Header, Kind, Shares
+from shardwise.core.frames import NONCE, ROWS, WORKER, FrameError, Header, Kind, Shares
+from shardwise.runtime.compression import put_rows
 from shardwise.runtime.secret import Keys
 from shardwise.runtime.wire import Outgoing, Wire, bare, holding
 
@@ -137,11 +138,14 @@ class Connection:
         self.send(bare(header))
         return self._answer(kind)
 
-    def pull(self, clock: int, into: Mapping[int, memoryview]) -> int:
-        """Receive all parameters into memory of the server's ranges, as bytes; return their version."""
-        self._into, self._left, self._versions = into, sum(len(memory) for memory in into.values()), set()
-        version = self.ask(Header.of(Kind.PULL, clock=clock), Kind.PULLED)["version"]
-        if self._left or self._versions != {version}:
+    def pull(self, clock: int, into: Mapping[int, memoryview], since: int = -1, start: int = 0) -> int:
+        """Receive all parameters into memory of the server's ranges, as bytes; return their version.
+
+        The memory has version ``since``, of a ``start`` of the server, of tables; −1: none."""
+        whole = [memory for bucket, memory in into.items() if not self._end.shares[bucket].row]
+        self._into, self._left, self._versions = into, sum(map(len, whole)), set()
+        version = self.ask(Header.of(Kind.PULL, clock=clock, since=since, start=start), Kind.PULLED)["version"]
+        if self._left or not self._versions <= {version}:
             found = sorted(self._versions)
             raise FrameError(f"a PULLED of version {version} after versions {found}, {self._left} bytes too early")
         self._into = None
@@ -155,8 +159,8 @@ class Connection:
         if found & select.POLLOUT and wire.write():
             self._told = now
         if found & ~select.POLLOUT:
-            for header, _ in wire.read():
-                self._arrived(header)
+            for header, payload in wire.read():
+                self._arrived(header, payload)
             self._heard = now
         if now - self._heard > self._end.timeout:
             raise TimeoutError(f"no sign of life for {self._end.timeout:g} s")
@@ -174,12 +178,18 @@ class Connection:
             raise FrameError(f"a {found.kind.name} came in place of a {kind.name}")
         return found
 
-    def _arrived(self, header: Header) -> None:
+    def _arrived(self, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.REPLACED:
             raise ServerLost(f"{self._end}: another process has connected as worker {self._end.worker}")
         if header.kind == Kind.PARAMETERS:
-            self._left -= header.length
+            share = self._end.shares[header.bucket]
+            self._left -= 0 if share.row else header.length
             self._versions.add(header["version"])
+            if header.encoding == ROWS:
+                assert self._into is not None
+                size = share.parameter
+                place = self._into[header.bucket][header.offset * size : (header.offset + header.count) * size]
+                put_rows(place, payload, share.row * size)
         elif header.kind != Kind.PONG:
             self._inbox.append(header)
 
@@ -189,6 +199,8 @@ class Connection:
             return self._nonce[: header.length]
         if self._into is None:
             raise FrameError("PARAMETERS came that nobody had asked for")
+        if header.encoding == ROWS:
+            return memoryview(bytearray(header.length))
         first = header.offset * self._end.shares[header.bucket].parameter
         return self._into[header.bucket][first : first + header.length]
 

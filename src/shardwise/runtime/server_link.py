@@ -51,6 +51,7 @@ class ServerLink:
         self.end, self._log = end, log
         self.clock, self.joined, self.ticket = 0, False, -1
         self._seen, self._start = 0, 0  # the last version seen, and of which start of the server
+        self._have = -1, 0  # the version of the parameters that are here, and of which start
         self._parts: list[Part] = []  # of the push that has not been answered
         self._sent = 0  # how many of them this connection has been given
         self._committing: int | None = None  # the clock of the COMMIT that has not been answered
@@ -131,8 +132,10 @@ class ServerLink:
         return Ack(Outcome.REFUSED, self.clock, self._seen)
 
     def pull(self, into: Mapping[int, memoryview]) -> int:
-        """Receive all parameters into memory of the server's ranges; return their version."""
-        self._seen = self._open.pull(self.clock if self.joined else 0, into)
+        """Receive all parameters into memory of the server's ranges, which has those of the last pull; return their
+        version."""
+        self._seen = self._open.pull(self.clock if self.joined else 0, into, *self._have)
+        self._have = self._seen, self._start
         return self._seen
 
     def wait_for(self, other: Future[Result]) -> Result:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.core.frames import RAW, FrameError, Header, Kind, Shares, cuts
+from shardwise.core.frames import RAW, FrameError, Header, Kind, Shares
 from shardwise.core.ledger import Commit
-from shardwise.runtime.wire import Outgoing
+from shardwise.runtime.wire import Outgoing, holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Part:
 class Push:
     """This is the whole push of a worker: its parts tile the server's ranges of all buckets, in order in each bucket.
 
-    Raw parts that follow each other are one part.
+    Raw parts that follow each other are one part.  Of a table, parts without rows are left out.
     """
 
     commit: Commit
@@ -58,6 +58,9 @@ class Store(Protocol):
 
         Every call returns the same memory.
         """
+
+    def changed(self, bucket: int, since: int) -> Iterator[Part]:
+        """Yield copies of the rows of a table that have changed since a version, part by part, without empty ones."""
 
 
 class Pool:
@@ -91,9 +94,11 @@ class Staging:
 
         An encoded payload lies where its elements would begin, since it is never longer than they are.
         """
-        expected = self._next.get(header.bucket, 0)
-        if header.offset != expected:
+        expected, table = self._next.get(header.bucket, 0), self._pool.shares[header.bucket].row > 0
+        if header.offset < expected or (header.offset > expected and not table):
             raise FrameError(f"a PART of bucket {header.bucket} from {header.offset} on, in place of {expected}")
+        if table:  # few rows come, so there is no memory for all
+            return memoryview(bytearray(header.length))
         if header.bucket not in self._memory:
             self._memory[header.bucket] = self._pool.take(header.bucket)
         return self._span(header.bucket, header.offset, header.count)[: header.length]
@@ -102,7 +107,8 @@ class Staging:
         """Add a PART that has come whole."""
         part = Part(header.bucket, header.offset, header.count, header.encoding, payload)
         parts = self._parts.setdefault(header.bucket, [])
-        if parts and part.encoding == RAW == parts[-1].encoding:
+        table = self._pool.shares[header.bucket].row > 0
+        if parts and part.encoding == RAW == parts[-1].encoding and not table:
             before = parts.pop()
             count = before.count + part.count
             part = Part(part.bucket, before.offset, count, RAW, self._span(part.bucket, before.offset, count))
@@ -112,7 +118,7 @@ class Staging:
     def whole(self) -> tuple[Part, ...]:
         """Return all parts; raise FrameError unless they are all elements of all buckets."""
         for bucket, share in self._pool.shares.items():
-            if self._next.get(bucket, 0) != share.numel:
+            if not share.row and self._next.get(bucket, 0) != share.numel:
                 raise FrameError(
                     f"a COMMIT after {self._next.get(bucket, 0)} of {share.numel} elements of bucket {bucket}"
                 )
@@ -132,13 +138,14 @@ class Staging:
 class Reading:
     """These are the parameters of one version, for as long as they are being sent.
 
-    They are sent from the store's own memory, and copied only where a push is applied before they have been sent.
+    They are sent from the store's own memory, and copied only where a push is applied before they have been sent.  The
+    rows of tables are copied at once: all of them only for a worker that has none.
     """
 
     def __init__(self, store: Store, shares: Shares, version: int) -> None:
         self.version = version
-        self._shares = shares
-        self._memory: Mapping[int, memoryview] = {bucket: store.parameters(bucket).cast("B") for bucket in shares}
+        self._store, self._shares = store, shares
+        self._memory: dict[int, memoryview] = {}
         self._copied = False
 
     def keep(self) -> None:
@@ -147,11 +154,23 @@ class Reading:
             self._memory = {bucket: memoryview(bytes(memory)) for bucket, memory in self._memory.items()}
             self._copied = True
 
-    def frames(self) -> Iterator[Outgoing]:
-        """Yield the frames of all parameters."""
-        for bucket in sorted(self._shares):
+    def frames(self, since: int) -> Iterator[Outgoing]:
+        """Return the frames of all parameters, and of the rows of tables that have changed since a version; −1: of all
+        rows."""
+        tables = [bucket for bucket, share in self._shares.items() if share.row and since >= 0]
+        rows = [part for bucket in tables for part in self._store.changed(bucket, since)]
+        whole = sorted(set(self._shares).difference(tables))
+        for bucket in whole:
+            self._memory.setdefault(bucket, self._store.parameters(bucket).cast("B"))
+        return self._sent(rows, whole)
+
+    def _sent(self, rows: Sequence[Part], whole: Sequence[int]) -> Iterator[Outgoing]:
+        for part in rows:
+            place = len(part.payload), part.bucket, part.offset, part.count, part.encoding
+            yield holding(Header(Kind.PARAMETERS, (self.version,), *place), part.payload)
+        for bucket in whole:
             share = self._shares[bucket]
-            for offset, count in cuts(share.numel, share.parameter):
+            for offset, count in share.cuts(share.parameter):
                 yield self._frame(bucket, offset, count)
 
     def _frame(self, bucket: int, offset: int, count: int) -> Outgoing:

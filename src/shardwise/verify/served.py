@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.core.clocks import Clocks
 from shardwise.core.flat import FlatShard
-from shardwise.core.frames import cuts
+from shardwise.core.frames import Shares
 from shardwise.core.ledger import Ledger
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -69,20 +69,24 @@ def slices_of(compiled: Compiled, choice: OptimizerChoice) -> list[list[Slice]]:
     return found
 
 
-def receiving(plan: Plan) -> list[Received]:
+def receiving(compiled: Compiled, choice: OptimizerChoice) -> list[Received]:
     """Return, for each server, what it receives of a worker's gradients if they are compressed; [] if they are not."""
+    plan = compiled.plan
     if plan.serving.push == "whole":
         return []
-    return [_compressing(plan, server) for server in range(plan.serving.servers)]
+    ranges = served_ranges(compiled.buckets, plan, choice)
+    return [_compressing(plan, server, ranges[server]) for server in range(plan.serving.servers)]
 
 
-def _compressing(plan: Plan, server: int) -> Received:
+def _compressing(plan: Plan, server: int, ranges: Shares) -> Received:
     workers: dict[int, Feedback] = {}
 
     def received(worker: int, bucket: int, gradient: Tensor) -> Tensor:
+        if ranges[bucket].row:  # rows of tables come as they are
+            return gradient
         feedback = workers.setdefault(worker, Feedback(plan.serving.push, plan.serving.push_share))
         found = torch.empty_like(gradient)
-        for offset, count in cuts(gradient.numel(), gradient.itemsize):
+        for offset, count in ranges[bucket].cuts(gradient.itemsize):
             part = gradient[offset : offset + count]
             encoding, payload = feedback.encoded((server, bucket, offset), part)
             found[offset : offset + count] = decode(payload.numpy().data, encoding, count, gradient.dtype)
@@ -163,7 +167,7 @@ def compare_served(
     served = run_served(compiled, batches, choice, clip_norm=clip_norm, seed=seed)
     found = replay(
         oracle, lambda ticket: batches[ticket], served.records, slices_of(compiled, choice), choice,
-        plan.serving.rate == "staleness", receiving(plan),
+        plan.serving.rate == "staleness", receiving(compiled, choice),
     )  # fmt: skip
     comparison = Comparison()
     for key, value in found.losses.items():
