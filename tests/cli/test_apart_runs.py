@@ -72,12 +72,42 @@ def test_a_run_to_its_end(server: str, tmp_path: Path) -> None:
     assert {one["worker"] for one in steps} == {0, 1}
     assert result["lost_updates"] == 0 and sum(result["staleness"].values()) == 60
     assert steps[-1]["loss"] < steps[0]["loss"] and lines(folder / "evaluations.jsonl")
+    found = json.loads(shardwise("evaluate", str(folder), "--json"))
+    assert found["step"] == 60 and 0 < found["validation_loss"] < 2 * steps[0]["loss"]
     weights = load_file(folder / "weights.safetensors")
     assert all(bool(one.isfinite().all()) for one in weights.values()) and any("wte" in name for name in weights)
     for number in range(2):
         record = lines(folder / "servers" / str(number) / "record.jsonl")
         assert [one["version"] for one in record if one["event"] == "push"] == list(range(1, 61))
     assert shardwise("train", *arguments).count("this run has finished") == 1
+
+
+CLICKS = Path(__file__).parents[2] / "examples" / "clicks" / "train.toml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "dense"])
+def test_a_run_with_tables_is_stopped_and_goes_on(kind: str, tmp_path: Path) -> None:
+    """Of clicks as the example has them, with tables that are smaller; servers start again from their snapshots."""
+    arguments = [
+        str(CLICKS), f"train.run_dir={tmp_path / 'run'}", "model.arguments={buckets=30000, width=4}",
+        "data.arguments={rows=8000, buckets=30000}", "validation.arguments={rows=2000, buckets=30000, part=1}",
+        "validation.metrics=[]", "data.batch_size=64", "parallel.server=async", "parallel.server_ranks=2",
+        "parallel.dp=2", "train.threads=1", "validation.every=0", f"parallel.sparse_gradients={kind}",
+    ]  # fmt: skip
+    folder, more = tmp_path / "run", "train.steps=120"
+    process = started([*arguments, more])
+    until(lambda: len(lines(folder / "metrics.jsonl")) >= 30, process)
+    process.send_signal(signal.SIGINT)
+    process.wait(LIMIT)
+    shardwise("train", *arguments, more)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == 120 and result["lost_updates"] == 0
+    assert sorted(one["step"] for one in lines(folder / "metrics.jsonl")) == list(range(120))
+    found = json.loads(
+        shardwise("evaluate", str(folder), f'validation.metrics=["{CLICKS.parent}/clicks.py:auc"]', "--json")
+    )
+    assert found["auc"] > 0.53
 
 
 @pytest.mark.slow

@@ -24,10 +24,15 @@ from shardwise.report.tables import make_console, pairs, print_json, show
 FOLDER = "evaluation"  # in the run's folder
 DEVICES = ("train.devices", "train.threads", "parallel.dp")  # what another number of devices changes
 TRAINING = (
-    "checkpoint.best", "checkpoint.goal", "validation.patience", "validation.watch", "validation.goal",
-    "train.trace_steps", "train.loggers", "train.callbacks", "train.sample_every", "model.weights",
+    "checkpoint.best", "checkpoint.goal", "validation.every", "validation.patience", "validation.watch",
+    "validation.goal", "train.trace_steps", "train.loggers", "train.callbacks", "train.sample_every", "model.weights",
 )  # fmt: skip
 """What only matters while a run trains."""
+SERVERS = tuple(
+    f"parallel.{name}" for name in ("server", "server_ranks", "server_host", "staleness", "pull_every", "server_rate",
+                                    "push", "push_share")
+)  # fmt: skip
+"""Servers update; the ranks of an evaluation are those of plain data parallelism."""
 
 
 def run(folder: Path, chosen: str, overrides: Sequence[str], json: bool) -> None:
@@ -104,7 +109,7 @@ def _config(folder: Path, out: Path, overrides: Sequence[str]) -> Config:
     tables = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     elsewhere = any(one.startswith((*DEVICES, "parallel.")) for one in overrides)
     own = any(one.startswith(("validation.source", "validation.factory")) for one in overrides)
-    dropped = [*TRAINING, *(DEVICES if elsewhere else ())]
+    dropped = [*TRAINING, *SERVERS, *(DEVICES if elsewhere else ())]
     if own:  # the run's training data stay what they were, but are not evaluated on
         dropped += ["validation.share", "validation.source", "validation.factory", "validation.arguments"]
     for key in dropped:

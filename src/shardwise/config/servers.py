@@ -67,7 +67,7 @@ def _apart(draft: ConfigDraft) -> None:
     for key in TOGETHER_ONLY:
         section, _, name = key.partition(".")
         default = next(one.default for one in fields(SECTIONS[section]) if one.name == name)
-        if draft.sound(key) and draft[key] != default:
+        if draft.sound(key) and draft[key] and draft[key] != default:
             draft.refuse(key, 'left out, or parallel.server = "sync"', "Nobody has all of a step")
     if draft["train.sample_every"]:
         draft.notices.append("train.sample_every: no samples are written while workers train apart")

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.core.metrics import READY, Goal, is_ready
 
-from ..rules import choice, integer, key, number, reference, several, table, text
+from ..rules import choice, distinct, integer, key, number, reference, table, text
 from .data import SOURCE
 
 METRIC = text(
@@ -68,7 +68,7 @@ class ValidationConfig:
         does="the largest number of batches in an evaluation; their rows are spread evenly over the data",
     )
     metrics: tuple[str, ...] | None = key(
-        several(METRIC),
+        distinct(METRIC),
         does=(
             "what an evaluation measures besides the loss; a function is called as `metric(outputs, batch)` and "
             "returns `(sum, count)`, or a dict of these by name; one without parameters returns an object of "
