@@ -149,22 +149,22 @@ class TableOptimizer(FlatOptimizer):
 
     @torch.no_grad()
     def step_rows(self, lr: float, rows: Rows, grad_scale: Tensor | None, skip: Tensor) -> None:
-        """Update ``rows`` of the table by their gradient; the other arguments are those of :meth:`step`."""
-        if not self.segments:
+        """Update ``rows`` of the table by their gradient; the other arguments are those of :meth:`step`.
+
+        The host looks at ``skip``, as it has waited for the number of rows before.
+        """
+        if not self.segments or bool(skip):
             return
         width, (segment,) = rows.values.shape[1], self.segments
         at, state = rows.numbers - segment.start // width, self._state(0)
-        gradient = rows.values if grad_scale is None else rows.values * grad_scale
-        before = segment.param.view(-1, width)[at]
-        change, skipped = gradient, skip != 0
+        change = rows.values if grad_scale is None else rows.values * grad_scale
         if self.choice.name == "adagrad":
             sums = state["sum"].view(-1, width)
-            old = sums[at]
-            new = old + gradient * gradient
-            change = gradient / (new.sqrt() + self._eps)
-            sums[at] = torch.where(skipped, old, new)
-            state["step"] += 1 - skip.to(state["step"].device)
-        segment.param.view(-1, width)[at] = torch.where(skipped, before, before - lr * change)
+            new = sums.index_select(0, at).addcmul_(change, change)
+            sums.index_copy_(0, at, new)
+            change = change / new.sqrt_().add_(self._eps)
+            state["step"] += 1
+        segment.param.view(-1, width).index_add_(0, at, change, alpha=-lr)
 
     @property
     def _eps(self) -> float:
