@@ -49,6 +49,12 @@ def batches(rank: int, buckets: int) -> Iterator[dict[str, Tensor]]:
     return itertools.cycle(each)
 
 
+def distinct(buckets: int) -> float:
+    """Return how many rows of the table a rank's batch looks up, as a mean."""
+    given = batches(0, buckets)
+    return float(np.mean([len(next(given)["ids"].unique()) for _ in range(BATCHES)]))
+
+
 def plain(rank: int, ranks: int, *, buckets: int, sparse: bool) -> Step:
     """Make the step of an ordinary loop with DDP."""
     torch.distributed.init_process_group("gloo")

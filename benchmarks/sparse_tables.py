@@ -15,7 +15,7 @@ import platform
 import torch
 
 from alternate import Contender, alternate
-from clicks_task import ours, plain
+from clicks_task import WIDTH, distinct, ours, plain
 
 
 def contenders(buckets: int, ranks: int) -> list[Contender]:
@@ -43,7 +43,9 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     every = contenders(options.buckets, options.ranks)
     alternate(every, rounds=options.rounds, steps=3, warmup=3)
-    mine = every[0].median
+    mine, rows = every[0].median, distinct(options.buckets)
+    dense, sparse = (n * (WIDTH + 1) * 4 for n in (options.buckets, rows))
+    print(f"\na rank's batch looks up {rows:,.0f} rows: {(sparse + 2 * 8 * rows) / 1e6:.2f} of {dense / 1e6:.1f} MB")
     print(f"\n{options.buckets:,} rows, {options.ranks} ranks     ms/step  × the first  clean steps")
     for one in every:
         print(f"{one.name:38} {one.median * 1e3:7.1f}  {one.median / mine:6.2f}  {len(one.clean)}/{len(one.seconds)}")

@@ -260,3 +260,5 @@ def test_rows_where_the_optimizer_takes_them() -> None:
     assert table_gradients(plan, ADAGRAD, "dense") == plan
     with pytest.raises(ConfigError, match="sparse_gradients"):
         table_gradients(plan, ADAGRAD, "some")
+    with pytest.raises(ConfigError, match='"rows" is not legal with optimizer "adamw" as it is.*"auto", "dense", or'):
+        table_gradients(plan, OptimizerChoice("adamw"), "rows")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from covering import covering
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import parameter_server
@@ -86,6 +87,49 @@ def test_rows_equal_one_device(
 
 def test_one_rank() -> None:
     check(Plan.of(microbatches=2))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["dp", "zero1"])
+def test_low_precision(precision: str, kind: str) -> None:
+    check(planned(kind, 2, 2).replace(precision=precision))
+
+
+def test_servers_in_groups() -> None:
+    check(parameter_server(data_parallel(Plan.of(microbatches=2), 4, replicas=2), 2))
+
+
+class Shared(Clicks):
+    """A table that is read other than by lookups, and one that two blocks look up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Looking(self.pages), Looking(self.pages)])
+
+    def forward(self, user: Tensor, pages: Tensor, day: Tensor) -> Tensor:
+        extra = self.users.weight.square().mean() + sum(block(pages) for block in self.blocks)
+        return super().forward(user, pages, day) + extra
+
+
+class Looking(nn.Module):
+    def __init__(self, pages: nn.Embedding) -> None:
+        super().__init__()
+        self.pages, self.scale = pages, nn.Linear(6, 1)
+
+    def forward(self, pages: Tensor) -> Tensor:
+        found: Tensor = self.scale(self.pages(pages)).sum((1, 2))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["dp", "zero1", "pp"])
+def test_tables_that_have_dense_gradients(kind: str) -> None:
+    plan = planned(kind, 2, 2).replace(sparse_gradients="rows")
+    batches = [batch(rows, rows) for rows in (13, 7)]
+    torch.manual_seed(1)
+    one = Compiled(Shared(), plan, batches[0], clicked)
+    assert [p.name for b in one.buckets if b.table for p in b.parameters] == []
+    report = verify(Shared(), batches, plan, loss=clicked, optimizer=ADAGRAD)
+    assert report.passed, report.worst[:3]
 
 
 def test_all_ranks_look_up_the_same_row() -> None:

@@ -25,7 +25,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.verify.oracle import Oracle
-from shardwise.verify.verify import LOW_PRECISION_FACTOR, VerifiedStep, low_precision, run_steps, run_threads
+from shardwise.verify.verify import LOW_PRECISION_FACTOR, OPTIMIZER, VerifiedStep, low_precision, run_steps, run_threads
 from verify.test_tensor import equal
 
 NAMES = ("gpt", "own-llama", "mlp")
@@ -80,7 +80,7 @@ def check(case: Case) -> None:
         ranks[:] = run_threads(compiled, rank)
         return ranks
 
-    found = low_precision(one.module, batch, plan, None, 0, run, truth, one)
+    found = low_precision(one.module, batch, plan, None, OPTIMIZER, 0, run, truth, one)
     assert found["one_device"] > 1e-4, "it is low precision that is compared"
     assert found["ratio"] <= LOW_PRECISION_FACTOR, found
     assert len(ranks) == plan.mesh.size and all(equal(ranks[0][0], other[0]) for other in ranks)

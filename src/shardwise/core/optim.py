@@ -34,6 +34,9 @@ FUSED: Mapping[str, tuple[str, ...]] = {"cpu": ("adamw", "adam", "sgd", "adagrad
 """For each type of device, these optimizers have fused kernels in the oldest torch that shardwise supports."""
 
 
+BY_ROWS = '"adagrad", or "sgd" without momentum, neither with weight decay'
+"""These optimizers leave a row without a gradient as it is, in words."""
+
 DECAY_FRACTION = 0.2
 """By default ``wsd`` decays over this share of all steps."""
 

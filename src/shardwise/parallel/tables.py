@@ -10,7 +10,7 @@ such a table whole, under ZeRO-2 and 3 as well, so these are ZeRO-1 for it.
 from __future__ import annotations
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optim import BY_ROWS, OptimizerChoice
 from shardwise.core.plan import Plan
 
 
@@ -18,8 +18,11 @@ def table_gradients(plan: Plan, optimizer: OptimizerChoice, wanted: str = "auto"
     """Return ``plan`` with gradients of tables as ``wanted``: "rows" or "dense", or, with "auto", by rows where the
     optimizer leaves rows without a gradient as they are and the plan allows it: the numbers are the same.
 
-    Raises :class:`ConfigError` for "rows" where the plan does not allow it.
+    Raises :class:`ConfigError` for "rows" where the plan or the optimizer does not allow it.
     """
+    if wanted == "rows" and not optimizer.by_rows:
+        wrong = f'"rows" is not legal with optimizer "{optimizer.name}" as it is, which updates all rows'
+        raise ConfigError.on("sparse_gradients", wrong, f'"auto", "dense", or {BY_ROWS}')
     if wanted != "auto":
         return plan.replace(sparse_gradients=wanted)
     if not optimizer.by_rows:

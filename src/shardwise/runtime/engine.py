@@ -19,7 +19,7 @@ from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.local_options import ISLANDS
-from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optim import BY_ROWS, OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
@@ -98,8 +98,7 @@ class Engine:
             )
         if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
             wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
-            legal = '"adagrad", or "sgd" without momentum, neither with weight decay; or sparse_gradients = "dense"'
-            raise ConfigError.on("optimizer", wrong, legal)
+            raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')
         values.check()
         comm.prepare(compiled.first_communicators)
         # What the hosts of an island's ranks agree on; other islands may be in another step.

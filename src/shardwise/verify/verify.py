@@ -50,6 +50,8 @@ STEPS = 3
 OVERLAPPING_STEPS = 12
 OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 """AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
+OPTIMIZER_BY_ROWS = OptimizerChoice("adagrad", lr=1e-2, eps=1e-4)
+"""The same for plans under which only some rows of tables are updated."""
 
 Batches = Sequence[Mapping[str, Tensor]]
 Runner = Callable[[Compiled, Callable[[Communicator], list["VerifiedStep"]]], list[list["VerifiedStep"]]]
@@ -98,7 +100,7 @@ def verify(
     plan: Plan,
     *,
     loss: LossFunction | None = None,
-    optimizer: OptimizerChoice = OPTIMIZER,
+    optimizer: OptimizerChoice | None = None,
     clip_norm: float | None = 1.0,
     seed: int = 0,
     tolerance: float = TOLERANCE,
@@ -112,6 +114,7 @@ def verify(
     compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
     Under an asynchronous schedule one device uses the old weights that the programs say.  Islands that train apart are
     compared with as many runs on one device, which meet as they do.  ``module`` is not changed.
+    ``optimizer`` is by default AdamW, or Adagrad where tables have gradients by rows.
     ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
     is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
     decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; the run in
@@ -119,6 +122,7 @@ def verify(
     share this one device, each in a stream of its own.
     """
     start = time.perf_counter()
+    optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
@@ -161,7 +165,7 @@ def verify(
     agree = all(_same(ours[firsts[mesh.index(r, ISLANDS)]][-1], rank[-1]) for r, rank in enumerate(ours))
     low = None
     if plan.numeric.precision in LOW_PRECISIONS:
-        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured, device)
+        low = low_precision(module, batches[0], plan, loss, optimizer, seed, run, truth[0].gradients, captured, device)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = compiled.notes
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
@@ -397,6 +401,7 @@ def low_precision(
     batch: Mapping[str, Tensor],
     plan: Plan,
     loss: LossFunction | None,
+    optimizer: OptimizerChoice,
     seed: int,
     run: Runner,
     truth: Mapping[str, Tensor],
@@ -424,7 +429,7 @@ def low_precision(
         if last or _finite(single):
             fixed = ScaleChoice.fixed(scale)
             steps = functools.partial(
-                run_steps, compiled, batches=[batch], optimizer=OPTIMIZER, clip_norm=None, seed=seed, scale=fixed
+                run_steps, compiled, batches=[batch], optimizer=optimizer, clip_norm=None, seed=seed, scale=fixed
             )
             ours = run(compiled, steps)[0][0].gradients
             if last or _finite(ours):
