@@ -132,5 +132,20 @@ def test_tables_that_have_dense_gradients(kind: str) -> None:
     assert report.passed, report.worst[:3]
 
 
+class Decayed(Clicks):
+    """A table that is read other than by lookups, where it is looked up."""
+
+    def forward(self, user: Tensor, pages: Tensor, day: Tensor) -> Tensor:
+        return super().forward(user, pages, day) + self.users.weight.square().mean()
+
+
+def test_a_table_that_is_read_beside_its_lookups() -> None:
+    plan = planned("dp", 2, 1).replace(sparse_gradients="rows")
+    one = Compiled(Decayed(), plan, batch(9, 1), clicked)
+    assert [p.name for b in one.buckets if b.table for p in b.parameters] == ["pages.weight"]
+    report = verify(Decayed(), [batch(9, 1), batch(8, 2)], plan, loss=clicked, optimizer=ADAGRAD)
+    assert report.passed, report.worst[:3]
+
+
 def test_all_ranks_look_up_the_same_row() -> None:
     check(data_parallel(Plan.of(), 3, zero=1), users=1)
