@@ -121,7 +121,7 @@ LOOP = """
 import json, sys
 import torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/train"]
-from test_tables import ADAGRAD, batch, clicks, planned, tables
+from test_table_runs import ADAGRAD, batch, clicks, planned, tables
 from shardwise.runtime.connect import connect
 from shardwise.train.distribute import distribute
 
