@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,8 +72,10 @@ def plain(rank: int, ranks: int, *, buckets: int, sparse: bool) -> Step:
     return step
 
 
-def ours(rank: int, ranks: int, *, buckets: int, gradients: str, kind: str) -> Step:
-    """Make the step of shardwise, over gloo as the peers'."""
+def ours(
+    rank: int, ranks: int, *, buckets: int, gradients: str, kind: str, backend: Literal["auto", "gloo"] = "auto"
+) -> Step:
+    """Make the step of shardwise."""
     from shardwise import OptimizerChoice, Plan, Trainer
     from shardwise.data.loader import Batch
     from shardwise.parallel.data import data_parallel
@@ -85,6 +87,6 @@ def ours(rank: int, ranks: int, *, buckets: int, gradients: str, kind: str) -> S
     given = batches(rank, buckets)
     trainer = Trainer(
         Alone(buckets, True), OptimizerChoice("adagrad", lr=0.1), plan, next(given),
-        comm=connect(plan.mesh, torch.device("cpu"), backend="gloo"),
+        comm=connect(plan.mesh, torch.device("cpu"), backend=backend),
     )  # fmt: skip
     return lambda: trainer.step(Batch(next(given), ROWS * ranks, (rank * ROWS,), (ROWS,))).loss

@@ -47,16 +47,16 @@ def table_traffic(one: Instruction, bucket: Bucket, share: Share, mine: int, pla
     axes = (SHARDS,) if one.op is not Op.REDUCE or one.scatters else one.axes
     ranks, owners = plan.mesh.axis_size(axes), share.rule.servers or plan.mesh.axis_size(SHARDS)
     counts = Traffic("all_gather", axes, ranks * NUMBER)
-    gradient, parameter = bucket.width * bucket.wide.itemsize, bucket.width * bucket.dtype.itemsize
+    sent = bucket.width * bucket.dtype.itemsize + NUMBER
     if one.op is Op.PUSH or one.scatters:
-        each = [Traffic("all_to_all", axes, mine * size) for size in (NUMBER, gradient)]
-        return [Traffic("all_gather", axes, ranks * ranks * NUMBER), *each]
+        return [
+            Traffic("all_gather", axes, ranks * ranks * NUMBER), Traffic("all_to_all", axes, mine * row_bytes(bucket))
+        ]  # fmt: skip
     if one.op is Op.REDUCE:
         if share.rule.state != "R":  # each has the rows that it updates
             mine = -(-held_rows(bucket, mine, plan.mesh.axis_size(SHARDS)) // owners)
-        return [counts, *(Traffic("all_gather", axes, ranks * mine * size) for size in (NUMBER, gradient))]
+        return [counts, Traffic("all_gather", axes, ranks * mine * row_bytes(bucket))]
     updated = -(-held_rows(bucket, mine, ranks) // owners)
     if owners < ranks:
-        sizes = (NUMBER, parameter) * owners
-        return [counts, *(Traffic("broadcast", axes, updated * size) for size in sizes)]
-    return [counts, *(Traffic("all_gather", axes, ranks * updated * size) for size in (NUMBER, parameter))]
+        return [counts, *(Traffic("broadcast", axes, updated * sent) for _ in range(owners))]
+    return [counts, Traffic("all_gather", axes, ranks * updated * sent)]

@@ -112,14 +112,11 @@ class TableGradient:
         places = _places(mine.numbers, edges)
         sent = [last - first for first, last in zip(places, places[1:], strict=False)]
         counts = _counts(comm, SHARDS, sent + [0] * (size - len(sent)), lane, what)
-        came = sum(row[comm.group(SHARDS).index] for row in counts)
-        inbox = Rows(mine.numbers.new_empty(came), mine.values.new_empty(came, self.width))
-        wide = [[count * self.width for count in row] for row in counts]
-        handles = [
-            comm.all_to_all(inbox.numbers, mine.numbers, SHARDS, lane=lane, what=what, sizes=counts),
-            comm.all_to_all(inbox.values.view(-1), mine.values.view(-1), SHARDS, lane=lane, what=what, sizes=wide),
-        ]
-        return Then(handles, lambda: self._set([inbox]))
+        came, packed = sum(row[comm.group(SHARDS).index] for row in counts), _packed(mine)
+        inbox, each = packed.new_empty(came, packed.shape[1]), packed.shape[1]
+        sizes = [[count * each for count in row] for row in counts]
+        handle = comm.all_to_all(inbox.view(-1), packed.view(-1), SHARDS, lane=lane, what=what, sizes=sizes)
+        return Then([handle], lambda: self._set([_unpacked(inbox, mine.values.dtype)]))
 
     def _set(self, each: Sequence[Rows]) -> None:
         self._summed = self._sum(each)
@@ -190,29 +187,34 @@ def _gather(
 ) -> Handle:  # fmt: skip
     """Post the rows of all ranks over ``axes``, or of the first ``senders`` of them, to all, who ``finish`` with them
     in the order of ranks."""
-    group, width = comm.group(axes), mine.values.shape[1]
-    counts = [row[0] for row in _counts(comm, axes, [len(mine.numbers)], lane, what)]
+    group, own = comm.group(axes), _packed(mine)
+    counts = [row[0] for row in _counts(comm, axes, [len(own)], lane, what)]
     if not any(counts):
         return Completed()
-    few = 0 < senders < group.size  # then only they send, each as much as it has
-    sizes = counts[:senders] if few else [max(counts)] * group.size
-    inbox = [Rows(mine.numbers.new_zeros(size), mine.values.new_zeros(size, width)) for size in sizes]
-    if few:
-        if group.index < senders:
-            inbox[group.index] = mine
+    if 0 < senders < group.size:  # then only they send, each as much as it has
+        inbox = [own if k == group.index else own.new_empty(counts[k], own.shape[1]) for k in range(senders)]
         handles = [
-            comm.broadcast(part, axes, root, lane=lane, what=f"{what} of server {root}")
-            for root, one in enumerate(inbox) for part in (one.numbers, one.values.view(-1))
+            comm.broadcast(one, axes, root, lane=lane, what=f"{what} of server {root}")
+            for root, one in enumerate(inbox)
         ]  # fmt: skip
     else:
-        every = Rows(mine.numbers.new_zeros(group.size, sizes[0]), mine.values.new_zeros(group.size, sizes[0], width))
-        for whole, part in zip(every, mine, strict=True):
-            whole[group.index][: len(part)] = part
-        handles = [comm.all_gather(one, one[group.index], axes, lane=lane, what=what) for one in every]
-        inbox = [Rows(*parts) for parts in zip(*every, strict=True)]
-    used = zip(counts, inbox, strict=False)
-    found = [Rows(one.numbers[:count], one.values[:count]) for count, one in used]
-    return Then(handles, lambda: finish(found))
+        every = own.new_zeros(group.size, max(counts), own.shape[1])
+        every[group.index, : len(own)] = own
+        handles = [comm.all_gather(every, every[group.index], axes, lane=lane, what=what)]
+        inbox = [*every]
+    dtype = mine.values.dtype
+    return Then(handles, lambda: finish([_unpacked(one[:n], dtype) for n, one in zip(counts, inbox, strict=False)]))
+
+
+def _packed(rows: Rows) -> Tensor:
+    """Return rows as bytes (n, bytes of a row): they are sent together with their numbers."""
+    return torch.cat([rows.numbers[:, None].view(torch.uint8), rows.values.contiguous().view(torch.uint8)], 1)
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Rows:
+    """Return what :func:`_packed` was given."""
+    size = torch.int64.itemsize
+    return Rows(packed[:, :size].contiguous().view(torch.int64)[:, 0], packed[:, size:].contiguous().view(dtype))
 
 
 def _counts(comm: Communicator, axes: str | tuple[str, ...], mine: list[int], lane: str, what: str) -> list[list[int]]:
