@@ -3,7 +3,8 @@
     python benchmarks/sparse_tables.py [--rounds 8] [--buckets 500000] [--ranks 2]
 
 The task is the wide-and-deep model of examples/clicks over 500,000 hashed rows, a weight and 16 numbers each, on 2
-ranks × 1 thread with 2048 rows each and Adagrad.  DDP is over gloo; shardwise's ranks of one host share memory.  The batches differ, as what is looked up does.
+ranks × 1 thread with 2048 rows each and Adagrad.  DDP is over gloo; shardwise's ranks of one host share memory.  The
+batches differ, as what is looked up does.
 """
 
 from __future__ import annotations
