@@ -1,13 +1,19 @@
-"""Train real text for some seconds in each way of data parallelism while one worker is slow: what is reached?
+"""Train real text for some seconds in each way of data parallelism while a worker or the network is slow: what is
+reached?
 
     python benchmarks/asynchronous.py [--seconds 60] [--workers 2] [--slow 4] [--only async diloco] [--json FILE]
                                       [--picture FILE.png]
+    python benchmarks/asynchronous.py --megabits 200 --slow 1
 
 Each way runs by itself, as ``shardwise train`` of the same small GPT on Python's standard library, the same batches in
 the same order.  Once it trains, its worker 0 gets one part of --slow of the time: it is stopped and continued by
 signals, from outside, whatever it does.  After --seconds of training the run is interrupted.  The table has updates and
 tokens a second of all workers together, and the mean loss of the last tenth of the tokens; the picture has the loss
 over seconds.  With --slow 1 nobody is slow.
+
+With --megabits two workers are in two network namespaces, as on two hosts with a link of that speed: under torchrun,
+or, where they do not wait for each other, the servers are beside worker 0, and the other is a ``shardwise join``.  This
+needs root.
 """
 
 from __future__ import annotations
@@ -30,8 +36,11 @@ from typing import Any
 
 import torch
 
+from link import Link, slow_link
+
 PERIOD = 0.04  # seconds in which a slow worker runs and stands once
 START = 180.0  # seconds that a run may take to its first step
+JOINS = 20.0  # seconds in which a worker that joins has begun
 LINES = 12  # the least steps of a run whose loss is told
 
 WAYS: dict[str, tuple[str, ...]] = {
@@ -63,13 +72,15 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.workers} workers, ", end=""
     )
-    print(f"worker 0 {options.slow:g} x slower, {options.seconds:g} s")
+    slow = f"{options.megabits} Mbit/s between them, " if options.megabits else ""
+    print(f"{slow}worker 0 {options.slow:g} x slower, {options.seconds:g} s")
     found = []
     print(f"{'':18} {'updates/s':>10} {'tokens/s':>10} {'loss':>8}")
-    for way in options.only or WAYS:
-        found.append(measured(way, options))
-        one = found[-1]
-        print(f"{way:18} {one.updates_per_second:10.1f} {one.tokens_per_second:10,.0f} {one.loss:8.3f}", flush=True)
+    with slow_link(options.megabits) if options.megabits else contextlib.nullcontext() as link:
+        for way in options.only or WAYS:
+            found.append(measured(way, options, link))
+            one = found[-1]
+            print(f"{way:18} {one.updates_per_second:10.1f} {one.tokens_per_second:10,.0f} {one.loss:8.3f}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in found]))
     if options.picture is not None:
@@ -83,39 +94,69 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=4.0)
     parser.add_argument("--rows", type=int, default=8, help="rows of a worker's batch")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--megabits", type=int, default=0, help="of a link between two workers; 0: they share a host")
     parser.add_argument("--only", nargs="+", choices=WAYS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.megabits and (options.workers != 2 or options.slow != 1):
+        parser.error("--megabits goes with --workers 2 and --slow 1")
+    return options
 
 
-def measured(way: str, options: argparse.Namespace) -> Found:
+def measured(way: str, options: argparse.Namespace, link: Link | None) -> Found:
     """Train in one way, and return what it has reached."""
     apart = "parallel.server=async" in WAYS[way] or "parallel.server=stale" in WAYS[way]
     rows = options.rows * (1 if apart else options.workers)
     with tempfile.TemporaryDirectory(prefix="shardwise-asynchronous-") as place:
         folder = Path(place) / "run"
         arguments = [
-            f"train.run_dir={folder}", "train.steps=1000000", f"train.devices={options.workers}", "train.threads=1",
-            f"parallel.dp={options.workers}", f"data.batch_size={rows}", "data.sequence_length=128", "model.layers=4",
-            f"model.width={options.width}", "model.heads=4", "validation.every=0", "checkpoint.every=1000000",
-            "optimizer.schedule=constant", "optimizer.lr=1e-3", "train.trace_steps=[3]",
+            f"train.run_dir={folder}", "train.steps=1000000", "train.threads=1", f"data.batch_size={rows}",
+            "data.sequence_length=128", "model.layers=4", f"model.width={options.width}", "model.heads=4",
+            "validation.every=0", "checkpoint.every=1000000", "optimizer.schedule=constant", "optimizer.lr=1e-3",
+            "train.trace_steps=[3]",
             *(one.format(workers=options.workers) for one in WAYS[way]),
         ]  # fmt: skip
-        command = [sys.executable, "-m", "shardwise", "train", *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        processes = _started(arguments, options.workers, apart, link)
         try:
-            _until_first_step(folder, process)
+            _until_first_step(folder, processes[0])
+            if link is not None and apart:
+                processes.append(_process(["shardwise", "join", str(folder)], link, 1))
+                time.sleep(JOINS)
             begun = time.time()
-            with slowed(_worker(folder, apart), options.slow):
+            with slowed(_worker(folder, apart), options.slow) if options.slow > 1 else contextlib.nullcontext():
                 time.sleep(options.seconds)
-            lines = _lines(folder)
+            lines = [one for one in _lines(folder) if one.get("time", begun) >= begun]
         finally:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=30)
-            process.kill()
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=30)
+                process.kill()
     return _reached(way, lines, rows * 128, begun, options.seconds)
+
+
+def _started(arguments: Sequence[str], workers: int, apart: bool, link: Link | None) -> list[subprocess.Popen[str]]:
+    """Start a run: on this host, or on the two that a link joins; of workers that do not wait, the first alone."""
+    if link is None:
+        devices = [f"train.devices={workers}", f"parallel.dp={workers}"]
+        return [_process(["shardwise", "train", *arguments, *devices], None, 0)]
+    if apart:
+        here = ["train.devices=1", "parallel.dp=1", f"parallel.server_host={link.address}"]
+        return [_process(["shardwise", "train", *arguments, *here], link, 0)]
+    torchrun = f"torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr {link.address} --master-port 29500"
+    script = ["-m", "shardwise", "train", *arguments, f"parallel.dp={workers}"]
+    return [_process([*torchrun.split(), "--node-rank", str(k), *script], link, k) for k in range(2)]
+
+
+def _process(words: Sequence[str], link: Link | None, end: int) -> subprocess.Popen[str]:
+    inside = [] if link is None else ["ip", "netns", "exec", link.namespaces[end]]
+    variables = os.environ | ({} if link is None else {"GLOO_SOCKET_IFNAME": link.environment["GLOO_SOCKET_IFNAME"]})
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=variables,
+    )  # fmt: skip
 
 
 def _until_first_step(folder: Path, process: subprocess.Popen[str]) -> None:
