@@ -22,10 +22,13 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import parameter_server
 from shardwise.parallel.tables import table_gradients
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.tables import TableGradient
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.distribute import distribute
 from shardwise.train.trainer import Trainer
+from shardwise.units.share import Share
+from shardwise.units.trace import Bucket, Parameter
 
 ADAGRAD = OptimizerChoice("adagrad", lr=0.05)
 
@@ -113,6 +116,46 @@ def test_a_hook_on_a_table_is_given_a_dense_gradient() -> None:
     model(**batch(0)).backward()
     optimizer.step()
     assert seen[-1] == (53, 5) and not any(tables(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 4])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", ["dp", "zero1", "server"])
+def test_any_number_of_rows_of_any_width_travels(kind: str, rows: int, width: int, dtype: torch.dtype) -> None:
+    """Also none, of one rank or of all, and rows of bytes that no alignment divides."""
+    bucket = Bucket(0, (Parameter("t", (64, width), dtype, (0,)),), (0,), dtype, table=True)
+    plan = {"dp": data_parallel(Plan.of(), 2), "zero1": data_parallel(Plan.of(), 2, zero=1)}.get(
+        kind, parameter_server(data_parallel(Plan.of(), 2))
+    )
+    shares = [Share.of(bucket, plan, ADAGRAD, rank) for rank in range(2)]
+    numbers = torch.tensor([3, 40, 63, 0, 3])[:rows]
+
+    def rank(comm: ThreadCommunicator) -> tuple[Tensor, Tensor]:
+        table = TableGradient(bucket, shares[comm.rank].held, torch.device("cpu"))
+        if comm.rank == 1:
+            table.add(numbers, torch.arange(1, rows * width + 1).view(rows, width).to(dtype), -1)
+        if kind == "dp":
+            table.reduce(comm, ("dp",), "reduce", "rows").wait()
+        else:
+            owners = [share.held for share in shares if share.held.numel]
+            table.send_to_owners(comm, owners, "reduce", "rows").wait()
+        param = torch.zeros(shares[comm.rank].layout.numel, dtype=dtype)
+        if kind != "dp":
+            own = table.rows.between(shares[comm.rank].held)
+            param.view(-1, width)[own.numbers] = own.values.to(dtype)
+            table.touched = [own.numbers]
+            table.refresh(comm, param, 1 if kind == "server" else 2, "gather", "rows").wait()
+        return table.dense(), param
+
+    found = run_ranks(plan.mesh, rank, timeout=30)
+    truth = torch.zeros(64, width, dtype=bucket.wide)
+    truth.index_add_(0, numbers, torch.arange(1, rows * width + 1).view(rows, width).to(bucket.wide))
+    whole = found[0][0] if kind != "zero1" else torch.cat([one for one, _ in found])
+    torch.testing.assert_close(whole[: 64 * width], truth.flatten(), rtol=0, atol=0)
+    if kind != "dp":
+        for _, param in found:
+            torch.testing.assert_close(param[: 64 * width].to(bucket.wide), truth.flatten(), rtol=0, atol=0)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -214,7 +214,11 @@ def _packed(rows: Rows) -> Tensor:
 def _unpacked(packed: Tensor, dtype: torch.dtype) -> Rows:
     """Return what :func:`_packed` was given."""
     size = torch.int64.itemsize
-    return Rows(packed[:, :size].contiguous().view(torch.int64)[:, 0], packed[:, size:].contiguous().view(dtype))
+    numbers, values = (
+        part.clone(memory_format=torch.contiguous_format)  # a single row has other strides, and counts as contiguous
+        for part in (packed[:, :size], packed[:, size:])
+    )
+    return Rows(numbers.view(torch.int64)[:, 0], values.view(dtype))
 
 
 def _counts(comm: Communicator, axes: str | tuple[str, ...], mine: list[int], lane: str, what: str) -> list[list[int]]:
