@@ -134,7 +134,10 @@ def test_lost_workers_and_servers_end_nothing(tmp_path: Path) -> None:
     record = lines(folder / "servers/0/record.jsonl")
     again = [one for one in record if one["event"] == "restart"]
     assert len(again) == 1 and again[0]["version"] >= 20
-    assert result["lost_updates"] >= 0 and {one["step"] for one in lines(folder / "metrics.jsonl")} >= set(range(400))
+    # a worker that is lost may have left no line of its last batch, which the servers have
+    missing = set(range(400)) - {one["step"] for one in lines(folder / "metrics.jsonl")}
+    of_lost = {one["ticket"] for one in record if one["event"] == "push" and one["worker"] == 1}
+    assert result["lost_updates"] >= 0 and len(missing) <= 1 and missing <= of_lost
     last = [one["version"] for one in record if one["event"] == "push"][-1]
     assert last >= 400 - 20  # those that were lost and whose batches came again count once
 
@@ -205,8 +208,8 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     arguments = given(tmp_path, "parallel.server=async", *more)
     folder, process = tmp_path / "run", started(arguments)
     until(lambda: len(lines(folder / "metrics.jsonl")) > 5, process)
-    (folder / "servers/0/snapshot.part").unlink(missing_ok=True)
-    (folder / "servers/0/snapshot.part").mkdir()
+    (folder / "servers/0/snapshot.safetensors").unlink()
+    (folder / "servers/0/snapshot.safetensors").mkdir()
     told, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 1 and "server 0 cannot save its snapshot" in told, told
     assert not (folder / "result.json").exists()

@@ -96,6 +96,13 @@ class Box:
         box = Box(start, stop)
         return box if box.numel else None
 
+    def within(self, origin: Sequence[int]) -> Box:
+        """Return the box as it is counted from ``origin``."""
+        return Box(
+            tuple(a - b for a, b in zip(self.start, origin, strict=True)),
+            tuple(a - b for a, b in zip(self.stop, origin, strict=True)),
+        )
+
     def contains(self, other: Box) -> bool:
         """Return whether every element of ``other`` is in this box."""
         return not other.numel or self.intersect(other) == other

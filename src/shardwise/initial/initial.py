@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError, did_you_mean
+from shardwise.initial.pieces import in_pieces
 from shardwise.initial.recorder import ConstructorRecorder, Disguise, KeyedDraws, truncated_normals
 from shardwise.initial.recording import ConstructorRecord, Memory, RecordedOperand, RecordedOperation, Unrecordable
 
@@ -84,6 +86,12 @@ class Recorded:
         value = self._replay.value(name, seed) if self._replay is not None else self._plain_value(name, seed)
         return value.to(device)
 
+    def pieces(self, name: str, seed: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of what :meth:`materialise` gives, on the CPU: of a large tensor some rows at a time,
+        which the next overwrite, where its initialisation allows that, else all at once."""
+        found = self._replay.pieces(name, seed) if self._replay is not None else None
+        yield from ((0, self.materialise(name, seed, "cpu")),) if found is None else found
+
     def materialise_all(self, seed: int, device: torch.device | str) -> nn.Module:
         """Return a new, ordinary module on ``device``, with the weights that :meth:`materialise` gives.
 
@@ -140,6 +148,15 @@ class Replay:
         operand = self.operands[name]
         value = memory.tensor(operand)
         return value if operand.covers(self.nbytes[operand.storage]) else value.clone()
+
+    def pieces(self, name: str, seed: int) -> Iterator[tuple[int, Tensor]] | None:
+        """Yield the value of one tensor as :func:`~shardwise.initial.pieces.in_pieces` does."""
+        steps = []
+        for index in self.slices[name]:
+            operation = self.operations[index]
+            steps.append((operation, partial(self._generator, seed, index) if operation.is_random else None))
+        operand = self.operands[name]
+        return in_pieces(steps, operand, self.nbytes[operand.storage])
 
     def draws(self, seed: int) -> Iterator[tuple[Any, Callable[[], torch.Generator]]]:
         """Yield the random functions of the record in order, each with the maker of its generator."""

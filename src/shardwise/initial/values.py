@@ -102,8 +102,8 @@ class Values(Mapping[str, Tensor]):
     def copy_boxes(self, name: str, goals: Sequence[tuple[Box, Tensor]]) -> None:
         """Copy boxes of a tensor into tensors of their shapes, of any dtype and device.
 
-        The one tensor is made for as long as this takes, and not at all if all boxes are empty.  Raises
-        :class:`ShardwiseError` for a box that does not fit."""
+        The one tensor is made for as long as this takes, a large one in pieces where it can be, and not at all if all
+        boxes are empty.  Raises :class:`ShardwiseError` for a box that does not fit."""
         shape = tuple(self._tensors[name].shape)
         everything = Box.whole(shape)
         for box, out in goals:
@@ -113,9 +113,18 @@ class Values(Mapping[str, Tensor]):
                 )
         if any(box.numel for box, _ in goals):
             with torch.no_grad():
-                value = self[name]
-                for box, out in goals:
-                    out.copy_(value[box.slices])
+                for first, piece in self._pieces(name):
+                    for box, out in goals:
+                        _copy_part(box, out, first, piece)
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a tensor."""
+        known = self._names.get(id(self._tensors[name]))
+        if self._recorded is None or known is None or self._source(name) is not None:
+            yield 0, self[name]
+            return
+        with self._replaying:
+            yield from self._recorded[0].pieces(known, self._recorded[1])
 
     @property
     def missing(self) -> list[str]:
@@ -192,6 +201,16 @@ class Values(Mapping[str, Tensor]):
     def _source(self, name: str) -> tuple[Mapping[str, Tensor], str] | None:
         """Return which source has been given with a value of this tensor, and under which of its names."""
         return next(((source, one) for source in self._given for one in self._tied[name] if one in source), None)
+
+
+def _copy_part(box: Box, out: Tensor, first: int, piece: Tensor) -> None:
+    """Copy what a piece of a tensor, which begins at row ``first``, has of a box into ``out``, which is the box."""
+    if not box.start:
+        out.copy_(piece)
+        return
+    rows, rest = len(piece), (0,) * (piece.dim() - 1)
+    if (both := box.intersect(Box((first, *rest), (first + rows, *piece.shape[1:])))) is not None:
+        out[both.within(box.start).slices].copy_(piece[both.within((first, *rest)).slices])
 
 
 def _memory_for(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,7 +37,7 @@ from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
 from .monitor import error_of, log_path
 from .results import write_json
 from .served_process import REST
-from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of, read_snapshot, snapshot_facts
+from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of
 
 LEAST_HANG = 60.0  # seconds: a worker may wait that long for a server that starts again
 STOP_TIME = 60.0  # seconds that a server may take for its last snapshot
@@ -49,7 +49,7 @@ def goes_on(config: Config) -> bool:
     folder = Path(config.train.run_dir)
     numbers = range(config.parallel.server_ranks)
     if (
-        not all((folder / SERVERS / str(number) / SNAPSHOT).exists() for number in numbers)
+        not all(_snapshot(folder, number).exists() for number in numbers)
         or (folder / RESULT).exists()
         or config.train.resume == "never"
     ):
@@ -82,7 +82,9 @@ def prepare(config: Config) -> list[str]:
 
 def _cut_metrics(folder: Path) -> None:
     """Leave the lines of the batches that the first server has done by its snapshot; the others are trained again."""
-    facts = snapshot_facts(folder, 0)
+    from .snapshots import snapshot_facts
+
+    facts = snapshot_facts(_snapshot(folder, 0))
     assert facts is not None
     tickets = facts["tickets"]
     done = set(range(tickets["next"])) - {*tickets["free"], *tickets["dropped"]}
@@ -226,11 +228,9 @@ def train_apart(config: Config, tick: Callable[[], object], say: Callable[[str],
 
 def finish(config: Config) -> None:
     """Put the weights together from the servers' snapshots, and write the result."""
-    from safetensors.torch import save_file
-
     folder = Path(config.train.run_dir)
     _check_done(config)
-    save_file(weights(config), folder / WEIGHTS, {"format": "pt"})
+    _write_weights(config, folder)
     lines = sorted(read_lines(folder / METRICS), key=lambda one: one["time"])
     evaluations = read_lines(folder / EVALUATIONS)
     steady = lines[1:] or lines
@@ -255,15 +255,21 @@ def finish(config: Config) -> None:
 
 def _check_done(config: Config) -> None:
     """Raise :class:`RunFailed` unless all batches are done, and the servers have saved all that they have applied."""
+    from .snapshots import snapshot_facts
+
     folder = Path(config.train.run_dir)
     for number in range(config.parallel.server_ranks):
-        facts, pushed = snapshot_facts(folder, number), _versions(folder, number)
+        facts, pushed = snapshot_facts(_snapshot(folder, number)), _versions(folder, number)
         last = pushed[-1] if pushed else 0
         if facts is None or facts["version"] != last:
             found = "none" if facts is None else f"one of version {facts['version']}"
             raise RunFailed(f"server {number} has applied {last} updates, and its snapshot is {found}", "lost", None)
         if number == 0 and (facts["tickets"]["next"] < config.train.steps or facts["tickets"]["free"]):
             raise RunFailed("the workers have ended, and batches are left; the same command goes on", "lost", None)
+
+
+def _snapshot(folder: Path, number: int) -> Path:
+    return folder / SERVERS / str(number) / SNAPSHOT
 
 
 def _events(folder: Path, number: int) -> list[dict[str, Any]]:
@@ -286,28 +292,24 @@ def lost_updates(folder: Path, servers: int) -> int:
     return max(found)
 
 
-def weights(config: Config) -> dict[str, Any]:
-    """Return the parameters in master precision, from the servers' snapshots, and the buffers that one worker has kept
+def _write_weights(config: Config, folder: Path) -> None:
+    """Write the parameters in master precision, from the servers' snapshots, and the buffers that one worker has kept
     (the first by the name of its file)."""
     from safetensors.torch import load_file
 
     from shardwise.config import build_data, build_optimizer
-    from shardwise.runtime.served_store import ServedStore, masters_of
-    from shardwise.runtime.whole_state import first_names
+    from shardwise.runtime.served_store import ServedStore
+
+    from .snapshots import load_snapshot, write_weights
 
     compiled = compiled_of(config, build_data(config).train)
-    stores, plan, choice = list[ServedStore](), build_plan(config), build_optimizer(config)
-    for number in range(plan.serving.servers):
-        store = ServedStore(compiled.buckets, plan, choice, number)
-        found = read_snapshot(Path(config.train.run_dir) / SERVERS / str(number) / SNAPSHOT)
-        assert found is not None  # _check_done has seen it
-        state, facts = found
-        store.load_state(state, facts["version"])
-        stores.append(store)
-    named = dict(compiled.module.named_buffers())
-    first = first_names(compiled.module)
-    start = {name: compiled.values[name] for name in first.values() if name not in named}
-    kept = sorted((Path(config.train.run_dir) / SERVERS).glob(REST.format("*")))
-    buffers = load_file(kept[0]) if kept else named
-    every = {**start, **buffers, **masters_of(stores)}
-    return {name: every[name].detach().contiguous().clone() for name in dict.fromkeys(first.values())}
+    plan, choice = build_plan(config), build_optimizer(config)
+
+    def stores() -> Iterator[ServedStore]:
+        for number in range(plan.serving.servers):
+            store = ServedStore(compiled.buckets, plan, choice, number)
+            load_snapshot(store, _snapshot(folder, number))
+            yield store
+
+    kept = sorted((folder / SERVERS).glob(REST.format("*")))
+    write_weights(folder / WEIGHTS, compiled, stores(), load_file(kept[0]) if kept else {})

@@ -12,7 +12,6 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,15 @@ from shardwise.report.files import CONFIG, current
 from .rank import rank_process, stop_on
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shardwise.config import Config
     from shardwise.lower.compiled import Compiled
     from shardwise.runtime.served_store import ServedStore
     from shardwise.runtime.server import Server
 
-SERVERS, ADDRESS, RECORD, SNAPSHOT, SECRET_FILE, RUN_FILE = (
-    "servers", "address.json", "record.jsonl", "snapshot.safetensors", "secret", "run",
-)  # fmt: skip
+    from .snapshots import Writing
+
+SERVERS, SNAPSHOT = "servers", "snapshot.safetensors"
+ADDRESS, RECORD, SECRET_FILE, RUN_FILE = "address.json", "record.jsonl", "secret", "run"
 LOOK = 0.2  # seconds between two looks at whether a snapshot is due
 
 
@@ -48,27 +46,28 @@ def serve(run_dir: Path, number: int) -> None:
     from shardwise.runtime.served_store import ServedStore, served_ranges
     from shardwise.runtime.server import Server
 
+    from .snapshots import load_snapshot, remove_parts, write_snapshot
+
     asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
     config = load_config(current(run_dir, CONFIG))
     torch.set_num_threads(config.train.threads)
     plan, choice, folder = build_plan(config), build_optimizer(config), run_dir / SERVERS / str(number)
     compiled = compiled_of(config, build_data(config).train)
     store = ServedStore(compiled.buckets, plan, choice, number)
-    found = read_snapshot(folder / SNAPSHOT)
-    if found is None:
+    remove_parts(folder / SNAPSHOT)
+    facts = load_snapshot(store, folder / SNAPSHOT)
+    if facts is None:
         if (folder / RECORD).exists() and '"push"' in (folder / RECORD).read_text(encoding="utf-8"):
             raise ShardwiseError(f"server {number} has served, and its snapshot is gone: {folder / SNAPSHOT}")
         store.load(compiled.values)
-    else:
-        store.load_state(found[0], found[1]["version"])
     with (folder / RECORD).open("a", buffering=1, encoding="utf-8") as record:
         tickets = Tickets(config.train.steps, True) if number == 0 else None
         ledger = Ledger(
             Clocks(plan.serving.bound), tickets, lambda line: print(line, file=record), server=number,
-            start=1 + secrets.randbits(48), snapshot=None if found is None else found[1],
+            start=1 + secrets.randbits(48), snapshot=facts,
         )  # fmt: skip
-        if found is None:  # a server that is lost soon starts again with what workers have seen
-            _write(folder / SNAPSHOT, store.state(), ledger.snapshot())
+        if facts is None:  # a server that is lost soon starts again with what workers have seen
+            write_snapshot(folder / SNAPSHOT, store.state(), ledger.snapshot()).wait()
         server = Server(
             store, served_ranges(compiled.buckets, plan, choice)[number], ledger,
             read_secret(run_dir / SERVERS / SECRET_FILE), run_name(run_dir), host=config.parallel.server_host,
@@ -115,12 +114,6 @@ def run_name(run_dir: Path) -> str:
     return (run_dir / SERVERS / RUN_FILE).read_text(encoding="utf-8")
 
 
-def snapshot_facts(run_dir: Path, number: int) -> dict[str, Any] | None:
-    """Return what the ledger of a server was at its last snapshot; None if there is none."""
-    found = read_snapshot(run_dir / SERVERS / str(number) / SNAPSHOT, state=False)
-    return None if found is None else found[1]
-
-
 def _port(folder: Path) -> int:
     """Return the port of an earlier start, where workers look for this server; 0 takes any."""
     try:
@@ -131,43 +124,22 @@ def _port(folder: Path) -> int:
 
 def _save_now_and_then(server: Server, store: ServedStore, folder: Path, every: int, asked: Any) -> None:
     """Save a snapshot after ``every`` updates and at the end, which comes when it is ``asked`` for; then close."""
+    from .snapshots import write_snapshot
+
     saved, wait = store.version, threading.Event()
+
+    def begin() -> tuple[int, Writing]:
+        return store.version, write_snapshot(folder / SNAPSHOT, store.state(), server.ledger.snapshot())
+
     while True:
         wait.wait(LOOK)
         last = asked()
         if last or store.version // every > saved // every:
-            state, facts = server.call(lambda: _copied(store, server)).result()
-            _write(folder / SNAPSHOT, state, facts)
-            saved = facts["version"]
+            saved, writing = server.call(begin).result()
+            writing.wait()
         if last:
             server.close()
             return
-
-
-def _copied(store: ServedStore, server: Server) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return {name: value.clone() for name, value in store.state().items()}, server.ledger.snapshot()
-
-
-def _write(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write state and ledger as one file, whose name has all of it or what it had before."""
-    from safetensors.torch import save_file
-
-    part = path.with_suffix(".part")
-    save_file(dict(state), part, {"ledger": json.dumps(facts)})
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def read_snapshot(path: Path, state: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the state and the ledger of a snapshot; None if there is none."""
-    from safetensors import safe_open
-
-    if not path.exists():
-        return None
-    with safe_open(path, "pt") as file:
-        names = file.keys() if state else ()
-        return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["ledger"])
 
 
 def main() -> None:

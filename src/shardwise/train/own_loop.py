@@ -13,7 +13,7 @@ from shardwise.capture.running import at_line
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT, is_kept
 from shardwise.core.part import STEP, UPDATE, Part
-from shardwise.graph.torch_private import without_torch_functions
+from shardwise.graph.torch_private import version, without_torch_functions
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
@@ -45,6 +45,7 @@ class Steps(Model, Look):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.clipped: tuple[float, Value] | None = None  # what the next step clips to, and the norm that the loop holds
+        self._counts: dict[str, int] = {}  # how often what it sees had been written to, at the last calls
 
     def backward(self, loss: Value) -> None:
         """Note a loss for the next step of every model that it depends on."""
@@ -66,6 +67,7 @@ class Steps(Model, Look):
             if any(value is loss for value in one.due):
                 raise ShardwiseError(f"loss.backward(){at_line()}: called twice before optimizer.step(); legal: once")
         for one in owners:
+            one.check_unseen_writes()
             one.awaited.backward = True
             if one.zeroed:
                 one.due.append(loss)
@@ -295,6 +297,7 @@ class Steps(Model, Look):
             if self.before is None and self.open:
                 _ = self.seen
                 self.before = {name: one.detach().clone() for name, one in self.state().items()}
+                self._count()
         else:
             self._fill()
 
@@ -302,6 +305,23 @@ class Steps(Model, Look):
         if self.filled != self.version:
             fill(self.seen, self.state())
             self.filled = self.version
+            self._count()
+
+    def _count(self) -> None:
+        with without_torch_functions():
+            self._counts = {name: version(one) for name, one in self.seen.items()}
+
+    def check_unseen_writes(self) -> None:
+        """Raise :class:`ShardwiseError` where the loop has written to what it has called the model with, and autograd
+        cannot know (``.data``): on one device what forward computed has the old values, and backward uses the new."""
+        late, before = self._late(), self._counts
+        self._count()
+        if names := [name for name in late if self._counts[name] == before.get(name)]:
+            what = f"{names[0]} was written to since model(...) by a tensor of which autograd knows nothing (.data)"
+            legal = "before model(...), after backward(), or of the parameter itself under torch.no_grad()"
+            raise ShardwiseError(
+                f"loss.backward(){at_line()}: {what}, so gradients would be of neither value; legal: {legal}"
+            )
 
     def keep_up(self) -> None:
         if self.renamed:
@@ -343,6 +363,7 @@ class Steps(Model, Look):
         self.push()
         if self._seen is None:
             return False
+        self._count()
         own = dict(self.module.named_parameters())
         flags = {name: one.requires_grad for name, one in self._seen.items() if name in own}
         other = [name for name, flag in flags.items() if flag != own[name].requires_grad]

@@ -1,0 +1,167 @@
+"""The snapshots of parameter servers: what a server goes on from, and what the weights of a run are put together from.
+
+A snapshot is written by a fork of the server's process.  A fork sees the memory as it was when it began, and the system
+copies only the pages that updates change meanwhile.  So updates go on, and of a table of which a few rows change hardly
+anything is there twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.container import CHUNK, bytes_of, header, lay_out, opened, read_header
+
+if TYPE_CHECKING:
+    from shardwise.lower.compiled import Compiled
+    from shardwise.runtime.served_store import ServedStore
+
+LEDGER = "ledger"
+FAILED = 255  # the exit code of a fork whose error has no number
+OPEN = 1 << 16  # files and sockets that a process may have open, where the system sets no limit
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A snapshot that process ``child`` writes into ``part``."""
+
+    child: int
+    part: Path
+    path: Path
+
+    def wait(self) -> None:
+        """Give the snapshot its name once it is on the disk; raise :class:`OSError` where it could not be written."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+        if code:
+            self.part.unlink(missing_ok=True)
+            if code < 0:
+                raise OSError(f"{self.part}: the process that wrote it was ended by signal {-code}")
+            raise OSError(code, os.strerror(code), str(self.part))
+        os.replace(self.part, self.path)
+
+
+def write_snapshot(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Writing:
+    """Begin to write state and ledger as they are now; the caller may change them at once, and waits."""
+    ordered = sorted(state, key=lambda name: -state[name].dtype.itemsize)
+    entries = lay_out([(name, tuple(state[name].shape), state[name].dtype) for name in ordered])
+    chunks = [memoryview(header(entries, {LEDGER: json.dumps(facts)})), *(bytes_of(state[name]) for name in ordered)]
+    # A name of its own: a process that outlives its server must not write into what the next one writes.
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    child = os.fork()
+    if not child:
+        _write_and_end(part, chunks)
+    return Writing(child, part, path)
+
+
+def _write_and_end(part: Path, chunks: Sequence[memoryview]) -> None:
+    """Write a file in a fork, in which no other thread runs: locks that these had will never be free again, so nothing
+    but system calls is done.  The server's sockets are closed, so that its port is free when the server is lost."""
+    code = FAILED
+    try:
+        gc.disable()
+        os.closerange(3, max(OPEN, os.sysconf("SC_OPEN_MAX")))
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        for chunk in chunks:
+            done = 0
+            while done < len(chunk):
+                done += os.write(file, chunk[done : done + CHUNK])
+        os.fsync(file)
+        code = 0
+    except OSError as error:
+        code = error.errno or FAILED
+    finally:
+        os._exit(code)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what was being written to when an earlier process ended."""
+    for part in path.parent.glob(f"{path.name}.*.part"):
+        part.unlink(missing_ok=True)
+
+
+def snapshot_facts(path: Path) -> dict[str, Any] | None:
+    """Return what the ledger of a server was at its last snapshot; None if there is none."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(read_header(path)[1][LEDGER])
+    return found
+
+
+class State(Mapping[str, Tensor]):
+    """The state in a snapshot; each look reads one tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._entries = path, read_header(path)[0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._entries:
+            raise KeyError(name)
+        with opened(self._path) as read:
+            return read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def load_snapshot(store: ServedStore, path: Path) -> dict[str, Any] | None:
+    """Let a server's store go on from its snapshot, and return the ledger's facts; None if there is none."""
+    facts = snapshot_facts(path)
+    if facts is not None:
+        store.load_state(State(path), facts["version"])
+    return facts
+
+
+def write_weights(path: Path, compiled: Compiled, stores: Iterator[ServedStore], buffers: Mapping[str, Tensor]) -> None:
+    """Write the state dict of a model with parameters of servers, in master precision: one server's at a time.
+
+    What no server has comes from ``buffers``, or is what the model starts from.
+    """
+    from shardwise.runtime.whole_state import first_names
+
+    names = dict.fromkeys(first_names(compiled.module).values())
+    learned = {p.name: (tuple(p.shape), b.wide) for b in compiled.buckets if b.learns for p in b.parameters}
+    own = dict(compiled.module.named_buffers())
+    rest = {n: buffers[n] if n in buffers else own.get(n, compiled.values[n]) for n in names if n not in learned}
+    described = {name: learned.get(name) or (tuple(rest[name].shape), rest[name].dtype) for name in names}
+    with _mapped(path, described) as tensors:
+        for name, value in rest.items():
+            tensors[name].copy_(value)
+        for store in stores:
+            for name, _, box, values in store.pieces():
+                tensors[name][box.slices] = values
+
+
+@contextmanager
+def _mapped(path: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[dict[str, Tensor]]:
+    """Give the tensors of a new file, which the system writes while they are set; it has its name at the end."""
+    ordered = sorted(described.items(), key=lambda one: -one[1][1].itemsize)
+    entries = lay_out([(name, shape, dtype) for name, (shape, dtype) in ordered])
+    start, part = header(entries, {"format": "pt"}), path.with_suffix(".part")
+    size = entries[-1].stop if entries else 0
+    part.write_bytes(start)
+    os.truncate(part, len(start) + size)
+    if size:
+        whole = torch.from_numpy(np.memmap(part, np.uint8, "r+", len(start), (size,)))
+        yield {one.key: whole[one.start : one.stop].view(one.dtype).view(one.shape) for one in entries}
+    else:
+        yield {one.key: torch.empty(one.shape, dtype=one.dtype) for one in entries}
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+__all__ = ["Writing", "load_snapshot", "remove_parts", "snapshot_facts", "write_snapshot", "write_weights"]
