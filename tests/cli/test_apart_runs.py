@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from test_auto import shardwise
 
@@ -108,6 +109,21 @@ def test_a_run_with_tables_is_stopped_and_goes_on(kind: str, tmp_path: Path) -> 
         shardwise("evaluate", str(folder), f'validation.metrics=["{CLICKS.parent}/clicks.py:auc"]', "--json")
     )
     assert found["auc"] > 0.53
+
+
+@pytest.mark.slow
+def test_a_push_of_several_batches_is_that_of_a_larger_one(tmp_path: Path) -> None:
+    """A lone worker is as one device, so both runs end at the same weights."""
+    found = []
+    for name, more in (("several", ["parallel.push_every=3", "data.batch_size=2"]),
+                       ("larger", ["parallel.microbatches=3", "data.batch_size=6"])):  # fmt: skip
+        arguments = given(tmp_path, "parallel.server=async", "train.steps=12", *more, "parallel.dp=1")
+        shardwise("train", *arguments, f"train.run_dir={tmp_path / name}", "parallel.precision=fp64")
+        found.append(load_file(tmp_path / name / "weights.safetensors"))
+        record = lines(tmp_path / name / "servers/0/record.jsonl")
+        assert sum(one["event"] == "push" for one in record) == 12
+    several, larger = found
+    assert several.keys() == larger.keys() and all(torch.equal(several[one], larger[one]) for one in several)
 
 
 @pytest.mark.slow

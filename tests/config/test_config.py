@@ -245,6 +245,7 @@ REFUSED = [
     ("parallel.server=asynchronous", ["parallel.server", '"none", "sync", "async", "stale"']),
     ("parallel.local_fragments=2", ["parallel.local_fragments", "2", "1 to parallel.local_steps = 0"]),
     ("parallel.outer_lr=0.5", ["parallel.outer_lr", "0.5", "parallel.local_steps of at least 1"]),
+    ("parallel.push_every=2", ["parallel.push_every", "2", 'parallel.server = "async" or "stale"']),
     ("parallel.push_share=0.5", ["parallel.push_share", "0.5", 'parallel.push = "top-k"']),
     ("parallel.local_mix=1.5", ["parallel.local_mix", "1.5", "at most 1"]),
     ("parallel.outer_momentum=1", ["parallel.outer_momentum", "below 1"]),
@@ -564,8 +565,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
-        "outer_momentum server server_ranks server_host staleness pull_every server_rate push push_share zero gathered "
-        "prefetch reduced reduce sparse_gradients offload microbatches rows recompute precision",
+        "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
+        "zero gathered prefetch reduced reduce sparse_gradients offload microbatches rows recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
@@ -592,6 +593,9 @@ def test_epochs_stand_for_steps() -> None:
     with pytest.raises(ConfigError, match="optimizer.warmup_steps.*at most 5, with train.steps = 6"):
         config.for_samples(9)
     islands = ["train.devices=2", "parallel.dp_replicate=2", "parallel.local_steps=2"]
+    pushes = ["parallel.server=async", "parallel.push_every=3"]  # 25 rows are two pushes of 12, and one of the last
+    config = load("train.epochs=2", "data.batch_size=4", "data.factory=a:b", *pushes).for_samples(25)
+    assert config.train.steps == 6 and config.rows_of_step == config.rows_together == 12
     config = load("train.epochs=3", "data.batch_size=16", "data.factory=a:b", *islands).for_samples(17)
     assert config.train.steps == 3  # a row that is left is not one for each island
     config = load("train.epochs=2", "data.batch_size=4", "data.factory=a:b").for_samples(9)

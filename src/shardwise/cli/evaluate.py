@@ -29,8 +29,8 @@ TRAINING = (
 )  # fmt: skip
 """What only matters while a run trains."""
 SERVERS = tuple(
-    f"parallel.{name}" for name in ("server", "server_ranks", "server_host", "staleness", "pull_every", "server_rate",
-                                    "push", "push_share")
+    f"parallel.{name}" for name in ("server", "server_ranks", "server_host", "staleness", "pull_every", "push_every",
+                                    "server_rate", "push", "push_share")
 )  # fmt: skip
 """Servers update; the ranks of an evaluation are those of plain data parallelism."""
 

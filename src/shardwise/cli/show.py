@@ -134,7 +134,7 @@ def _show(
     most = -(-each // (plan.mesh.axis_size(batch_axes(plan.mesh)) * row_parts(plan)))  # the largest of uneven shares
     values = {
         "mesh": mesh, "links": _links(plan.mesh, per_host),
-        "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
+        "rows": f"{config.rows_of_step} a step, {each} a microbatch, {most} a rank",
         "tensor": _tensor(config, plan), "context": plan.tensor.context if plan.mesh.axis_size(CONTEXT) > 1 else None,
         "islands": _islands(plan),
         "microbatches": plan.microbatches, "recompute": plan.memory.recompute,

@@ -54,10 +54,15 @@ class Config:
         return self if self.train.epochs is None or self._again is None else self._again(samples=samples)
 
     @property
+    def rows_of_step(self) -> int:
+        """Return the rows of a step: a batch's, or those of all batches that a worker pushes together."""
+        return self.data.batch_size * self.parallel.push_every
+
+    @property
     def rows_together(self) -> int:
-        """Return how many of a batch's rows one model trains on: all, or those of the largest island."""
+        """Return how many of a step's rows one model trains on: all, or those of the largest island."""
         islands = self.parallel.dp_replicate if self.parallel.local_steps else 1
-        return -(-self.data.batch_size // islands)
+        return -(-self.rows_of_step // islands)
 
     def resolved(self) -> str:
         """Return the whole configuration as TOML with absolute paths; loading it gives this configuration again."""

@@ -16,8 +16,8 @@ TOGETHER_ONLY = (
 """The keys of what ranks do together, which workers of parameter servers apart do not."""
 
 NEEDS = (
-    ("parallel.staleness", 0, ("stale",)), ("parallel.pull_every", 1, APART), ("parallel.server_rate", "fixed", APART),
-    ("parallel.push", "whole", APART),
+    ("parallel.staleness", 0, ("stale",)), ("parallel.pull_every", 1, APART), ("parallel.push_every", 1, APART),
+    ("parallel.server_rate", "fixed", APART), ("parallel.push", "whole", APART),
 )  # fmt: skip
 """The keys that only some kinds of servers have: key, what it is elsewhere, and the kinds."""
 

@@ -17,13 +17,14 @@ def count_epochs(draft: ConfigDraft, samples: int | None) -> None:
         return
     if draft.given(steps):
         draft.refuse(epochs, f"left out, or {steps} left out: each says how long the run is")
-    elif samples is not None and draft.sound(batch):
-        each = math.ceil(samples / draft[batch])
+    elif samples is not None and draft.sound(batch, "parallel.push_every"):
+        rows = draft[batch] * draft["parallel.push_every"]
+        each = math.ceil(samples / rows)
         islands = draft["parallel.dp_replicate"] if draft["parallel.local_steps"] else 1
-        if each > 1 and 0 < samples % draft[batch] < islands:
+        if each > 1 and 0 < samples % rows < islands:
             each -= 1  # an epoch ends where there is not a row for each island
         number = max(1, math.ceil(round(draft[epochs] * each, 6)))
-        left = samples % draft[batch]
+        left = samples % rows
         last = f", the last of an epoch with {left} rows" if left >= islands and each > 1 else ""
         draft.notices.append(f"{epochs} = {draft[epochs]:g}: {number} steps, {each} an epoch{last}")
         draft.put_for(epochs, steps, number)

@@ -23,7 +23,8 @@ class ServerOptions:
     Under "sync" every server waits for the gradients of all ranks: the ranks train as one device.  Under "async" each
     worker computes on batches of its own, and a server applies each gradient as it comes (Downpour SGD: Dean et al.
     2012, section 4.1).  Under "stale" the fastest worker is at most ``staleness`` pushes ahead of the slowest (Ho et
-    al. 2013, SSP).  A worker pulls parameters before every ``pull_every``-th batch.
+    al. 2013, SSP).  A worker pulls parameters before every ``pull_every``-th push.  The gradients of several batches
+    in one push are those of microbatches.
 
     ``servers`` is the number of servers, and ``workers`` that of workers, where servers are apart.  With ``rate``
     "staleness" the learning rate of an update is divided by one more than the number of updates since its parameters

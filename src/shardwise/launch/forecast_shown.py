@@ -34,7 +34,7 @@ def headline(forecast: Forecast) -> str:
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.pipeline.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
     words += [f"{plan.tensor.chosen_by} over {dp.tp} ranks"] if dp.tp > 1 else []
-    words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
+    words += [stage, f"{config.rows_of_step} rows", plural(plan.microbatches, "microbatch")]
     words += [plan.numeric.precision]
     words += [f"recompute {plan.memory.recompute}"] if plan.memory.recompute != "none" else []
     words += [f"gathered {plan.data.gathered}"] if dp.zero == 3 else []

@@ -70,7 +70,7 @@ def work(run_dir: Path, number: int, progress: Progress) -> bool:
             servers=servers,
         )  # fmt: skip
         compiled.release()
-        with Loader(data.train, ONE, 0, config.data.batch_size, plan.microbatches, config.train.seed) as loader:
+        with Loader(data.train, ONE, 0, config.rows_of_step, plan.microbatches, config.train.seed) as loader:
             _take_buffers(run_dir, number, engine)
             done = _train(run_dir, number, config, engine, client, loader, data.validation, progress, asked)
         _keep_buffers(run_dir, number, engine)

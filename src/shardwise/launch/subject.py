@@ -59,7 +59,7 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedMode
     """
     constructor, loss = build_model(config)
     module = start_values(config, constructor).whole() if weights else initial_values(config, constructor).structure()
-    with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
+    with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.rows_of_step, seed=config.train.seed) as loader:
         return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 

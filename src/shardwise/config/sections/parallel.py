@@ -169,7 +169,12 @@ class ParallelConfig:
     pull_every: int = key(
         integer(1),
         1,
-        does='with `"async"` and `"stale"`: after how many batches a worker pulls parameters again',
+        does='with `"async"` and `"stale"`: after how many pushes a worker pulls parameters again',
+    )
+    push_every: int = key(
+        integer(1),
+        1,
+        does='with `"async"` and `"stale"`: how many batches a push has the gradient of, which is a step',
     )
     server_rate: Rate = key(
         choice(*plan.CHOICES["server_rate"]),
