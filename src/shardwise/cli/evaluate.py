@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.backend import Backend
 from shardwise.checkpoint.folder import checkpoints, latest, step_of
 from shardwise.config import Config, build_data, build_metrics, load_config
+from shardwise.config.servers import KEYS as SERVERS
 from shardwise.config.toml import dumps
 from shardwise.core.errors import ConfigError
 from shardwise.launch.devices import check_ranks, check_torch
@@ -28,11 +29,6 @@ TRAINING = (
     "validation.goal", "train.trace_steps", "train.loggers", "train.callbacks", "train.sample_every", "model.weights",
 )  # fmt: skip
 """What only matters while a run trains."""
-SERVERS = tuple(
-    f"parallel.{name}" for name in ("server", "server_ranks", "server_host", "staleness", "pull_every", "push_every",
-                                    "server_rate", "push", "push_share")
-)  # fmt: skip
-"""Servers update; the ranks of an evaluation are those of plain data parallelism."""
 
 
 def run(folder: Path, chosen: str, overrides: Sequence[str], json: bool) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from shardwise.config import load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.server_options import APART
-from shardwise.launch.local import RunFailed, interruptible, last_lines
+from shardwise.launch.apart import start
+from shardwise.launch.local import RunFailed, end_of_log, interruptible
 from shardwise.launch.monitor import error_of, log_path
 from shardwise.launch.server_process import ADDRESS, SERVERS
 from shardwise.report.files import CONFIG, RESULT, current
@@ -30,9 +28,7 @@ def run(folder: Path) -> None:
     number = _number(folder, config.parallel.dp + config.parallel.server_ranks)
     console = make_console()
     console.print(f"worker {number} joins; its log is {log_path(folder, number)}", markup=False, soft_wrap=True)
-    environment = {**os.environ, "RANK": str(number), "OMP_NUM_THREADS": str(config.train.threads)}
-    command = [sys.executable, "-m", "shardwise.launch.served_process", str(folder.absolute()), str(number)]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    process = start("served_process", config, number, number, folder)
     with interruptible():
         try:
             code = process.wait()
@@ -43,8 +39,7 @@ def run(folder: Path) -> None:
     if code:
         error = error_of(folder, number)
         message = f"worker {number} was lost with exit code {code}" if error is None else error.message
-        lines = [f"  {line}" for line in last_lines(log_path(folder, number))]
-        raise RunFailed(message, "lost" if error is None else error.kind, number, lines)
+        raise RunFailed(message, "lost" if error is None else error.kind, number, end_of_log(folder, number))
     console.print("no batches are left")
 
 

@@ -15,6 +15,12 @@ TOGETHER_ONLY = (
 )  # fmt: skip
 """The keys of what ranks do together, which workers of parameter servers apart do not."""
 
+KEYS = tuple(
+    f"parallel.{name}" for name in ("server", "server_ranks", "server_host", "staleness", "pull_every", "push_every",
+                                    "server_rate", "push", "push_share")
+)  # fmt: skip
+"""The keys of parameter servers."""
+
 NEEDS = (
     ("parallel.staleness", 0, ("stale",)), ("parallel.pull_every", 1, APART), ("parallel.push_every", 1, APART),
     ("parallel.server_rate", "fixed", APART), ("parallel.push", "whole", APART),

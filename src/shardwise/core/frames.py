@@ -128,6 +128,11 @@ class Share:
         for offset in range(0, self.numel, most):
             yield offset, min(most, self.numel - offset)
 
+    def may_follow(self, offset: int, done: int) -> bool:
+        """Return whether a part from ``offset`` on may be the next after ``done`` elements: of a table, parts without
+        rows are left out."""
+        return offset == done or (self.row > 0 and offset > done)
+
     def most(self, itemsize: int) -> int:
         """Return the most elements of a frame: whole rows of a table."""
         row = self.row or 1

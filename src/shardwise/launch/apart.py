@@ -33,8 +33,8 @@ from shardwise.runtime.secret import make_secret
 
 from .begin import settle, stage
 from .folder import changed_keys, read_lines
-from .local import ALLOCATOR, POLL, RunFailed, interruptible, last_lines
-from .monitor import error_of, log_path
+from .local import ALLOCATOR, POLL, RunFailed, end_of_log, interruptible
+from .monitor import error_of
 from .results import write_json
 from .served_process import REST
 from .server_process import RECORD, RUN_FILE, SECRET_FILE, SERVERS, SNAPSHOT, compiled_of
@@ -92,6 +92,21 @@ def _cut_metrics(folder: Path) -> None:
     write_whole(folder / METRICS, "".join(json.dumps(one) + "\n" for one in kept.values()))
 
 
+def start(module: str, config: Config, number: int, rank: int, folder: Path | None = None) -> subprocess.Popen[bytes]:
+    """Start a worker or a server of the run in ``folder``, which is that of its config unless it has been moved."""
+    environment = {
+        **ALLOCATOR,
+        **os.environ,
+        "RANK": str(rank),
+        "OMP_NUM_THREADS": str(config.train.threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+    where = Path(folder or config.train.run_dir).absolute()
+    command = [sys.executable, "-m", f"shardwise.launch.{module}", str(where), str(number)]
+    # A Ctrl-C in a terminal reaches all of its group at once, and servers have to outlive their workers.
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
 @dataclass
 class Processes:
     """The workers, whose ranks are 0, 1, …, and the servers, whose ranks follow."""
@@ -111,23 +126,10 @@ class Processes:
         for number in range(self.config.parallel.server_ranks):
             self.servers[number] = self._server(number)
         for number in range(self.config.parallel.dp):
-            self.workers[number] = self._started("served_process", number, number)
+            self.workers[number] = start("served_process", self.config, number, number)
 
     def _server(self, number: int) -> subprocess.Popen[bytes]:
-        return self._started("server_process", number, self.config.parallel.dp + number)
-
-    def _started(self, module: str, number: int, rank: int) -> subprocess.Popen[bytes]:
-        threads = str(self.config.train.threads)
-        environment = {
-            **ALLOCATOR,
-            **os.environ,
-            "RANK": str(rank),
-            "OMP_NUM_THREADS": threads,
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [sys.executable, "-m", f"shardwise.launch.{module}", str(self.folder), str(number)]
-        # A Ctrl-C in a terminal reaches all of its group at once, and servers have to outlive their workers.
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        return start("server_process", self.config, number, self.config.parallel.dp + number)
 
     def look(self) -> bool:
         """Start lost servers again; return whether all workers have ended.  Raise :class:`RunFailed` where that, or a
@@ -172,9 +174,7 @@ class Processes:
         self.say(f"server {number} was lost ({_ended(code)}) and starts again from its last snapshot")
 
     def _failed(self, message: str, rank: int, cause: str = "lost") -> RunFailed:
-        path = log_path(self.folder, rank)
-        lines = [f"  {line}" for line in last_lines(path)]
-        return RunFailed(message, cause, rank, [f"the end of {path}:", *lines] if lines and cause != "config" else [])
+        return RunFailed(message, cause, rank, end_of_log(self.folder, rank) if cause != "config" else [])
 
     def stop(self, which: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         """Ask these processes to end, and end them if they do not."""

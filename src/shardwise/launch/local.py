@@ -276,9 +276,15 @@ def _failed(
     if users:
         details += ["in your code (the innermost call last):", *users]
     elif rank is not None and cause != "config":
-        lines = last_lines(log_path(watcher.run_dir, rank))
-        details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
+        details += end_of_log(watcher.run_dir, rank)
     return RunFailed(message, cause, rank, [*details, f"logs: {where}"], watcher.failed_at)
+
+
+def end_of_log(run_dir: Path, rank: int) -> list[str]:
+    """Return the last lines of a rank's log under its path, or nothing if it has none."""
+    path = log_path(run_dir, rank)
+    lines = last_lines(path)
+    return [f"the end of {path}:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def last_lines(path: Path) -> list[str]:

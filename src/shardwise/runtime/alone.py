@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardwise.runtime.call import Call
-from shardwise.runtime.communicator import Communicator, Completed, Handle
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.handles import Completed, Handle
 
 
 class AloneCommunicator(Communicator):

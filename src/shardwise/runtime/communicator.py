@@ -33,6 +33,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.call import Call, Group
+from shardwise.runtime.handles import Completed, Handle, Then
 
 Sizes: TypeAlias = Sequence[Sequence[int]]
 """How many elements each member of a group sends to each."""
@@ -49,40 +50,11 @@ REDUCIBLE = frozenset({
 })  # fmt: skip
 
 
-class Handle(Protocol):
-    """A handle stands for an operation under way."""
-
-    def wait(self) -> None:
-        """Return when the operation is complete on this rank; it may be called more than once.
-
-        Raises :class:`CommunicationTimeout` when it takes longer than the communicator's time-out.  With a backend
-        between devices, such as NCCL, the current stream waits, not the host.
-        """
-
-
 class Recording(Protocol):
     """A recorder is told of each operation between ranks."""
 
     def posted(self, call: Call, handle: Handle) -> Handle:
         """Note that an operation has been posted, and return the handle by which it is to be waited for."""
-
-
-class Completed:
-    """This is the handle of an operation that is complete when it is posted."""
-
-    def wait(self) -> None:
-        return None
-
-
-class _Unpadded:
-    """This is the handle of an exchange of padded parts, which are put together when it is complete."""
-
-    def __init__(self, handle: Handle, got: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
-        self._handle, self._got, self._out, self._sizes = handle, got, out, sizes
-
-    def wait(self) -> None:
-        self._handle.wait()
-        torch.cat([part[:size] for part, size in zip(self._got, self._sizes, strict=True)], out=self._out)
 
 
 class Communicator(ABC):
@@ -357,7 +329,8 @@ class Communicator(ABC):
             place[: len(part)].copy_(part)
         got = torch.empty_like(padded)
         handle = self._all_to_all(call, got.view(-1), padded.view(-1))
-        return _Unpadded(handle, got, out, [row[own] for row in sizes])
+        cut = [row[own] for row in sizes]
+        return Then([handle], lambda: torch.cat([part[:n] for part, n in zip(got, cut, strict=True)], out=out))
 
     def _push(self, call: Call, x: Tensor, ranges: Sequence[tuple[int, int]]) -> Handle | None:
         return None

@@ -18,9 +18,9 @@ from shardwise.ops.collectives import Moving
 from shardwise.ops.env import Env
 from shardwise.ops.weight_gradients import GradientFactors
 from shardwise.runtime.batch import BatchStates
-from shardwise.runtime.communicator import Handle
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.rank_context import RankContext
 from shardwise.units.selective_recompute import Tape
 from shardwise.units.trace import Trace, Unit

@@ -21,7 +21,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.call import Call, CommunicationError, CommunicationTimeout, Group
-from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, Sizes, as_bytes
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, OnWait, Sizes, as_bytes
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.network import choose_interfaces
 from shardwise.runtime.rendezvous import rendezvous
 

@@ -21,7 +21,8 @@ from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.core.memory_options import LEAST_OFFLOAD
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
-from shardwise.runtime.communicator import Communicator, Completed, Handle
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.handles import Completed, Handle
 from shardwise.runtime.served import pull
 from shardwise.runtime.served_worker import ServedWorker
 

@@ -9,7 +9,8 @@ from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.weight_gradients import GradientFactors, accumulate
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory, part
-from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.served import push
 from shardwise.runtime.served_worker import ServedWorker
 
@@ -113,9 +114,7 @@ class Gradients:
         memory, comm = self._memory.buckets[one.bucket], self._comm
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
         if memory.table is not None:
-            if one.scatters:
-                return memory.table.send_to_owners(comm, memory.owners, lane, what)
-            return memory.table.reduce(comm, one.axes, lane, what)
+            return self._push_rows(one) if one.scatters else memory.table.reduce(comm, one.axes, lane, what)
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
@@ -125,15 +124,19 @@ class Gradients:
         out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
+    def _push_rows(self, one: Instruction) -> Handle:
+        """Post the rows of a table's gradient to the ranks that update them."""
+        memory = self._memory.buckets[one.bucket]
+        assert memory.table is not None
+        return memory.table.send_to_owners(self._comm, memory.owners, str(one.lane), f"gradient bucket {one.bucket}")
+
     def push(self, one: Instruction, servers: ServedWorker | None) -> Handle:
         """Post a bucket's gradient, or that of the slot that holds it, to its servers: ranks, or other processes."""
         memory = self._memory.buckets[one.bucket]
         if memory.table is not None and servers is not None:
             return servers.push_rows(one.bucket, memory.table.rows)
         if memory.table is not None:
-            return memory.table.send_to_owners(
-                self._comm, memory.owners, str(one.lane), f"gradient bucket {one.bucket}"
-            )
+            return self._push_rows(one)
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]

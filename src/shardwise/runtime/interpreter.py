@@ -14,10 +14,10 @@ from shardwise.core.local_options import ISLANDS
 from shardwise.core.program import Program
 from shardwise.core.repeat import of_norm
 from shardwise.runtime.batch import BatchStates, StepInput, StepResult
-from shardwise.runtime.communicator import Handle
 from shardwise.runtime.computing import Computing
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.messages import Messages
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.together import joint_key, joint_updates

@@ -11,8 +11,9 @@ from torch import Tensor
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.collectives import in_memory
 from shardwise.ops.env import Env
-from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.handles import Handle
 from shardwise.units.trace import Trace
 
 Live = MutableMapping[tuple[str, int], Tensor]

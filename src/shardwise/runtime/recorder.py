@@ -13,7 +13,7 @@ from shardwise.core.instruction import Instruction
 from shardwise.core.recording import Event, Operation, RankStep
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.call import Call
-from shardwise.runtime.communicator import Handle
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.interpreter import Interpreter
 
 TRACE = "trace"

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise.core.flat import FlatShard
 from shardwise.parallel.data import SHARDS
-from shardwise.runtime.communicator import Communicator, Handle
-
-
-@dataclass
-class _Pushed:
-    """The handle of a push: when all has come, a server adds it up, in the order of ranks, in place of its own part."""
-
-    handle: Handle
-    inbox: Tensor  # (ranks, elements of the server's range)
-    own: Tensor
-
-    def wait(self) -> None:
-        self.handle.wait()
-        if self.own.numel():
-            torch.sum(self.inbox, 0, out=self.own)
-
-
-@dataclass
-class _All:
-    """The handle of several operations."""
-
-    handles: Sequence[Handle]
-
-    def wait(self) -> None:
-        for handle in self.handles:
-            handle.wait()
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.handles import Handle, Then
 
 
 def push(comm: Communicator, x: Tensor, ranges: Sequence[FlatShard], lane: str, what: str) -> Handle:
@@ -49,12 +24,14 @@ def push(comm: Communicator, x: Tensor, ranges: Sequence[FlatShard], lane: str, 
     mine = ranges[group.index] if group.index < len(ranges) else FlatShard(0, 0)
     inbox = torch.empty(group.size, mine.numel, dtype=x.dtype, device=x.device)
     handle = comm.all_to_all(inbox.view(-1), x, SHARDS, lane=lane, what=what, sizes=[sent] * group.size)
-    return _Pushed(handle, inbox, x[mine.start : mine.stop])
+    own = x[mine.start : mine.stop]
+    # when all has come, a server adds it up, in the order of ranks, in place of its own part
+    return Then([handle], lambda: torch.sum(inbox, 0, out=own) if own.numel() else None)
 
 
 def pull(comm: Communicator, x: Tensor, ranges: Sequence[FlatShard], lane: str, what: str) -> Handle:
     """Post the receipt of each server's range of ``x``, a whole bucket."""
-    return _All([
+    return Then([
         comm.broadcast(x[held.start : held.stop], SHARDS, root, lane=lane, what=f"{what} of server {root}")
         for root, held in enumerate(ranges)
     ])  # fmt: skip

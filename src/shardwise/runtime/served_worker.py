@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwise.core.flat import FlatShard
 from shardwise.core.frames import Share, Shares
 from shardwise.core.server_options import ServerOptions
-from shardwise.runtime.communicator import Completed, Handle
 from shardwise.runtime.compression import Feedback, encode_rows
+from shardwise.runtime.handles import Completed, Handle
 from shardwise.runtime.staging import Part
 from shardwise.runtime.tables import Rows
 

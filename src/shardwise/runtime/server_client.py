@@ -168,8 +168,7 @@ class ServerClient:
                 part.header().check({Kind.PART}, self._shares[server])
             except FrameError as error:
                 raise ConfigError.on(where, str(error), legal) from None
-            table = self._shares[server][part.bucket].row > 0  # of which parts without rows are left out
-            if part.offset < pushed.get(place, 0) or (part.offset > pushed.get(place, 0) and not table):
+            if not self._shares[server][part.bucket].may_follow(part.offset, pushed.get(place, 0)):
                 raise ConfigError.on(where, f"bucket {part.bucket} from element {part.offset} on", legal)
             pushed[place] = part.offset + part.count
         if parts:

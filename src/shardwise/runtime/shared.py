@@ -24,7 +24,8 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.call import Call, CommunicationTimeout
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
-from shardwise.runtime.communicator import START_TIMEOUT, Communicator, Handle, OnWait, as_bytes, ordered_sum
+from shardwise.runtime.communicator import START_TIMEOUT, Communicator, OnWait, as_bytes, ordered_sum
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
 from shardwise.runtime.segments import SharedSegment, map_segment, unsupported
 from shardwise.runtime.wakeup import Waker, WakeupPipe

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.communicators import Members
 from shardwise.runtime.call import Call
-from shardwise.runtime.communicator import Communicator, Handle, OnWait
+from shardwise.runtime.communicator import Communicator, OnWait
+from shardwise.runtime.handles import Handle
 
 
 class StagedCommunicator(Communicator):

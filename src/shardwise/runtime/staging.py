@@ -94,10 +94,10 @@ class Staging:
 
         An encoded payload lies where its elements would begin, since it is never longer than they are.
         """
-        expected, table = self._next.get(header.bucket, 0), self._pool.shares[header.bucket].row > 0
-        if header.offset < expected or (header.offset > expected and not table):
+        expected, share = self._next.get(header.bucket, 0), self._pool.shares[header.bucket]
+        if not share.may_follow(header.offset, expected):
             raise FrameError(f"a PART of bucket {header.bucket} from {header.offset} on, in place of {expected}")
-        if table:  # few rows come, so there is no memory for all
+        if share.row:  # few rows come, so there is no memory for all
             return memoryview(bytearray(header.length))
         if header.bucket not in self._memory:
             self._memory[header.bucket] = self._pool.take(header.bucket)

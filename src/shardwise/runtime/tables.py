@@ -17,7 +17,8 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.flat import FlatShard
 from shardwise.parallel.data import SHARDS
-from shardwise.runtime.communicator import Communicator, Completed, Handle
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.handles import Completed, Handle, Then
 from shardwise.runtime.optimizer import FlatOptimizer
 from shardwise.units.trace import Bucket
 
@@ -167,18 +168,6 @@ class TableOptimizer(FlatOptimizer):
     def _eps(self) -> float:
         assert self._optimizer is not None
         return float(self._optimizer.param_groups[0]["eps"])
-
-
-class Then:
-    """The handle of several operations, after which comes a last piece of work of the host."""
-
-    def __init__(self, handles: Sequence[Handle], finish: Callable[[], None]) -> None:
-        self._handles, self._finish = handles, finish
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-        self._finish()
 
 
 def _gather(

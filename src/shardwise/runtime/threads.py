@@ -25,7 +25,8 @@ from shardwise.backend import Backend
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.call import Call, CommunicationTimeout
-from shardwise.runtime.communicator import Communicator, Handle, as_bytes, ordered_sum
+from shardwise.runtime.communicator import Communicator, as_bytes, ordered_sum
+from shardwise.runtime.handles import Handle
 from shardwise.runtime.stream_tensors import StreamTensors
 
 T = TypeVar("T")
