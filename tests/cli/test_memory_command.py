@@ -115,6 +115,15 @@ def test_json(tmp_path: Path) -> None:
     )
 
 
+def test_servers_beside_the_workers() -> None:
+    apart = [*TINY, "parallel.server=async", "parallel.dp=2", "parallel.server_ranks=2"]
+    shown, values = call(*apart), json.loads(call(*apart, "--json").stdout)
+    assert shown.exit_code == 0 and "servers  2 beside 2 workers, " in shown.stdout
+    largest = max(values["servers"], key=lambda one: one["push"])
+    assert largest["optimizer"] > 2 * largest["parameters"] > 0  # two moments of each
+    assert "servers" not in json.loads(call(*TINY, "parallel.dp=2", "--json").stdout)
+
+
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_told_with_the_nearest_that_does() -> None:
     shown = call(*TINY, "parallel.dp=2", "train.memory_gib=0.0003")

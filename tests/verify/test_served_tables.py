@@ -15,8 +15,9 @@ from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.server import asynchronous_server
 from shardwise.runtime.compression import decode_rows, encode_rows, put_rows
-from shardwise.runtime.served_store import masters_of, served_ranges
+from shardwise.runtime.served_store import masters_of
 from shardwise.runtime.wire import Wire
+from shardwise.units.served import served_ranges
 from shardwise.verify.served import run_served
 from shardwise.verify.verify import verify
 

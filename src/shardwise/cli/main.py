@@ -49,20 +49,6 @@ def top(
 
 
 @app.command()
-def join(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that is training.", show_default=False)
-    ],
-    json: Json = False,
-) -> None:
-    """Be one more worker of a run with parameter servers, on this host, until its batches are done."""
-    with reported(json):
-        from .join import run
-
-        run(folder)
-
-
-@app.command()
 def init(
     name: Annotated[
         str,
@@ -96,6 +82,20 @@ def train(arguments: Arguments = None, json: Json = False) -> None:
         from .train import run
 
         run(path, overrides, json)
+
+
+@app.command()
+def join(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that is training.", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Be one more worker of a run with parameter servers, on this host, until its batches are done."""
+    with reported(json):
+        from .join import run
+
+        run(folder)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.estimate.devices import Device, named
-from shardwise.launch.forecast_shown import account, headline
+from shardwise.launch.forecast_shown import account, headline, servers
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.report.figures import check_format
 from shardwise.report.memory import MemoryProfile, chart, comparison, draw, read_memory, table
@@ -36,6 +36,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
             "plan": found.plan.to_toml(),
             "ranks": [one.to_dict() for one in (worst, *others)], "fits": found.fits, "notes": notes,
         }  # fmt: skip
+        if found.servers:
+            values |= {"servers": [one.to_dict() for one in found.servers]}
         if fit is not None:
             values |= {"misfit": found.misfit(), "nearest": None if fit.changes is None else dict(fit.changes)}
             values |= {"nearest_peak_bytes": fit.peak, "least_bytes": fit.least, "least": dict(fit.least_changes)}
@@ -44,6 +46,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
     console = make_console()
     console.print(Text(headline(found), style="bold"), "")
     _print(console, table(f"rank {worst.rank}", worst), worst, found.device, found.budget, found.beside, others)
+    if found.servers:
+        show(console, pairs("", {"servers": servers(found)}))
     for note in notes:
         console.print(Text(f"note: {note}"))
     if fit is not None:

@@ -37,6 +37,11 @@ class States:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
+    def __add__(self, other: States) -> States:
+        return States(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
 
 @dataclass(frozen=True)
 class Widths:

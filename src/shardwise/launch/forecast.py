@@ -21,6 +21,7 @@ from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import gradient_dtypes
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
+from shardwise.estimate.servers import ServerBytes, server_bytes
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves, traced_for
 from shardwise.measure.unit_cost import cost
@@ -100,6 +101,12 @@ class Forecast:
     def worst(self) -> Prediction:
         """Return the prediction for the rank that needs most memory."""
         return self.predict(self.plan)
+
+    @property
+    def servers(self) -> list[ServerBytes]:
+        """Return the bytes of each server that is a process beside the workers."""
+        choice = build_optimizer(self.config)
+        return server_bytes(self.compiled.buckets, self.plan, choice) if self.plan.serving.apart else []
 
     @property
     def fits(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.estimate.predict import Prediction
 from shardwise.estimate.timeline import by_category
 from shardwise.report.memory import MemoryProfile
-from shardwise.report.tables import count, plural
+from shardwise.report.tables import count, plural, size
 
 from .forecast import Forecast
 
@@ -19,6 +19,16 @@ def account(prediction: Prediction) -> MemoryProfile:
         {c.value: n for c, n in by_category(prediction.persistent).items()}, prediction.timeline.at, prediction.at,
         prediction.host_bytes,
     )  # fmt: skip
+
+
+def servers(forecast: Forecast) -> str:
+    """Return the memory of the largest of the servers that are processes beside the workers."""
+    workers, number = forecast.plan.serving.workers, len(forecast.servers)
+    one = max(forecast.servers, key=lambda one: one.total(workers))
+    words = {"parameters": one.states.parameters, "gradients": one.states.gradients, "optimizer": one.states.optimizer,
+             "versions of rows": one.versions, "pushes under way": workers * one.push}  # fmt: skip
+    parts = ", ".join(f"{what} {size(n)}" for what, n in words.items() if n)
+    return f"{number} beside {plural(workers, 'worker')}, {size(one.total(workers))} each: {parts}"
 
 
 def headline(forecast: Forecast) -> str:

@@ -38,9 +38,9 @@ def work(run_dir: Path, number: int, progress: Progress) -> bool:
     from shardwise.runtime.alone import AloneCommunicator
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.secret import read_secret
-    from shardwise.runtime.served_store import ONE, served_ranges
     from shardwise.runtime.served_worker import ServedWorker
     from shardwise.runtime.server_client import ServerClient
+    from shardwise.units.served import ONE, served_ranges
 
     asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
     config = load_config(current(run_dir, CONFIG))
@@ -124,8 +124,8 @@ def _train(
 def _evaluate(run_dir: Path, config: Config, engine: Engine, servers: Any, validation: Any, ticket: int) -> None:
     """Evaluate the parameters that the servers have now, on this worker."""
     from shardwise.data.loader import one_pass
-    from shardwise.runtime.served_store import ONE
     from shardwise.train.evaluation import evaluate
+    from shardwise.units.served import ONE
 
     from .results import append_line
 

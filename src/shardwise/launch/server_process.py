@@ -43,8 +43,9 @@ def serve(run_dir: Path, number: int) -> None:
     from shardwise.core.ledger import Ledger
     from shardwise.core.tickets import Tickets
     from shardwise.runtime.secret import read_secret
-    from shardwise.runtime.served_store import ServedStore, served_ranges
+    from shardwise.runtime.served_store import ServedStore
     from shardwise.runtime.server import Server
+    from shardwise.units.served import served_ranges
 
     from .snapshots import load_snapshot, remove_parts, write_snapshot
 

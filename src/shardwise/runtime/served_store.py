@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError
-from shardwise.core.flat import FlatShard
 from shardwise.core.frames import Share as ServedRange
 from shardwise.core.layout import Box
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.initial.values import Values
@@ -24,36 +21,11 @@ from shardwise.runtime.optimizer import FlatOptimizer
 from shardwise.runtime.served_worker import as_bytes, parts_of
 from shardwise.runtime.staging import Part, Push
 from shardwise.runtime.tables import Rows
-from shardwise.units.share import Share, Span, Updated
-from shardwise.units.trace import DECAY, Bucket
+from shardwise.units.served import ONE, served_ranges, served_share
+from shardwise.units.trace import Bucket
 
-ONE = Mesh.of(dp=1)
 TAKEN = torch.zeros(())
 """The flag of an update that is not skipped."""
-RULE = ParameterRule("*", "S", "S", "S")
-
-
-def served_ranges(buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice) -> list[dict[int, ServedRange]]:
-    """Return what each server of the plan has of the buckets that learn: equal ranges, of cache lines.
-
-    Raises :class:`ConfigError` where there are more servers than lines, so that one would have nothing.
-    """
-    servers, learning = plan.serving.servers, [b for b in buckets if b.learns]
-    layouts = {b.index: b.layout(choice, ONE, 0) for b in learning}
-    found: list[dict[int, ServedRange]] = []
-    for server in range(servers):
-        ranges = {b.index: layouts[b.index].served(servers, server) for b in learning}
-        found.append({
-            b.index: ServedRange(
-                held.start, held.stop, b.wide.itemsize, b.dtype.itemsize, b.width if b.table else 0
-            )
-            for b in learning if (held := ranges[b.index]).numel
-        })  # fmt: skip
-    if not all(found):
-        most = max(-(-layout.numel * layout.itemsize // layout.align) for layout in layouts.values())
-        wrong = f"{servers} servers for parameters of which no bucket can be cut into more than {most} ranges"
-        raise ConfigError.on("server_ranks", wrong, f"1 to {most}")
-    return found
 
 
 @dataclass
@@ -184,13 +156,10 @@ class ServedStore:
 
 def _held(bucket: Bucket, held: ServedRange, choice: OptimizerChoice, comm: AloneCommunicator) -> BucketMemory:
     """Return the memory of a range of a bucket: the parameters that compute, masters, a gradient and state."""
-    where = FlatShard(held.start, held.stop)
-    share = Share.of(bucket, Plan(), choice, 0)
-    spans = tuple(Span(start, stop, group == DECAY) for group, start, stop in where.segments(share.layout))
-    share = replace(share, rule=RULE, held=where, updates=(Updated(spans),), apart=True)
+    share = served_share(bucket, held, choice)
     param = torch.zeros(held.numel, dtype=bucket.dtype)
     master = param if bucket.dtype == bucket.wide else torch.zeros(held.numel, dtype=bucket.wide)
-    return BucketMemory(bucket, share, where, param, master, False, comm, choice, False)
+    return BucketMemory(bucket, share, share.held, param, master, False, comm, choice, False)
 
 
 def masters_of(stores: Iterable[ServedStore]) -> dict[str, Tensor]:

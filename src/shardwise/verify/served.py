@@ -27,10 +27,11 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.compression import Feedback, decode
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.secret import SECRET
-from shardwise.runtime.served_store import ONE, ServedStore, masters_of, served_ranges
+from shardwise.runtime.served_store import ServedStore, masters_of
 from shardwise.runtime.served_worker import ServedWorker
 from shardwise.runtime.server import Server
 from shardwise.runtime.server_client import ServerClient
+from shardwise.units.served import ONE, served_ranges
 from shardwise.units.share import entry_ranges
 from shardwise.verify.compare import Comparison
 from shardwise.verify.oracle import Oracle
