@@ -18,6 +18,7 @@ from matplotlib.image import imread
 
 from shardwise.cli.plot import run
 from shardwise.core.errors import ConfigError
+from shardwise.report.facts import gathered
 from shardwise.report.memory import CATEGORIES, MemoryProfile
 from shardwise.report.panels import COLOURS, bars, panels, scale, smooth
 from shardwise.report.plot import draw, make_figure
@@ -455,3 +456,24 @@ def test_neither_torch_nor_pyplot_is_imported(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_steps_of_workers_end_in_any_order(tmp_path: Path) -> None:
+    """They do not wait for each other, so no line is that of a restart; a batch that is done again counts once."""
+    ends = [(0, 0, 1.0), (2, 1, 1.5), (1, 0, 2.0), (4, 0, 3.0), (3, 1, 4.0), (2, 0, 4.5)]
+    lines = [
+        {"step": step, "loss": 5.0 - step, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 1.0, "worker": worker,
+         "tokens_per_second": 100.0, "staleness": worker, "time": 1000.0 + end}
+        for step, worker, end in ends
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    run = read_run(tmp_path)
+    assert [one["step"] for one in run.metrics] == [0, 1, 2, 3, 4] and run.workers == [0, 1]
+    assert run.seconds == 4.5 and summary(run)["tokens_per_second"] == 200 and summary(run)["steps"] == 5
+    places, losses = run.along("loss", "seconds")
+    assert places.tolist() == [1.0, 2.0, 3.0, 4.0, 4.5] and losses.tolist() == [5.0, 4.0, 1.0, 2.0, 3.0]
+    (stale,) = (one for one in panels([run]) if one.title == "Staleness")
+    assert stale.curves[0].values.tolist() == [0, 0, 0, 1, 0]
+    cards = {name: (number, more) for name, number, more in gathered(tmp_path).cards}
+    assert cards["workers"] == ("2", "steps of each: 4, 1") and cards["staleness"][0] == "0.2"
+    assert cards["training"][1] == "in 5 steps"

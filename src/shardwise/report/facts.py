@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,16 +180,29 @@ def _cards(
         if numbers[run.speed] is not None:
             number, unit = speed.in_words(numbers, numbers[run.speed]).split(" ")
             cards.append((unit, number, "median of all steps"))
-        seconds = float(np.nansum(run.values("step_seconds")[1]))
-        cards.append(("training", duration(seconds), f"in {plural(numbers['steps'], 'step')}"))
+        cards.append(("training", duration(run.seconds), f"in {plural(numbers['steps'], 'step')}"))
         if numbers["peak_memory_bytes"] is not None:
             cards.append(("peak memory", size(numbers["peak_memory_bytes"]), "of rank 0"))
+        cards += _workers(run)
     if about is not None and isinstance(about.get("ranks"), int):
         cards.append(("ranks", f"{about['ranks']:,}", f"on {about.get('device')}"))
     again, faults = happened.restarts(list(found)), sum(event.kind == "fault" for event in found)
     if faults:
         cards.append(("faults", str(faults), f"started again {again} time{'s' * (again != 1)}"))
     return cards
+
+
+def _workers(run: PlottedRun) -> list[tuple[str, str, str]]:
+    """Return what there is to tell of workers that do not wait for each other."""
+    if not run.workers:
+        return []
+    done = Counter(one["worker"] for one in run.metrics)
+    stale = run.values("staleness")[1]
+    most = f"at most {np.nanmax(stale):.0f}; updates of others from pull to push"
+    return [
+        ("workers", str(len(done)), f"steps of each: {', '.join(str(done[one]) for one in run.workers)}"),
+        ("staleness", f"{np.nanmean(stale):.1f}", most),
+    ]  # fmt: skip
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def panels(runs: Sequence[PlottedRun], over: str = "steps") -> list[Panel]:
     use = ("MFU (%)", "mfu", 0.01)
     if not any("mfu" in one for run in runs for one in run.metrics):
         use = ("TFLOP/s", "tflops_per_second", 1.0)  # no peak is known to compare it with
-    for title, key, factor in (use, ("Loss scale", "loss_scale", 1.0)):
+    for title, key, factor in (use, ("Loss scale", "loss_scale", 1.0), ("Staleness", "staleness", 1.0)):
         if any(key in one for run in runs for one in run.metrics):
             found += [Panel(title, tuple(curves(key, "training", scaled=factor)), from_zero=True)]
     for title, key, factor in EXPERTS:

@@ -55,13 +55,33 @@ class PlottedRun:
         """The key of the run's speed: that of tokens, or of samples where the data is no text."""
         return speed.key_of(self.metrics[-1] if self.metrics else {})
 
+    @property
+    def workers(self) -> list[int]:
+        """The workers that have trained, where they do not wait for each other (parameter servers); else empty."""
+        return sorted({one["worker"] for one in self.metrics if "worker" in one})
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that training has taken so far."""
+        ended = self._ended()
+        return float(np.nanmax(ended)) if len(ended) else 0.0
+
+    def _ended(self) -> Floats:
+        """Return the seconds from the begin of training to the end of each step."""
+        each = self.values("step_seconds")[1]
+        if not self.workers:
+            return np.nancumsum(each)
+        times = self.values("time")[1]
+        return times - np.nanmin(times - each)
+
     def values(self, key: str) -> tuple[Floats, Floats]:
-        """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite."""
+        """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite.
+        A speed is that of all workers together."""
         source = self.evaluations if key == VALIDATION or key in self.evaluation_keys else self.metrics
         steps = np.array([one["step"] for one in source], dtype=np.float64)
         values = np.array([_number(one.get(key)) for one in source], dtype=np.float64)
         values[~np.isfinite(values)] = math.nan
-        return steps, values
+        return steps, values * len(self.workers) if self.workers and key in speed.UNITS else values
 
     @property
     def evaluation_keys(self) -> list[str]:
@@ -74,9 +94,10 @@ class PlottedRun:
         steps, values = self.values(key)
         if over == "steps":
             return steps, values
-        known, seconds = self.values("step_seconds")
-        taken = np.concatenate([np.zeros(1), np.nancumsum(seconds)])
-        return taken[np.searchsorted(known, steps, side="right")], values
+        known = self.values("step_seconds")[0]
+        places = np.concatenate([np.zeros(1), self._ended()])[np.searchsorted(known, steps, side="right")]
+        order = np.argsort(places, kind="stable")  # steps of workers do not end in the order of their numbers
+        return places[order], values[order]
 
 
 def _number(value: Any) -> float:
@@ -128,8 +149,9 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
-    """Return the objects of a file of JSON lines.  A line of a step that was there already is where a restart from a
-    checkpoint began: what was noted of that step and of all after it no longer counts."""
+    """Return the objects of a file of JSON lines, by rising step.  A line of a step that was there already is where a
+    restart from a checkpoint began: what was noted of that step and of all after it no longer counts.  Workers that do
+    not wait for each other end steps in any order, and of one that was done again the last line counts."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -146,10 +168,10 @@ def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
             raise ConfigError(
                 f'{path}:{number}: {error}; legal: a JSON object with "step" and numbers, or null'
             ) from None
-        while found and found[-1]["step"] >= one["step"]:
+        while found and found[-1]["step"] >= one["step"] and "worker" not in one:
             found.pop()
         found.append(one)
-    return found
+    return sorted({one["step"]: one for one in found}.values(), key=lambda one: one["step"])
 
 
 def _checked(line: bytes, keys: Sequence[str]) -> Metrics:
