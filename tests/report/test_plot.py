@@ -18,6 +18,8 @@ from matplotlib.image import imread
 
 from shardwise.cli.plot import run
 from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.parallel.server import asynchronous_server
 from shardwise.report.facts import gathered
 from shardwise.report.memory import CATEGORIES, MemoryProfile
 from shardwise.report.panels import COLOURS, bars, panels, scale, smooth
@@ -477,3 +479,16 @@ def test_steps_of_workers_end_in_any_order(tmp_path: Path) -> None:
     cards = {name: (number, more) for name, number, more in gathered(tmp_path).cards}
     assert cards["workers"] == ("2", "steps of each: 4, 1") and cards["staleness"][0] == "0.2"
     assert cards["training"][1] == "in 5 steps"
+    plan = asynchronous_server(Plan.of(), "stale", 2, 3, staleness=1, push="int8", pull_every=4, rate="staleness")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    assert gathered(tmp_path).plan.found is not None
+    told = " ".join(gathered(tmp_path).plan.found[0])
+    for words in (
+        "3 workers and 2 servers",
+        "at most 1 push ahead",
+        "sent as int8",
+        "one of 4 pushes",
+        "is divided by",
+    ):
+        assert words in told
+    assert "trains alone" not in told

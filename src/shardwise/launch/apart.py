@@ -27,7 +27,7 @@ from typing import Any
 from shardwise.config import Config, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import LOSS
-from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, RESULT, WEIGHTS, parsed_line, write_whole
+from shardwise.report.files import CONFIG, EVALUATIONS, METRICS, PLAN, RESULT, WEIGHTS, parsed_line, write_whole
 from shardwise.runtime.progress import read_record
 from shardwise.runtime.secret import make_secret
 
@@ -75,6 +75,7 @@ def prepare(config: Config) -> list[str]:
             (folder / SERVERS / str(number)).mkdir(parents=True)
         make_secret(folder / SERVERS / SECRET_FILE)
         (folder / SERVERS / RUN_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
+    write_whole(folder / PLAN, build_plan(config).to_toml())
     for old in folder.glob("monitor/rank_*"):
         old.unlink(missing_ok=True)
     return told

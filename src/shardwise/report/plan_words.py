@@ -40,7 +40,8 @@ def sentences(plan: Plan) -> list[str]:
     ranks = plan.mesh.size
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     one = "" if plan.local.steps else " as one device"
-    found = ["One rank trains alone." if ranks == 1 else f"{ranks} ranks train{one} ({axes})."]
+    alone = [*_apart(plan)] if plan.serving.apart else ["One rank trains alone."]
+    found = alone if ranks == 1 else [f"{ranks} ranks train{one} ({axes})."]
     found += [*_islands(plan), *_rows(plan), *_pipeline(plan), *_tensors(plan)]
     if ranks > 1:
         found += [_states(rule) for rule in plan.data.parameters]
@@ -48,6 +49,23 @@ def sentences(plan: Plan) -> list[str]:
     low = precision in ("bf16", "fp16")
     found.append(f"The model computes in {precision}{', with masters of the weights in fp32' if low else ''}.")
     return [*found, *filter(None, (RECOMPUTE[plan.memory.recompute], OFFLOAD[plan.memory.offload]))]
+
+
+def _apart(plan: Plan) -> Iterator[str]:
+    serving = plan.serving
+    each = "batches of its own" if serving.workers > 1 else "one batch after the other"
+    yield (
+        f"{plural(serving.workers, 'worker')} and {plural(serving.servers, 'server')} are processes of their own: each "
+        f"worker trains on {each} and pushes gradients to the servers, which update."
+    )
+    if serving.bound is not None:
+        yield f"The fastest worker is at most {plural(serving.bound, 'push')} ahead of the slowest."
+    if serving.push != "whole":
+        yield f"Gradients are sent as {serving.push}."
+    if serving.pull_every > 1:
+        yield f"A worker pulls parameters before one of {serving.pull_every} pushes."
+    if serving.rate == "staleness":
+        yield "The rate of an update is divided by one more than the updates of others since its pull."
 
 
 def _islands(plan: Plan) -> Iterator[str]:
