@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "server, sync": ("parallel.server=sync",),
     "stale 2": ("parallel.server=stale", "parallel.staleness=2"),
     "async": ("parallel.server=async",),
+    "async, push of 8": ("parallel.server=async", "parallel.push_every=8"),
     "async, int8": ("parallel.server=async", "parallel.push=int8"),
     "async, top-k 1 %": ("parallel.server=async", "parallel.push=top-k", "parallel.push_share=0.01"),
     "DiLoCo 10": ("parallel.dp_replicate={workers}", "parallel.local_steps=10"),
@@ -134,7 +135,8 @@ def measured(way: str, options: argparse.Namespace, link: Link | None) -> Found:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=30)
                 process.kill()
-    return _reached(way, lines, rows * 128, begun, options.seconds)
+    batches = max([1, *(int(one.partition("=")[2]) for one in WAYS[way] if one.startswith("parallel.push_every"))])
+    return _reached(way, lines, rows * 128 * batches, begun, options.seconds)
 
 
 def _started(arguments: Sequence[str], workers: int, apart: bool, link: Link | None) -> list[subprocess.Popen[str]]:
