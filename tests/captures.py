@@ -80,8 +80,8 @@ class SharedCaptures:
         return captures[key]
 
     def _shared(self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey) -> Normal:
-        rows = {x.shape[0] for x in batch.values()}
-        fields = [(name, str(x.dtype), *x.shape[1:]) for name, x in batch.items()]
+        rows = {x.shape[0] for x in batch.values() if x.dim()}
+        fields = [(name, str(x.dtype), x.dim(), *x.shape[1:]) for name, x in batch.items()]
         whole = _key(module, loss, key, fields, str(torch.get_default_dtype()))
         if whole is None:
             return self.make(module, batch, loss, key, {})

@@ -87,12 +87,20 @@ def orthogonal(x: Tensor) -> None:
     nn.init.orthogonal_(x)
 
 
+def raised(x: Tensor) -> None:
+    x.uniform_().pow_(1.7)
+
+
+def scaled_and_added(x: Tensor) -> None:
+    x.normal_().add_(0.3, alpha=0.7)
+
+
 def across(x: Tensor) -> None:
     x.normal_()
     x.t().mul_(2)
 
 
-@pytest.mark.parametrize("write", [sampled, truncated, by_rows, orthogonal, across])
+@pytest.mark.parametrize("write", [sampled, truncated, by_rows, orthogonal, across, raised, scaled_and_added])
 def test_what_cannot_be_done_in_pieces_is_done_whole(
     write: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from shardwise.launch.snapshots import remove_parts, snapshot_facts, write_snapshot
+from shardwise.core.plan import Plan
+from shardwise.launch.snapshots import remove_parts, snapshot_facts, write_snapshot, write_weights
+from shardwise.lower.compiled import Compiled
 
 LARGE = 1 << 26  # elements, which take a while to be written
 
@@ -70,3 +73,32 @@ def test_what_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as error:
         write_snapshot(path, state, {"version": 3}).wait()
     assert error.value.errno == errno.ENOENT and "snapshot" in str(error.value.filename)
+
+
+def test_signals_of_a_server_are_not_those_of_what_writes(tmp_path: Path) -> None:
+    writing = write_snapshot(tmp_path / "one.safetensors", {"x": torch.zeros(LARGE)}, {"version": 1})
+    while not writing.part.exists():
+        time.sleep(0.001)
+    for sign in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(writing.child, sign)
+    writing.wait()
+    assert load_file(writing.path)["x"].numel() == LARGE
+
+
+def test_weights_for_which_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has its room before it is mapped: a write to a map without would end the process."""
+    module = nn.Linear(1000, 100)
+    compiled = Compiled(module, Plan.of(), {"input": torch.zeros(2, 1000)}, lambda y, _: y.square().mean())
+    path = tmp_path / "weights.safetensors"
+
+    def full(file: int, start: int, size: int) -> None:
+        assert size > 400_000
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_weights(path, compiled, iter(()), {})
+    assert not list(tmp_path.iterdir())
+    write_weights(path, compiled, iter(()), {})
+    assert load_file(path).keys() == {"weight", "bias"} and path.stat().st_size > 400_000

@@ -24,8 +24,12 @@ TOGETHER = 16
 SERIAL = frozenset((aten.normal_, aten.uniform_))
 """These draw one element after the other, so pieces of a tensor get the numbers that the whole would."""
 
-ELEMENTWISE = SERIAL | {aten.fill_, aten.zero_}
-"""What these write to an element depends on no other; the ops that torch tags as pointwise are such, too."""
+ELEMENTWISE = SERIAL | {
+    aten.fill_, aten.zero_, aten.add_, aten.sub_, aten.mul_, aten.div_, aten.neg_, aten.abs_, aten.clamp_,
+    aten.clamp_min_, aten.clamp_max_,
+}  # fmt: skip
+"""What these write to an element is rounded once, or is one of few values, so it is the same wherever the element lies.
+Kernels of other functions compute the last elements of a range in another way, which differs in the last bit."""
 
 Steps = Sequence[tuple[RecordedOperation, Callable[[], torch.Generator] | None]]
 """The operations that a value depends on, in order; a random one with the maker of its generator."""
@@ -82,9 +86,11 @@ def _is_elementwise(operation: RecordedOperation, whole: RecordedOperand) -> boo
         return False
     if window.storage != whole.storage or window.dtype != whole.dtype or not _is_row_major(window):
         return False
+    if operation.kwargs.get("alpha", 1) != 1:  # rounded twice, or once
+        return False
     if operation.is_random:
         return packet(operation.function) in SERIAL and window.shape == whole.shape
-    return packet(operation.function) in ELEMENTWISE or torch.Tag.pointwise in operation.function.tags
+    return packet(operation.function) in ELEMENTWISE
 
 
 def _is_row_major(operand: RecordedOperand) -> bool:

@@ -49,6 +49,7 @@ def serve(run_dir: Path, number: int) -> None:
 
     from .snapshots import load_snapshot, remove_parts, write_snapshot
 
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a launcher's parent may ignore it, and then no fork can be awaited
     asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
     config = load_config(current(run_dir, CONFIG))
     torch.set_num_threads(config.train.threads)

@@ -11,8 +11,9 @@ import gc
 import json
 import os
 import secrets
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.container import CHUNK, bytes_of, header, lay_out, opened, read_header
+from shardwise.checkpoint.container import CHUNK, Entry, bytes_of, header, lay_out, opened, read_header
 
 if TYPE_CHECKING:
     from shardwise.lower.compiled import Compiled
@@ -29,24 +30,28 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger"
 FAILED = 255  # the exit code of a fork whose error has no number
-OPEN = 1 << 16  # files and sockets that a process may have open, where the system sets no limit
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # what they mean to a server, they do not mean to its fork
 
 
 @dataclass(frozen=True)
 class Writing:
-    """A snapshot that process ``child`` writes into ``part``."""
+    """A snapshot of ``size`` bytes that process ``child`` writes into ``part``."""
 
     child: int
     part: Path
     path: Path
+    size: int
 
     def wait(self) -> None:
         """Give the snapshot its name once it is on the disk; raise :class:`OSError` where it could not be written."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
-        if code:
+        written = self.part.stat().st_size if self.part.exists() else 0
+        if code or written != self.size:
             self.part.unlink(missing_ok=True)
             if code < 0:
                 raise OSError(f"{self.part}: the process that wrote it was ended by signal {-code}")
+            if code in (0, FAILED):
+                raise OSError(f"{self.part}: {written:,} of {self.size:,} bytes were written")
             raise OSError(code, os.strerror(code), str(self.part))
         os.replace(self.part, self.path)
 
@@ -61,7 +66,7 @@ def write_snapshot(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, 
     child = os.fork()
     if not child:
         _write_and_end(part, chunks)
-    return Writing(child, part, path)
+    return Writing(child, part, path, sum(map(len, chunks)))
 
 
 def _write_and_end(part: Path, chunks: Sequence[memoryview]) -> None:
@@ -70,7 +75,12 @@ def _write_and_end(part: Path, chunks: Sequence[memoryview]) -> None:
     code = FAILED
     try:
         gc.disable()
-        os.closerange(3, max(OPEN, os.sysconf("SC_OPEN_MAX")))
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        for number in os.listdir("/proc/self/fd"):
+            if int(number) > 2:
+                with suppress(OSError):  # the list's own
+                    os.close(int(number))
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         for chunk in chunks:
             done = 0
@@ -152,16 +162,27 @@ def _mapped(path: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dty
     entries = lay_out([(name, shape, dtype) for name, (shape, dtype) in ordered])
     start, part = header(entries, {"format": "pt"}), path.with_suffix(".part")
     size = entries[-1].stop if entries else 0
-    part.write_bytes(start)
-    os.truncate(part, len(start) + size)
+    try:
+        with part.open("wb") as file:
+            file.write(start)
+            file.flush()
+            if size:  # a map of a file that has no room ends the process at its first write
+                os.posix_fallocate(file.fileno(), 0, len(start) + size)
+        yield from _tensors(part, entries, len(start), size)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _tensors(part: Path, entries: Sequence[Entry], start: int, size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a file, in whose memory they are."""
     if size:
-        whole = torch.from_numpy(np.memmap(part, np.uint8, "r+", len(start), (size,)))
+        whole = torch.from_numpy(np.memmap(part, np.uint8, "r+", start, (size,)))
         yield {one.key: whole[one.start : one.stop].view(one.dtype).view(one.shape) for one in entries}
     else:
         yield {one.key: torch.empty(one.shape, dtype=one.dtype) for one in entries}
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 __all__ = ["Writing", "load_snapshot", "remove_parts", "snapshot_facts", "write_snapshot", "write_weights"]

@@ -153,6 +153,7 @@ def _state(
 ) -> tuple[str, str]:
     """Return the state of a run, and words for it with the number of its steps."""
     done = run.metrics[-1]["step"] + 1 if run is not None and run.metrics else 0
+    done = len(run.metrics) if run is not None and run.workers else done  # they end in any order
     train = (config or {}).get("train", {})
     steps = train.get("steps") if isinstance(train, dict) else None
     of = f"{done:,} of {steps:,} steps" if isinstance(steps, int) else plural(done, "step")

@@ -67,21 +67,25 @@ class PlottedRun:
         return float(np.nanmax(ended)) if len(ended) else 0.0
 
     def _ended(self) -> Floats:
-        """Return the seconds from the begin of training to the end of each step."""
-        each = self.values("step_seconds")[1]
-        if not self.workers:
-            return np.nancumsum(each)
-        times = self.values("time")[1]
-        return times - np.nanmin(times - each)
+        """Return the seconds that training has taken by the end of each step."""
+        each = self._numbers("step_seconds", self.metrics)
+        return covered(self._numbers("time", self.metrics), each) if self.workers else np.nancumsum(each)
 
     def values(self, key: str) -> tuple[Floats, Floats]:
         """Return the steps and values of ``key``, each of shape (n,); NaN stands for what is missing or not finite.
         A speed is that of all workers together."""
         source = self.evaluations if key == VALIDATION or key in self.evaluation_keys else self.metrics
-        steps = np.array([one["step"] for one in source], dtype=np.float64)
+        if key == "peak_memory_bytes" and self.workers:
+            source = [one for one in source if one["worker"] == 0]
+        steps, values = np.array([one["step"] for one in source], dtype=np.float64), self._numbers(key, source)
+        if key in speed.UNITS and self.workers and self.seconds:  # times how many work at a time
+            values = values * (np.nansum(self._numbers("step_seconds", self.metrics)) / self.seconds)
+        return steps, values
+
+    def _numbers(self, key: str, source: Sequence[Metrics]) -> Floats:
         values = np.array([_number(one.get(key)) for one in source], dtype=np.float64)
         values[~np.isfinite(values)] = math.nan
-        return steps, values * len(self.workers) if self.workers and key in speed.UNITS else values
+        return values
 
     @property
     def evaluation_keys(self) -> list[str]:
@@ -102,6 +106,18 @@ class PlottedRun:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def covered(ends: Floats, seconds: Floats) -> Floats:
+    """Return, for each step that ended at a time and took some seconds, for how long any step had been under way."""
+    edges, taken = list[float](), list[float]()
+    for start, end in sorted(zip(np.nan_to_num(ends - seconds, nan=0.0), np.nan_to_num(ends), strict=True)):
+        if not edges or start > edges[-1]:
+            edges += [start, start]
+            taken += [taken[-1] if taken else 0.0] * 2
+        taken[-1] += max(0.0, end - edges[-1])
+        edges[-1] = max(edges[-1], end)
+    return np.interp(ends, edges, taken) if edges else np.zeros(0)
 
 
 def read_run(folder: Path) -> PlottedRun:

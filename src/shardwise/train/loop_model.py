@@ -73,6 +73,7 @@ class Model(Owner):
         self._seen: dict[str, Tensor] | None = None
         self.before: dict[str, Tensor] | None = None  # what it saw at the last calls, before there is a trainer
         self.renamed = False  # whether the loop has tensors of its own with the memory of what it sees
+        self.unseen = False  # whether the loop may write to it without autograd's knowledge
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
@@ -190,6 +191,7 @@ class Model(Owner):
             self.awaited.note(self.version, self.shapes.written)
             if self._others():  # what is written there now acts as if the loop had looked
                 self.show(False)
+                self.unseen = True
         if frozen and not any(one.grad for one in source.inputs):
             results = [(one[0], False) if isinstance(one, tuple) else one for one in results]
         return outputs(source, results, out)

@@ -62,18 +62,30 @@ class Sight(Model, Look):
 
     def _count(self) -> None:
         with without_torch_functions():
-            self._counts = {name: version(one) for name, one in self.seen.items()}
+            self._counts = {name: version(one) for name, one in (self._seen or {}).items()}
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Set a buffer, also where the loop sees it."""
+        super().write(name, value)
+        if self.before is not None and name in self.before:
+            self.before[name] = value.detach().clone()
+        if self._seen is not None and name in self._seen and self.made is not None and self.filled == self.version:
+            fill({name: self._seen[name]}, {name: value})
+            with without_torch_functions():
+                self._counts[name] = version(self._seen[name])
 
     def check_unseen_writes(self) -> None:
         """Raise :class:`ShardwiseError` where the loop has written to what it has called the model with, and autograd
         cannot know (``.data``): on one device what forward computed has the old values, and backward uses the new."""
-        late, before = self._late(), self._counts
-        self._count()
-        if names := [name for name in late if self._counts[name] == before.get(name)]:
-            what = f"{names[0]} was written to since model(...) by a tensor of which autograd knows nothing (.data)"
+        if self._seen is None or not (self.unseen or self.renamed):
+            return
+        with without_torch_functions():
+            still = {name for name, one in self._seen.items() if version(one) == self._counts.get(name)}
+        if names := [name for name in self._late() if name in still]:
+            what = f"{names[0]} was written to since model(...) without autograd's knowledge (.data)"
             legal = "before model(...), after backward(), or of the parameter itself under torch.no_grad()"
             raise ShardwiseError(
-                f"loss.backward(){at_line()}: {what}, so gradients would be of neither value; legal: {legal}"
+                f"loss.backward(){at_line()}: {what}, and gradients may be of neither value; legal: {legal}"
             )
 
     def keep_up(self) -> None:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
+from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD, UNSEEN
 from shardwise.graph.torch_private import has_storage, storage_key, without_torch_functions
 
 
 class Look(ABC):
-    """It knows where the values of a model are."""
+    """It knows where the values of a model are; ``unseen`` says whether the loop may write to them without autograd's
+    knowledge."""
+
+    unseen: bool
 
     @abstractmethod
     def show(self, buffers: bool) -> None:
@@ -49,6 +52,7 @@ class _Shown:
             elif func == SET_GRAD and args[1] is None:
                 look.drop_gradients()
             elif func not in FACTS:
+                look.unseen |= func in UNSEEN
                 look.show(any(isinstance(one, ShownBuffer) for one in own if one._look is look))
         with without_torch_functions():
             result = func(*args, **(kwargs or {}))
@@ -142,8 +146,17 @@ def written(seen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
         return {
             name: tensor.detach().as_subclass(Tensor).clone()
             for name, tensor in seen.items()
-            if name in state and not torch.equal(tensor.to(state[name].device, state[name].dtype), state[name])
+            if name in state and not _same(tensor.to(state[name].device, state[name].dtype), state[name])
         }
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values; one that is no number is the same as another."""
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 class ShownGroup(MutableMapping[str, Any]):
