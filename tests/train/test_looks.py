@@ -93,7 +93,11 @@ def has_values_that_are_not_set(wrap: Wrap) -> list[Tensor]:
     found = []
     for step in range(3):
         loss = loss_of(model, step)
-        found += [looked(model), *(one.clone() for one in model.buffers()), *(p.data.norm() for p in model.parameters())]
+        found += [
+            looked(model),
+            *(one.clone() for one in model.buffers()),
+            *(p.data.norm() for p in model.parameters()),
+        ]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
