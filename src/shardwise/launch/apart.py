@@ -229,20 +229,21 @@ def train_apart(config: Config, tick: Callable[[], object], say: Callable[[str],
 
 def finish(config: Config) -> None:
     """Put the weights together from the servers' snapshots, and write the result."""
+    from shardwise.report.runs import read_run, summary
+
     folder = Path(config.train.run_dir)
     _check_done(config)
     _write_weights(config, folder)
+    run = read_run(folder)
     lines = sorted(read_lines(folder / METRICS), key=lambda one: one["time"])
     evaluations = read_lines(folder / EVALUATIONS)
     steady = lines[1:] or lines
-    seconds = lines[-1]["time"] - lines[0]["time"] + lines[0]["step_seconds"] if lines else 0.0
     losses = [one["loss"] for one in lines]
-    workers = sorted({one["worker"] for one in lines})
     result: dict[str, Any] = {
         "steps": config.train.steps,  # all are done; a worker that was lost may have left no line of its last one
         "loss_first": losses[0] if lines else None, "loss_last": losses[-1] if lines else None,
-        "tokens_per_second": statistics.median(one["tokens_per_second"] for one in steady) * len(workers),
-        "step_seconds": statistics.median(one["step_seconds"] for one in steady), "training_seconds": seconds,
+        "tokens_per_second": summary(run)["tokens_per_second"],
+        "step_seconds": statistics.median(one["step_seconds"] for one in steady), "training_seconds": run.seconds,
         "peak_memory_bytes": max((one["peak_memory_bytes"] for one in lines if one["worker"] == 0), default=None),
         "ranks": config.parallel.dp, "servers": config.parallel.server_ranks, "device": "cpu",
         "run_dir": str(folder), "weights": str(folder / WEIGHTS),
