@@ -44,9 +44,9 @@ class Entry:
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Entry]:
-    """Place tensors (key, shape, dtype) one after the other; wide dtypes must come first, so that each is aligned."""
+    """Place tensors (key, shape, dtype) one after the other; wide dtypes come first, so that each is aligned."""
     found, end = [], 0
-    for key, shape, dtype in tensors:
+    for key, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
         start, end = end, end + math.prod(shape) * dtype.itemsize
         found.append(Entry(key, tuple(shape), dtype, start, end))
     return found
@@ -173,11 +173,11 @@ def write_file(
     metadata: Mapping[str, str],
 ) -> None:
     """Write tensors (key, shape, dtype) whose values ``read`` returns by key; one at a time is in memory."""
-    ordered = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)
+    entries = lay_out(tensors)
     with HashedFile(path) as file:
-        file.write(header(lay_out(ordered), metadata))
-        for key, _, _ in ordered:
-            file.write(bytes_of(read(key)))
+        file.write(header(entries, metadata))
+        for entry in entries:
+            file.write(bytes_of(read(entry.key)))
         file.sync()
 
 
@@ -193,7 +193,7 @@ def write_as_they_come(
     failure is raised at the end: an OSError of a write, or :class:`ShardwiseError` for a dtype that no file holds and
     for a value that is missing or has another shape or dtype.
     """
-    entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
+    entries = {one.key: one for one in lay_out(tensors)}
     failure: OSError | ShardwiseError | None = None
     missing = set(entries)
     with ExitStack() as stack:

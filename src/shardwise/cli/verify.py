@@ -36,8 +36,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
         for warning in warnings:
             console.print(f"note: {warning}", markup=False, soft_wrap=True)
         on = f" on {Backend.of(where).name(where)}" if where.type != "cpu" else ""
-        microbatches = config.parallel.microbatches * config.parallel.push_every
-        ranks = f"{config.train.devices} ranks ({ranks_as}){on}, {microbatches} microbatches"
+        ranks = f"{config.train.devices} ranks ({ranks_as}){on}, {config.microbatches_of_step} microbatches"
         console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))
     report = verify_config(config, device=where).to_dict() if ranks_as == "threads" else _processes(config)
     if json:

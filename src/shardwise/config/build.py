@@ -308,7 +308,7 @@ def build_plan(config: Config) -> Plan:
 def _plan(config: Config) -> Plan:
     parallel = config.parallel
     plan = Plan.of(
-        microbatches=parallel.microbatches * parallel.push_every,
+        microbatches=config.microbatches_of_step,
         recompute=parallel.recompute,
         precision=parallel.precision,
         dropout=config.train.dropout,

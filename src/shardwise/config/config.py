@@ -59,6 +59,11 @@ class Config:
         return self.data.batch_size * self.parallel.push_every
 
     @property
+    def microbatches_of_step(self) -> int:
+        """Return the microbatches of these rows."""
+        return self.parallel.microbatches * self.parallel.push_every
+
+    @property
     def rows_together(self) -> int:
         """Return how many of a step's rows one model trains on: all, or those of the largest island."""
         islands = self.parallel.dp_replicate if self.parallel.local_steps else 1

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.container import CHUNK, Entry, bytes_of, header, lay_out, opened, read_header
+from shardwise.checkpoint.container import CHUNK, bytes_of, header, lay_out, opened, read_header
+from shardwise.checkpoint.weights import Fitting
 
 if TYPE_CHECKING:
     from shardwise.lower.compiled import Compiled
@@ -58,9 +59,9 @@ class Writing:
 
 def write_snapshot(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Writing:
     """Begin to write state and ledger as they are now; the caller may change them at once, and waits."""
-    ordered = sorted(state, key=lambda name: -state[name].dtype.itemsize)
-    entries = lay_out([(name, tuple(state[name].shape), state[name].dtype) for name in ordered])
-    chunks = [memoryview(header(entries, {LEDGER: json.dumps(facts)})), *(bytes_of(state[name]) for name in ordered)]
+    entries = lay_out([(name, tuple(value.shape), value.dtype) for name, value in state.items()])
+    start = header(entries, {LEDGER: json.dumps(facts)})
+    chunks = [memoryview(start), *(bytes_of(state[one.key]) for one in entries)]
     # A name of its own: a process that outlives its server must not write into what the next one writes.
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     child = os.fork()
@@ -108,30 +109,13 @@ def snapshot_facts(path: Path) -> dict[str, Any] | None:
     return found
 
 
-class State(Mapping[str, Tensor]):
-    """The state in a snapshot; each look reads one tensor."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._entries = path, read_header(path)[0]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._entries:
-            raise KeyError(name)
-        with opened(self._path) as read:
-            return read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 def load_snapshot(store: ServedStore, path: Path) -> dict[str, Any] | None:
-    """Let a server's store go on from its snapshot, and return the ledger's facts; None if there is none."""
+    """Let a server's store go on from its snapshot, one tensor after the other, and return the ledger's facts; None if
+    there is none."""
     facts = snapshot_facts(path)
     if facts is not None:
-        store.load_state(State(path), facts["version"])
+        with opened(path) as read:
+            store.load_state(Fitting({name: name for name in read_header(path)[0]}, read), facts["version"])
     return facts
 
 
@@ -158,8 +142,7 @@ def write_weights(path: Path, compiled: Compiled, stores: Iterator[ServedStore],
 @contextmanager
 def _mapped(path: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[dict[str, Tensor]]:
     """Give the tensors of a new file, which the system writes while they are set; it has its name at the end."""
-    ordered = sorted(described.items(), key=lambda one: -one[1][1].itemsize)
-    entries = lay_out([(name, shape, dtype) for name, (shape, dtype) in ordered])
+    entries = lay_out([(name, shape, dtype) for name, (shape, dtype) in described.items()])
     start, part = header(entries, {"format": "pt"}), path.with_suffix(".part")
     size = entries[-1].stop if entries else 0
     try:
@@ -168,21 +151,15 @@ def _mapped(path: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dty
             file.flush()
             if size:  # a map of a file that has no room ends the process at its first write
                 os.posix_fallocate(file.fileno(), 0, len(start) + size)
-        yield from _tensors(part, entries, len(start), size)
+        whole = torch.empty(0, dtype=torch.uint8)
+        if size:
+            whole = torch.from_numpy(np.memmap(part, np.uint8, "r+", len(start), (size,)))
+        yield {one.key: whole[one.start : one.stop].view(one.dtype).view(one.shape) for one in entries}
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _tensors(part: Path, entries: Sequence[Entry], start: int, size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a file, in whose memory they are."""
-    if size:
-        whole = torch.from_numpy(np.memmap(part, np.uint8, "r+", start, (size,)))
-        yield {one.key: whole[one.start : one.stop].view(one.dtype).view(one.shape) for one in entries}
-    else:
-        yield {one.key: torch.empty(one.shape, dtype=one.dtype) for one in entries}
 
 
 __all__ = ["Writing", "load_snapshot", "remove_parts", "snapshot_facts", "write_snapshot", "write_weights"]

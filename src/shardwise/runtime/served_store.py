@@ -76,11 +76,14 @@ class ServedStore:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], version: int) -> None:
         """Go on from a :meth:`state` of this server; raise :class:`ConfigError` for another's."""
-        own = self.state()
-        if wrong := sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]:
-            raise ConfigError.on(f"snapshot of server {self.server}", f"{wrong[0]} differs", "one of the same run")
+        own, where = self.state(), f"snapshot of server {self.server}"
+        if wrong := sorted(own.keys() ^ state.keys()):
+            raise ConfigError.on(where, f"{wrong[0]} differs", "one of the same run")
         for name, value in own.items():
-            value.copy_(state[name])
+            found = state[name]  # each is read once
+            if found.shape != value.shape:
+                raise ConfigError.on(where, f"{name} differs", "one of the same run")
+            value.copy_(found)
         for memory in self.memory.values():
             memory.publish()
         self.version = version
