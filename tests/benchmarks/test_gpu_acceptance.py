@@ -219,6 +219,7 @@ def test_a_prediction_that_is_off_is_wrong(tmp_path: Path) -> None:
     assert part.wrong
 
 
+@pytest.mark.slow
 def test_rows_of_which_none_ran_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none = {"budget": 1, "predicted": 0, "fitted": 0, "refused": None, "peak": 2}
     found = memory.one_step("cpu", True, {})

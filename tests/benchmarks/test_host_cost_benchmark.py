@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from host_cost import measured  # noqa: E402
 
 
+@pytest.mark.slow
 def test_more_instructions_cost_more() -> None:
     found = measured("1d", layers=2, microbatches=2, rounds=3)
     assert found["pairs"]["instructions"] > 2 * found["none"]["instructions"] > 20

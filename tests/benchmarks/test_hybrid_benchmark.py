@@ -35,7 +35,7 @@ def apart(make: StepMaker) -> list[float]:
     return one.losses
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

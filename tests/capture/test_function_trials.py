@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_threshold_over_rows(name: str) -> None:
     apply = backward_of(CHANGES[name])

@@ -247,6 +247,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept(name: str) -> None:
     body, message = REFUSED[name]

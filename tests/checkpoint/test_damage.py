@@ -193,6 +193,7 @@ def test_500_mutations_are_refused_by_name(good: Path, tmp_path: Path, chunk: in
     assert number < MUTATIONS // 5 * 1.1, "nearly every mutation changes something"
 
 
+@pytest.mark.slow
 def test_a_forged_manifest_is_checked_field_by_field(good: Path, tmp_path: Path) -> None:
     """With the right digest, so that nothing but the checks of types, boxes and headers stands between it and a wrong
     start.

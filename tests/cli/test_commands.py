@@ -114,7 +114,7 @@ def test_show() -> None:
     assert max(len(line) for line in shown.stdout.split("all ranks:")[0].splitlines()) <= 80
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", ["1d", "1d-sp"])
 def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     given = [*TINY, "model.heads=4", "parallel.tp=2", "parallel.dp=1", f"parallel.tensor={tensor}"]
@@ -197,6 +197,7 @@ def test_show_keeps_shapes_readable_in_80_columns() -> None:
     )
 
 
+@pytest.mark.slow
 def test_show_says_that_tensor_alone_changes_nothing() -> None:
     shown = " ".join(call("show", *TINY, "parallel.dp=1", "parallel.tensor=2d").stdout.split())
     assert 'tensor parallel.tensor = "2d" changes nothing, for parallel.tp = 1' in shown

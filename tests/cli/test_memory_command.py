@@ -115,6 +115,7 @@ def test_json(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_servers_beside_the_workers() -> None:
     apart = [*TINY, "parallel.server=async", "parallel.dp=2", "parallel.server_ranks=2"]
     shown, values = call(*apart), json.loads(call(*apart, "--json").stdout)

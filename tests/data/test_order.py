@@ -51,7 +51,7 @@ def test_seed_and_epoch_change_it() -> None:
         assert np.sum(np.array(one) == np.array(other)) < 12
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [37, 64, 100])
 def test_every_place_is_as_likely(size: int) -> None:
     seeds = 3000

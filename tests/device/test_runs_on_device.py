@@ -34,7 +34,7 @@ MOSTLY_GPU = pytest.mark.parametrize(
 """For what takes long, and has a near relative on the CPU among the other tests."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"recompute": "selective"}, {"recompute": "full"}, {"precision": "fp32", "microbatches": 1}]
 )

@@ -35,6 +35,7 @@ def missing(quoted: str) -> list[str]:
     return [part for part in parts if len(part) >= SHORTEST and part not in texts()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_a_quoted_error_stands_in_the_sources(quoted: str) -> None:
     assert missing(quoted) == [] and max(map(len, quoted.split(GAP))) >= SHORTEST

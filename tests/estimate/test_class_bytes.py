@@ -33,7 +33,7 @@ def cases() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), cases())
 def test_bytes(name: str, layout: dict[str, Any]) -> None:
     assert layout["recompute"] in CHOICES["recompute"]

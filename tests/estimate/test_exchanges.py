@@ -28,7 +28,7 @@ def captured(name: str, wide: bool, rows: int) -> Compiled:
     return Compiled(module, Plan.of(), batch(name, rows), loss)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_every_instruction_s_bytes(inside: str, fields: dict[str, Any]) -> None:
     assert differences(subject, dict(model.batch)) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("inside", INSIDE)
 def test_what_islands_send(inside: str) -> None:
     """With one local step they meet in the first."""

@@ -45,7 +45,7 @@ def statistics(b: int, s: int, device: str) -> int:
     return 2 * 2 * b * s * {"cpu": 2, "gpu": 4}[device]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: int, device: str) -> None:
@@ -54,7 +54,7 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
     assert layer.outputs + layer.none.kept == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
@@ -79,6 +79,7 @@ def test_sequence_parallelism_shards_all_but_what_was_gathered(
     assert t * (layer.outputs + layer.none.kept) == published + gathered + statistics(b, s, device)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_recomputed_layer_keeps_its_input(b: int, s: int, h: int, a: int) -> None:
     """FORWARD that saves nothing leaves 2sbh, and RECOMPUTE brings back the rest."""

@@ -33,7 +33,7 @@ def fits(case: Any) -> bool:
     return bool(case[1][1] == 2 or case[4] == "fp32")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_every_instruction(case: Any) -> None:

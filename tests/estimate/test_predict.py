@@ -200,6 +200,7 @@ def test_a_static_batch_dim_of_which_microbatches_have_some_rows() -> None:
         predict(subject.general, subject.plan, ADAMW, rows=12)
 
 
+@pytest.mark.slow
 def test_illegal_arguments_are_refused() -> None:
     module, batch, _ = gpt(2)
     found, plan = trace(module, batch), planned(2)

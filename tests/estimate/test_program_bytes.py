@@ -220,7 +220,7 @@ def test_a_product_of_inputs_is_not_held_until_backward(recompute: Any) -> None:
     assert first.none.kept == middle.none.kept == 0  # relu keeps its result, which the next one takes
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)])
 def test_torch_s_own_allocator_agrees(precision: str, dropout: float, tmp_path: Path) -> None:
     """Temporaries inside kernels, which the tracker cannot see, are nothing at the peak of a GPT: torch's profiler sees
@@ -253,7 +253,7 @@ def held_before(subject: Compiled, batch: dict[str, Tensor]) -> int:
     return sum(n for b, n in predicted(subject, batch).persistent.items() if b.kind != "scalar")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "optimizer", [OptimizerChoice("adamw"), OptimizerChoice("nadam", weight_decay=0.1)], ids=lambda c: c.name
@@ -272,6 +272,7 @@ def test_a_whole_step_with_model_states(optimizer: OptimizerChoice, precision: s
     assert 0 <= real.peak - ours.peak_bytes <= (16 if optimizer.name == "nadam" else 0)  # scalars of NAdam's update
 
 
+@pytest.mark.slow
 def test_an_op_that_meta_composes_otherwise_is_named() -> None:
     model = zoo.make("own tagger")
     subject = compiled(model.module, model.batch, model.loss)
@@ -350,7 +351,7 @@ def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None
     assert differences(subject, batch) == []
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "one"),

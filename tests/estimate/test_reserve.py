@@ -46,7 +46,7 @@ def predicted(*plan: str, device: str = "H100-80GB") -> Forecast:
     return forecast(load_anywhere(None, [*TINY, *plan]), named(device))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_the_communicators_of_a_rank_are_those_that_training_makes(name: str) -> None:
     found = predicted(*PLANS[name])
@@ -117,6 +117,7 @@ def test_another_plan_is_asked_with_its_own_communicators() -> None:
     assert more > plain + Reserve().pair
 
 
+@pytest.mark.slow
 def test_a_limit_of_ones_own_does_not_pay_for_communicators() -> None:
     """``train.memory_gib`` is for tensors alone, whatever plan is looked for."""
     found = predicted("parallel.dp=2", "train.memory_gib=1")
@@ -222,6 +223,7 @@ def test_rates_are_those_of_the_model() -> None:
             assert 0.2e12 < rates("gpu", precision, model=model).flops < 3e15
 
 
+@pytest.mark.slow
 def test_stages_are_balanced_by_the_devices_that_compute_them() -> None:
     """A GPU computes more while it moves a byte, so what moves bytes weighs more there; a forecast cuts as training
     does.

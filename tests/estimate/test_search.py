@@ -42,7 +42,7 @@ rates of its searched schedules ZB-1p and ZB-2p, which may hold the activations 
 microbatches as there are ranks."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [pytest.param(r, marks=() if i < 4 else pytest.mark.full) for i, r in enumerate(ZERO_BUBBLE)]
 )

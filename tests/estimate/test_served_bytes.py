@@ -52,6 +52,7 @@ def of_store(store: ServedStore) -> dict[str, int]:
     return found
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def check(given: list[str]) -> dict[str, Any]:
 FEW = [("1d", "none"), ("1d-sp", "full")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "recompute"), [
     pytest.param(tensor, recompute, marks=() if (tensor, recompute) in FEW else pytest.mark.full)
     for tensor in ("1d", "1d-sp") for recompute in ("none", "selective", "full")

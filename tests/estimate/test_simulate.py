@@ -83,7 +83,7 @@ def waiting(found: Simulation, p: int, m: int, v: int, seconds: float) -> float:
     return found.seconds - m * v * seconds
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1.5), (0.1, 0.1, 0.1)])
 def test_bubbles_of_whole_backwards(times: tuple[float, float, float]) -> None:
     """GPipe and 1F1B: (p - 1) / (m + p - 1) of total and (p - 1) / m of ideal time, for all m and any F and B; naive is
@@ -146,6 +146,7 @@ def pairs(table: Timetable) -> frozenset[Task]:
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_steps_follow_each_other_at_that_period(name: str) -> None:
     """Under post-validation a rank goes on with the next step: six steps played at once take six times ``seconds``,

@@ -157,7 +157,7 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
         check_states(data_parallel(plan, ranks, zero, replicas), next(optimizers))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay}")
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
@@ -179,6 +179,7 @@ def test_parameters_under_different_rules() -> None:
         assert {b: n for b, n in ours.items() if b.kind not in ("buffer", "batch", "scalar")} == real[rank][0]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", range(4))
 def test_states_of_parameters_in_pieces(zero: int) -> None:
     """To the byte, of every rank: uneven pieces, empty ones, and slots that are as large as this rank's pieces."""

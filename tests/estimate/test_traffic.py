@@ -147,7 +147,7 @@ def test_recipes_over_several_axes_are_predicted(case: Several) -> None:
     check(name, planned(axes, kind, dp, zero, pp, recompute=recompute, microbatches=m))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -58,6 +58,7 @@ def ops(one: Compiled) -> set[str]:
     return {op_name(node) for unit in one.general.units if unit.graph is not None for node in unit.graph.nodes}
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("options", MODES, ids=str)
 def test_bags_of_one_size(options: dict[str, Any]) -> None:
     torch.manual_seed(1)

@@ -90,6 +90,7 @@ def run(graph: fx.Graph, module: nn.Module, names: dict[str, str], x: Tensor) ->
     return result
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("change", [*FOUND, *LEFT])
 def test_a_layer(change: str) -> None:
     """It gives what the module gives, and the same gradients, as one node or as it was."""

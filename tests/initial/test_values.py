@@ -273,6 +273,7 @@ def frozen_later(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["computed", "branching", "hidden", "seeding"])
 def test_a_module_that_was_changed_after_it_was_recorded(name: str) -> None:
     model = make(name)
@@ -285,6 +286,7 @@ def test_a_module_that_was_changed_after_it_was_recorded(name: str) -> None:
     assert lazy.compiled.general.frozen == ("out.weight",) and not lazy.compiled.module.get_submodule("out").training
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("inner", ["computed", "branching"])
 def test_a_recorded_part_of_another_module(inner: str) -> None:
     recorded = record(SMALL[inner][0])

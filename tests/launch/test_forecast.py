@@ -96,6 +96,7 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_way() -> None:
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
     compiled = bare(open_).compiled.under(build_plan(open_))
@@ -180,7 +181,7 @@ def test_all_commands_choose_alike() -> None:
     assert with_device_choices(closed, one) is one
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
 def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> None:

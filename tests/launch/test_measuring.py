@@ -95,7 +95,7 @@ def trained(found: Forecast, measure: bool) -> list[tuple[MemoryProfile | None, 
     return run_ranks(found.plan.mesh, rank, timeout=60)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("plan", plans(), ids=" ".join)
 def test_a_measured_step_is_as_predicted_and_its_numbers_are_the_same(plan: tuple[str, ...]) -> None:

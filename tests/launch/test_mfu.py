@@ -40,7 +40,7 @@ def palm(matmul_parameters: int, rows: int) -> int:
 GPT_N = LAYERS * 12 * WIDTH**2 + VOCABULARY * WIDTH
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(

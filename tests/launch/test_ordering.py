@@ -52,7 +52,7 @@ def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Fore
     return run_ranks(compiled.plan.mesh, rank, timeout=120)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [(), ("parallel.pp=3", "parallel.recompute=full"), ("parallel.dp=2", "parallel.zero=3", "parallel.reduced=step")],

@@ -213,7 +213,7 @@ def test_all_programs_compute_what_one_device_computes(traces: dict[str, Trace],
         assert wrong(traces[name], planned(*rest)) == [], (name, rest)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(22)
 @pytest.mark.parametrize("case", list(covering(LATE, columns)), ids=str)
 def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_defined_by(

@@ -138,7 +138,7 @@ def comparable(costs: Sequence[UnitCost]) -> list[UnitCost]:
     return [dataclasses.replace(c, forward_bytes=0) for c in costs]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -162,6 +162,7 @@ def test_costs_of_a_rank_are_those_of_a_real_rank(name: str) -> None:
     assert comparable(cost(found, rows)) != real[-1]
 
 
+@pytest.mark.slow
 def test_fast_dropout_keeps_what_the_native_kernels_keep() -> None:
     module, batch = subject("gpt with dropout")
     found = trace(module, batch, dropout="fast")

@@ -116,6 +116,7 @@ def test_illegal_arguments_are_refused() -> None:
             profile(found, 7, tensor=places)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("1d-sp", 2), ("1d", 4)])
 def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
     """Of a layer qkv, attention with its statistics and the MLP's first product; of the partial sums the one whose

@@ -262,6 +262,7 @@ def test_the_grouped_product(ends: tuple[int, ...], dtype: torch.dtype) -> None:
         start = stop
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ends", [(0, 2, 5), (1, 1, 4)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_product_is_an_op(ends: tuple[int, ...], transposed: bool) -> None:

@@ -35,6 +35,7 @@ def planned(schedule: str, pp: int, dp: int, zero: int = 0, microbatches: int = 
     return pipeline(plan, pp, schedule) if pp > 1 else plan
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("schedule", "pp", "dp", "zero", "batches"),
     [

@@ -428,6 +428,7 @@ def test_several_runs_are_one_picture_here_and_numbers(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_out_says_where_and_in_which_format(tmp_path: Path) -> None:
     found = read_run(write(tmp_path / "run", [line(0)]))
     draw([found], tmp_path / "new" / "a.svg")
@@ -448,6 +449,7 @@ def test_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         draw([found], tmp_path / "plot.png")
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_neither_torch_nor_pyplot_is_imported(tmp_path: Path) -> None:
     write(tmp_path, [line(0)])

@@ -73,6 +73,7 @@ def rectangles(svg: str) -> list[dict[str, str]]:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PIPELINES, ids=str)
 def test_every_box_is_drawn_where_its_times_are_and_none_overlaps(name: tuple[str, int, int]) -> None:
     one = simulated(*name, step=1e-3)
@@ -151,6 +152,7 @@ def test_lanes_that_communicate_are_strips_below_the_rank() -> None:
     assert "STEP b0" in found and "3.0 GiB" in picture([one]).svg() and "peak memory" in picture([one]).svg()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", PIPELINES, ids=str)
 def test_what_is_written_lies_inside_the_picture(name: tuple[str, int, int]) -> None:
     sheet = picture([simulated(*name)])

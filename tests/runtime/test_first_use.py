@@ -100,7 +100,7 @@ def used(comm: Communicator, one: Compiled) -> float:
     return loss
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
     "case", [one if one in CHOSEN else pytest.param(one, marks=pytest.mark.full) for one in cases()], ids=str
@@ -183,6 +183,7 @@ def test_what_is_derived_is_exactly_what_is_used(monkeypatch: pytest.MonkeyPatch
     assert {each for each in seen if each.lane != CONTROL} == set(derived)
 
 
+@pytest.mark.slow
 def test_neighbours_in_the_order_have_few_ranks_in_common() -> None:
     """Of a pipeline of five ranks all pairs one way are started in two turns."""
     one = captured("llama", False).under(pipeline(Plan.of(microbatches=4), 5, "1f1b", stages=(2, 1, 1, 1, 1)))

@@ -73,7 +73,7 @@ def compiled(plan: Plan, batch_norm: bool = False) -> Compiled:
 FP64 = Plan.of(precision="fp64")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("plan", "batch_norm", "expected"),
@@ -95,6 +95,7 @@ def test_ranks_decide_alone_where_both_traces_exchange_the_same(plan: Plan, batc
     assert one.alike_over_batch is expected
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_that_take_different_traces_compute_one_step(zero: int) -> None:

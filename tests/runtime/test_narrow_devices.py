@@ -111,7 +111,7 @@ def test_draws(narrow: Narrow) -> None:
     assert (ours[0] - exact[0]).abs().max() < 1e-6 and torch.equal(ours[1].double(), exact[1])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_steps(narrow: Narrow, precision: Any) -> None:
     """Nothing of a step of training is float64, and what a rank computes is what it computes elsewhere."""

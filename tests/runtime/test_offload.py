@@ -80,7 +80,7 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
     run_ranks(compiled.plan.mesh, rank, timeout=60)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 3)])

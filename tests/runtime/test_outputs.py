@@ -165,7 +165,7 @@ class Given(Tagger):
         return SimpleNamespace(loss=super().forward(input_ids, labels).loss, weight=weight)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["one", "dp3 x 2", "pp", "zbv"])
 @pytest.mark.parametrize("kind", [Around, Given])
 @pytest.mark.parametrize("wanted", ["both", "outputs"])

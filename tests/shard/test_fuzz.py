@@ -13,7 +13,7 @@ from harness import Subject, parity
 SEEDS = [pytest.param(seed, marks=pytest.mark.full) if seed >= 60 else seed for seed in range(500)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_model(seed: int) -> None:

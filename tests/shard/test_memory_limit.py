@@ -35,6 +35,7 @@ def drawn(draw: random.Random) -> tuple[list[int], list[CostFactor]]:
     return inside * blocks, factors
 
 
+@pytest.mark.quick(40)
 @pytest.mark.parametrize("seed", range(150))
 def test_no_values_within_the_limit_take_fewer_seconds(seed: int) -> None:
     """However few sums are kept, the bound is true; where enough are, it is what was found."""

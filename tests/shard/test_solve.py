@@ -149,6 +149,7 @@ def every_plan(context: ShardingContext, chosen: Mapping[str, AxisOptions]) -> A
         yield found
 
 
+@pytest.mark.quick(60)
 @pytest.mark.parametrize("seed", range(220))
 def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     """Of one axis, and of two; tables over all readers of a value, and chains of tables."""
@@ -241,6 +242,7 @@ def test_collectives_are_predicted_to_the_byte(name: str) -> None:
 LOSSES = ("probabilities, all", "nll")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LOSSES else pytest.mark.full) for n in classes.HOW])
 def test_collectives_of_losses_are_predicted_to_the_byte(name: str) -> None:
     predicted_to_the_byte(normal_of(*classes.made(name, 31)), False)
@@ -329,7 +331,7 @@ def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: 
     return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "kind"), [("gpt", 8, "gpu"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "gpu")]
 )

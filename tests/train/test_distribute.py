@@ -50,6 +50,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_loop_gives_the_same_numbers(name: str) -> None:
     def run(model: Any, optimizer: Any) -> list[float]:

@@ -111,7 +111,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["own", "transformers"])
 @pytest.mark.parametrize("name", PLANS)
 def test_loads(kind: str, name: str) -> None:
@@ -145,6 +145,7 @@ def test_numbers() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_asking_nothing_is_counted() -> None:
     module, batch = own()
     assert not Compiled(module, ALONE, batch, None).general.kept

@@ -206,7 +206,7 @@ def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, uni
     assert error.value.unit == unit
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "schedule", "dp", "zero"),
@@ -260,7 +260,7 @@ def widely(step: int, block: int = -1, column: int = 0) -> dict[str, Tensor]:
 WIDE = [widely(0), widely(1), widely(2, 0, 15), widely(3), widely(4, 3, 0), widely(5, 1, 15), widely(6)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tp", "dp", "zero", "pp"),
     [

@@ -224,7 +224,7 @@ def same_or_raised(habits: list[tuple[int, str, str]], kind: type[Net] = Net, **
     return ""
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HABITS)
 def test_each_habit(name: str, kind: str) -> None:
@@ -237,6 +237,7 @@ def test_each_habit(name: str, kind: str) -> None:
     assert not found or "legal" in found or "under distribute()" in found
 
 
+@pytest.mark.slow
 def test_before_the_first_batch_everything_acts() -> None:
     for name in ("an attribute", "clamped weights", "another state", "frozen by the attribute", "a new buffer"):
         if name == "frozen by the attribute":

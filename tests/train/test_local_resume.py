@@ -34,6 +34,7 @@ def trained(folder: Path, plan: Plan, stop: int) -> Trained:
     return Trained(*trained_by_ranks(folder, alone("qwen3").under(plan), stop))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("alone", "zero-1"), ("zero-3", "tp"), ("pp", "alone"), ("tp", "pp"), ("server", "zero-1"), ("zero-3", "server")],

@@ -59,7 +59,7 @@ def outcome(made: Callable[[type], Loop], kind: type, name: str, use: str, taken
     return found, [str(one.message) for one in said if "has had the memory of" in str(one.message)]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(4)
 @pytest.mark.few(40)
 @pytest.mark.parametrize("where", ["before", "forward", "backward", "step"])
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -85,6 +85,7 @@ def test_a_weight_that_has_another_name(kind: str, name: str, use: str, taken: s
     assert said or taken != TAKEN[0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("taken", [TAKEN[0], TAKEN[2]])
 def test_a_write_that_autograd_does_not_see_is_refused(taken: str, step: int) -> None:
@@ -148,6 +149,7 @@ comm.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_one_of_two_ranks_has_kept_a_name(tmp_path: Path, zero: int) -> None:
     """Both bring it up to date; that one is warned."""

@@ -273,6 +273,7 @@ def test_a_run_in_fp16_goes_on_from_one_in_fp32_and_back(tmp_path: Path) -> None
     run(tmp_path, 1, 3, precision="fp32")
 
 
+@pytest.mark.slow
 def test_other_precision(tmp_path: Path) -> None:
     run(tmp_path, 2, 2, precision="fp64")
     wide, _ = run(tmp_path, 2, 2, precision="fp64")

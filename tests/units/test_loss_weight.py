@@ -244,7 +244,7 @@ def like(value: int, rows: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3, 8])
 @pytest.mark.parametrize("value", [0, 1])
 def test_examples_of_equal_or_few_rows(value: int, rows: int) -> None:

@@ -119,7 +119,7 @@ def seen(node: fx.Node) -> tuple[bool, bool]:
     return mask is not None, bool(causal)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "causal"),
     [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)],
@@ -167,6 +167,7 @@ def test_microbatches_of_unequal_masks_are_one_batch() -> None:
     assert abs(sharded_run(other, 1).losses[0] - whole.losses[0]) > 1e-6
 
 
+@pytest.mark.slow
 def test_an_uneven_last_batch() -> None:
     parity(subject("own gpt"), dp=(3, 4), rows=(1, 3), microbatches=2, keyed=True)
 

@@ -182,6 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss | None]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("rows", [2, 8])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_part_can_tell_is_refused(name: str, rows: int) -> None:

@@ -120,6 +120,7 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None])[0].square().mean()
 
 
+@pytest.mark.slow
 def test_dropout_between_the_layers_of_an_lstm() -> None:
     assert trace(Recurrent(0.0), BATCH).opaque is None
     with pytest.raises(ShardwiseError, match="draws random numbers"):

@@ -283,7 +283,7 @@ def test_probabilities_are_not_kept() -> None:
     assert output.shape == (ROWS, LENGTH, WIDTH)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_parameters_may_move(dtype: str, dropout: float) -> None:
@@ -324,6 +324,7 @@ def test_no_product_is_computed_twice() -> None:
     assert len(counts[0]) >= 3  # with and without bias, attention
 
 
+@pytest.mark.slow
 def test_results_that_only_residuals_read_have_no_values() -> None:
     """The block's last product ends in its output, which RECOMPUTE's caller does not read."""
     unit, arguments = block(dropout=0.2)
@@ -402,7 +403,7 @@ def test_running_statistics_are_updated_once() -> None:
     assert {int(v) for n, v in ours.state.items() if n.endswith("num_batches_tracked")} == {2}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "products"),

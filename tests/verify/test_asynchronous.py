@@ -180,6 +180,7 @@ def test_what_stages_of_their_own_cannot_have() -> None:
 # ---- windows of a Trainer --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_come_in_order_and_all_ranks_agree() -> None:
     torch.manual_seed(0)
     module, _ = deep("gpt", 2)

@@ -102,6 +102,7 @@ def gpt(name: str) -> Compiled:
     return Compiled(module, ALONE.replace(precision="fp32"), batch, loss)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [
     pytest.param(n, marks=() if n in ("plain", "dims, all") else pytest.mark.full) for n in classes.HOW
 ])  # fmt: skip

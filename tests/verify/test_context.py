@@ -28,7 +28,7 @@ KINDS = CHOICES["context"]
 LEARNED = ("learned bias", "learned bias of keys", "some see nothing")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(24)
 @pytest.mark.parametrize("name", zoo.NAMES)
 @pytest.mark.parametrize("cp", [2, 3, 5])
@@ -76,7 +76,7 @@ def whole_batches(name: str, microbatches: int) -> Any:
     return truth if microbatches == 1 else oracle(one.module, one.loss, batches, PLAIN, microbatches)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own llama", "gpt2 padded"])
 @pytest.mark.parametrize("plan", ["auto", "propagate"])
 def test_with_a_tensor_plan(name: str, plan: Any) -> None:
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         return F.mse_loss(self.last(found.transpose(1, 2).reshape(b, s, -1)), target)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.few(16)
 @pytest.mark.parametrize("how", ["causal", "full", "window", "documents", "bias of heads", *LEARNED])
 @pytest.mark.parametrize("length", [4, 7, 13])

@@ -112,7 +112,7 @@ def enough(ep: int, tensor: tuple[Any, ...]) -> bool:
     return tensor not in BY_NUMBER or ep * tensor[1] <= 4
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(40)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -230,7 +230,7 @@ SHARED = [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (1, 3, 1)]
 BY_NUMBER_SHARED = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", ROUTES)
 @pytest.mark.parametrize(("experts", "slots"), [(4, 1), (6, 2), (5, 3)])
 @pytest.mark.parametrize(
@@ -364,6 +364,7 @@ def test_more_ranks_of_tp_than_experts(tp: int, ep: int, wrong: str) -> None:
         one.under(expert_parallel(tensor_parallel(ALONE, tp, experts="by-number"), ep))
 
 
+@pytest.mark.slow
 def test_a_model_without_experts() -> None:
     own = zoo.make("own gpt", 16)
     wrong = "no layer of experts was found in the model; legal:"

@@ -40,12 +40,14 @@ def check(name: str, plan: Plan, optimizer: OptimizerChoice = OPTIMIZER, steps: 
     assert report.compared > 20 * plan.mesh.axis_size("islands")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("inside", INSIDE)
 def test_islands_are_runs_of_their_own_that_meet(inside: str) -> None:
     plan = INSIDE[inside](Plan.of(microbatches=2))
     check("gpt", local_training(plan, 2, 2))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("inside", ["alone", "zero-1", "zero-3", "tp", "pp"])
 @pytest.mark.parametrize(("steps", "fragments"), [(2, 2), (4, 3)])
 def test_fragments_meet_in_turn_while_islands_compute(inside: str, steps: int, fragments: int) -> None:
@@ -53,11 +55,13 @@ def test_fragments_meet_in_turn_while_islands_compute(inside: str, steps: int, f
     check("gpt", local_training(plan, 2, steps, fragments=fragments, mix=0.25), steps=7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama", "bert", "conv", "mlp", "vit", "mixtral"])
 def test_models(name: str) -> None:
     check(name, local_training(data_parallel(Plan.of(), 2, 1), 2, 2))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad"])
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9), (0.5, 0.5)])
 def test_outer_optimizers(optimizer: Any, rate: float, momentum: float) -> None:
@@ -65,6 +69,7 @@ def test_outer_optimizers(optimizer: Any, rate: float, momentum: float) -> None:
     check("gpt", plan, OptimizerChoice(optimizer, lr=1e-2, eps=None if optimizer == "sgd" else 1e-4))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_and_dropout(precision: Any) -> None:
     check("gpt", local_training(data_parallel(Plan.of(precision=precision), 2, 2), 2, 2))

@@ -100,7 +100,7 @@ CASES = list(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.few(30)
 @pytest.mark.parametrize("case", list(covering([case for case in CASES if fits(case)])), ids=str)
 def test_together(case: tuple[Any, ...]) -> None:
@@ -110,7 +110,7 @@ def test_together(case: tuple[Any, ...]) -> None:
     check(one.under(composed(*options, microbatches)), batches, truth(name, microbatches), PLAIN)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("plan", ["dp", "ep", "tp", "tp by number", "cp"])
 def test_nothing_is_computed_twice(name: str, plan: str) -> None:
@@ -180,7 +180,7 @@ def own(kind: str) -> tuple[Compiled, list[dict[str, Tensor]], Any]:
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(12)
 @pytest.mark.parametrize("case", list(covering([case for case in OWN if enough(case[1], case[3])])), ids=str)
 def test_own_models(case: tuple[Any, ...]) -> None:
@@ -191,7 +191,7 @@ def test_own_models(case: tuple[Any, ...]) -> None:
     assert not compiled.general.replicated and not compiled.general.meets
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("recipe", ["ep", "tp", "tp by number"])
 def test_half_precision(precision: Any, recipe: str) -> None:
@@ -246,7 +246,7 @@ def forced(how: str, experts: int, top_k: int, factor: float | None) -> tuple[Co
     return Compiled(module, ALONE, batches[0], None), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", ["all to one", "none to one", "exactly the capacity", "random"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 1), (6, 2)])

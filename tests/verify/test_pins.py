@@ -94,6 +94,7 @@ def compiled_for(
 # ---- what follows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tp", [2, 3])
 def test_megatrons_plan_follows_from_three_pins(tp: int) -> None:
     module, batches = tiny(2, vocabulary=41)
@@ -119,6 +120,7 @@ def test_megatrons_plan_follows_for_llama_too() -> None:
     assert layouts(Compiled(module, planned(pins), batch)) == recipe and len(recipe) == 16
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("pins", "expected"),
     [
@@ -147,6 +149,7 @@ def test_what_follows_from_a_pin(pins: dict[str, str], expected: dict[str, str])
     assert decided["norm.weight"] == {"tp": "whole, for nothing follows"}
 
 
+@pytest.mark.slow
 def test_rows_follow_the_heads_where_these_do_not_divide() -> None:
     found = layouts(compiled_for({"*.attention.proj.weight": "row", "*.qkv.weight": "column"}, width=21, heads=7))
     assert found["blocks.0.attention.proj.weight"] == "[21, 7:tp*3]"
@@ -170,6 +173,7 @@ def test_a_whole_result_stops_what_follows() -> None:
     assert layouts(compiled_for({"wpe.weight": "column", "wpe": "whole"})) == {"wpe.weight": "[6, 2:tp*8]"}
 
 
+@pytest.mark.slow
 def test_conflicts_are_reported_by_name() -> None:
     found = compiled_for({"*.up.weight": "column", "*.mlp.proj.weight": "column"}, layers=2).general
     (note,) = [note for note in found.notes if "linear blocks.*.mlp.proj:" in note]

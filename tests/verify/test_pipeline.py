@@ -190,7 +190,7 @@ class Skips(nn.Module):
         )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "pp", "zero"),
     [("1f1b", 3, 0), ("zbv", 3, 3), ("interleaved", 2, 2), ("dualpipe-v", 2, 1), ("zb-h2", 5, 0)],
@@ -357,7 +357,7 @@ def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
     assert few.passed
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "v", "m", "seed"), [(2, 1, 4, 3), (2, 2, 4, 1), (3, 1, 5, 7), (3, 2, 6, 5)])
 def test_what_auto_finds_equals_one_device(pp: int, v: int, m: int, seed: int) -> None:
     """With times that no named schedule is best for."""

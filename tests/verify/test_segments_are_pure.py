@@ -70,7 +70,7 @@ def largest(ours: Result, truth: Result) -> float:
     return max(float((a.double() - b.double()).abs().max()) if a.numel() else 0.0 for a, b in pairs)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shared"), CASES, ids=str)
 def test_a_trace_of_one_microbatch_computes_another(name: str, shared: tuple[str, Any, int]) -> None:
     found = segments(name, shared)

@@ -54,7 +54,7 @@ def check(name: str, plan: Plan, choice: OptimizerChoice = ADAM, batches: int = 
     return found
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "kind", "servers", "workers", "microbatches"), list(covering(PRODUCT)))
 def test_the_record_replayed(name: str, kind: Any, servers: int, workers: int, microbatches: int) -> None:
     staleness = 1 if kind == "stale" else 0
@@ -62,6 +62,7 @@ def test_the_record_replayed(name: str, kind: Any, servers: int, workers: int, m
     check(name, asynchronous_server(plan, kind, servers, workers, staleness=staleness))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_optimizers(optimizer: Any) -> None:
     choice = OptimizerChoice(optimizer, lr=1e-2, eps=None if optimizer == "sgd" else 1e-4)
@@ -79,6 +80,7 @@ def test_a_lone_worker_is_as_stale_as_it_pulls(pull_every: int, stale: dict[int,
     assert dict(found.staleness) == stale
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("push", ["bf16", "int8", "top-k"])
 def test_what_is_pushed_may_be_compressed(push: Any) -> None:
     """What is left out is added to the worker's next gradient, in the replay too."""

@@ -27,6 +27,7 @@ def planned(kind: Any = "async", servers: int = 1, workers: int = 2, **options: 
     return asynchronous_server(plan, kind, servers, workers, **options).replace(sparse_gradients="rows")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "servers", "workers", "options", "optimizer"),
     [

@@ -36,7 +36,7 @@ def check(name: str, plan: Plan, clip_norm: float | None = 1.0) -> None:
     assert report.compared > 20 and report.ranks_agree
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "dp", "servers", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_servers_equal_one_device(name: str, dp: int, servers: int, microbatches: int, recompute: Any) -> None:
     plan = data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp)
@@ -49,6 +49,7 @@ def test_all_servers_equal_one_device(name: str, dp: int, servers: int, microbat
     test_servers_equal_one_device(name, dp, servers, microbatches, recompute)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("inner", ["tp", "pp", "replicas", "islands"])
 def test_servers_with_all_else(servers: int, inner: str) -> None:
@@ -64,6 +65,7 @@ def test_servers_with_all_else(servers: int, inner: str) -> None:
     check("gpt", plan)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "fields", [{"precision": "bf16"}, {"precision": "fp16"}, {"offload": "optimizer"}], ids=str
 )  # fmt: skip
@@ -71,6 +73,7 @@ def test_precision_and_offload(fields: dict[str, Any]) -> None:
     check("llama", parameter_server(data_parallel(Plan.of(microbatches=2, **fields), 3), 2))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 def test_frozen_uneven_and_static_models(name: str) -> None:
     check(name, parameter_server(data_parallel(Plan.of(microbatches=2), 3), 2), clip_norm=None)

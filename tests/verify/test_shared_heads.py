@@ -92,7 +92,7 @@ def test_every_parity(case: Case, kind: str) -> None:
     parity(case, kind)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "own"])
 def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     one = compiled(name, 8, 2, 4, "1d").general
@@ -135,6 +135,7 @@ def test_evaluation_takes_the_sub_axes_of_training() -> None:
     assert one.evaluation().general.tensor == one.general.tensor == {"tp//2": 2, "tp%2": 2}
 
 
+@pytest.mark.slow
 def test_a_forgotten_sum_over_the_sub_axis_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = reduce.reductions
     monkeypatch.setattr(reduce, "reductions", lambda plan, rule, summed: plain(plan, rule))

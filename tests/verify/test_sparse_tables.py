@@ -78,6 +78,7 @@ def planned(kind: str, ranks: int, microbatches: int) -> Plan:
     return data_parallel(plan, ranks, zero=int(kind[-1]) if kind.startswith("zero") else 0)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("kind", "microbatches", "optimizer", "clip_norm", "ranks"), list(covering(PRODUCT)))
 def test_rows_equal_one_device(
     kind: str, microbatches: int, optimizer: OptimizerChoice, clip_norm: float | None, ranks: int
@@ -121,6 +122,7 @@ class Looking(nn.Module):
         return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["dp", "zero1", "pp"])
 def test_tables_that_have_dense_gradients(kind: str) -> None:
     plan = planned(kind, 2, 2).replace(sparse_gradients="rows")

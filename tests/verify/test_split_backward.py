@@ -92,7 +92,7 @@ def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, r
             assert found == 0
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "conv", "mixtral", "gpt2"])

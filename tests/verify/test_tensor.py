@@ -273,6 +273,7 @@ def test_weights_and_products_are_shared_out(name: str, kind: Any, tp: int) -> N
     assert [(a * tp, b * tp) for a, b in mine] == whole and not found.notes_without_rule(rows)
 
 
+@pytest.mark.slow
 def test_megatrons_plan_comes_out_for_a_transformer() -> None:
     one = captured("gpt", "1d", 2).general
     found = {p.name.partition(".")[2]: str(p.placed) for b in one.buckets for p in b.parameters if ".1." in p.name}

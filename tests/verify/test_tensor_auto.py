@@ -97,7 +97,7 @@ def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     return Compiled(module, Plan.of(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "pp", "dp", "zero", "recompute"), [
     ("1d", 2, 2, 1, 0, "none"), ("1d", 2, 1, 2, 3, "full"), ("1d-sp", 2, 1, 1, 0, "selective"),
 ])  # fmt: skip
@@ -152,6 +152,7 @@ def test_every_legal_plan_is_right(monkeypatch: pytest.MonkeyPatch, seed: int, n
     wild(monkeypatch, seed, name, kind, tp)
 
 
+@pytest.mark.slow
 def test_another_trace_keeps_where_parameters_lie() -> None:
     """Evaluation, of fewer rows and without dropout: its plan is solved for the layouts of training."""
     one, batches, _ = model("own gpt")

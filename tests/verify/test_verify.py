@@ -101,6 +101,7 @@ RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RETURNED)
 def test_a_loss_is_found_where_training_finds_it(name: str) -> None:
     batch = {"x": torch.randn(5, 4), "y": torch.tensor([0, 1, -100, -100, 2])}
@@ -141,11 +142,13 @@ def test_control_passes() -> None:
     assert _gpt_report()
 
 
+@pytest.mark.slow
 def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "valid_targets", lambda env, target, *_, **kw: (target == target).sum())
     assert not _gpt_report()
 
 
+@pytest.mark.slow
 def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_ops, "_row_start", lambda env, whole: env.offset)
     assert not _gpt_report()
@@ -216,7 +219,7 @@ def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) 
 # ---- recomputation changes nothing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt", "own-llama", "llama", "gpt2", "bert", "conv"])
@@ -307,7 +310,7 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
     assert len({round(v, 6) for v in curves[0]}) == 6
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -> None:
     """As ``from_pretrained`` gives it."""
@@ -319,6 +322,7 @@ def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -
     assert not module.training
 
 
+@pytest.mark.slow
 def test_an_overflow_of_the_plan_alone_lowers_the_scale_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16: what one device sums in larger parts may overflow there later; a run would lower its scale."""
     torch.manual_seed(0)
