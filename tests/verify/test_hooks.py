@@ -135,8 +135,9 @@ def test_under_a_loss_scale() -> None:
     HOOKS["clamped"](truth)
     truth(**batch()).backward()
     plan = Plan.of(Mesh.of(dp=2), precision="fp16")
-    compiled = Compiled(hooked("clamped"), plan, batch())
-    steps = run_threads(compiled, lambda comm: run_steps(compiled, comm, [batch()], PLAIN, None, 0, SCALE))
+    given = batch()  # by this thread: ranks are threads, which have one generator
+    compiled = Compiled(hooked("clamped"), plan, given)
+    steps = run_threads(compiled, lambda comm: run_steps(compiled, comm, [given], PLAIN, None, 0, SCALE))
     for name, p in truth.named_parameters():
         torch.testing.assert_close(steps[0][0].gradients[name], p.grad, rtol=0.02, atol=1e-4)
 
