@@ -62,11 +62,11 @@ class Variant:
     peak: int = 0
 
 
-def shapes() -> list[tuple[str, tuple[int, ...], str]]:
-    """Return name, shape and group ("decay" or "plain") of each parameter of the model."""
+def shapes() -> list[tuple[str, tuple[int, ...], int]]:
+    """Return name, shape and group (1: without weight decay) of each parameter of the model."""
     with torch.device("meta"):
         model = GPT(vocabulary=32768, width=768, layers=12, heads=12, context=1024)
-    return [(name, tuple(one.shape), "decay" if one.dim() > 1 else "plain") for name, one in model.named_parameters()]
+    return [(name, tuple(one.shape), int(one.dim() < 2)) for name, one in model.named_parameters()]
 
 
 def memory() -> int:

@@ -35,7 +35,7 @@ def compare(elements: int, tensors: int, repeats: int) -> dict[str, float]:
     """Return the median seconds of a step, flat and per tensor, each with and without a clipping coefficient."""
     choice = OptimizerChoice("adamw", lr=1e-3)
     param, grad = torch.randn(elements), torch.randn(elements)
-    flat = FlatOptimizer(choice, [Segment(param, grad, True)])
+    flat = FlatOptimizer(choice, [Segment(param, grad)])
     singles = [torch.randn(elements // tensors) for _ in range(tensors)]
     for single in singles:
         single.grad = torch.randn_like(single)
@@ -48,9 +48,9 @@ def compare(elements: int, tensors: int, repeats: int) -> dict[str, float]:
         per_tensor.step()
 
     steps: dict[str, Callable[[], object]] = {
-        "flat": lambda: flat.step(1e-3),
+        "flat": lambda: flat.step(choice.settings(0)),
         "per tensor": per_tensor.step,
-        "flat, clipped, with skip flag": lambda: flat.step(1e-3, coefficient, taken),
+        "flat, clipped, with skip flag": lambda: flat.step(choice.settings(0), coefficient, taken),
         "per tensor, clipped": clip_and_step,
     }
     return medians(steps, repeats)

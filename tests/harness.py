@@ -166,7 +166,7 @@ def oracle_run(
         subject.loss,
         plain_optimizer(choice),
         seed=seed,
-        decays=choice.decays,
+        group_of=choice.group_of,
         microbatches=pieces.microbatches,
         parts=pieces.parts,
     )

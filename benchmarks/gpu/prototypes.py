@@ -201,13 +201,13 @@ def optimizer(device: str, tiny: bool) -> dict[str, Any]:
     for _ in range(buckets):
         flat, gradient = torch.randn(elements, device=place), torch.randn(elements, device=place)
         cut = elements // 64 * 63
-        segments.append([Segment(flat[:cut], gradient[:cut], True), Segment(flat[cut:], gradient[cut:], False)])
+        segments.append([Segment(flat[:cut], gradient[:cut], 0), Segment(flat[cut:], gradient[cut:], 1)])
     apart = [FlatOptimizer(choice, one) for one in segments]
     together = FlatOptimizer(choice, [segment for one in segments for segment in one])
     factor, skip = torch.tensor(0.999, device=place), torch.tensor(0.0, device=place)
     ways: Ways = {
-        "a bucket at a time": lambda: [one.step(1e-4, factor, skip) for one in apart],
-        "all together": lambda: together.step(1e-4, factor, skip),
+        "a bucket at a time": lambda: [one.step(choice.settings(0), factor, skip) for one in apart],
+        "all together": lambda: together.step(choice.settings(0), factor, skip),
     }  # fmt: skip
     found = measure(place, ways, tiny)
     for name, way in ways.items():

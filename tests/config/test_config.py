@@ -562,7 +562,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "capacity_factor balance balance_weight z_weight bias_rate",
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
-        "optimizer": "name lr betas weight_decay schedule warmup_steps",
+        "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
+        "layer_decay",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
@@ -830,6 +831,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.pretrained",
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
+        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay")),
         "data.mix",
         "data.sft",
         "data.end_token",

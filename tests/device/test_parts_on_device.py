@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_updates_are_those_of_plain_torch_and_nobody_waits(name: str, device: to
     choice, start = CHOICES[name], torch.randn(4097)
     plain = start.clone().requires_grad_()
     reference = plain_optimizer(choice)([{"params": [plain]}])
-    segment = Segment(start.to(device, copy=True), torch.zeros(4097, device=device), True, 0)
+    segment = Segment(start.to(device, copy=True), torch.zeros(4097, device=device))
     optimizer = FlatOptimizer(choice, [segment])
     flags = {flag: torch.tensor(flag, device=device) for flag in (0.0, 1.0)}
     scale = torch.tensor(0.5, device=device)
@@ -96,7 +97,7 @@ def test_updates_are_those_of_plain_torch_and_nobody_waits(name: str, device: to
         gradient = torch.randn(4097)
         segment.grad.copy_(gradient)
         with no_waits(device):
-            optimizer.step(0.05, scale, flags[flag])
+            optimizer.step(replace(choice, lr=0.05).settings(0), scale, flags[flag])
         if not flag:
             plain.grad = gradient * 0.5
             for group in reference.param_groups:

@@ -24,12 +24,13 @@ from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatShard
 from shardwise.core.instruction import Buffer
 from shardwise.core.mesh import Mesh
-from shardwise.core.optim import FUSED, OptimizerChoice
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optimizers import APPLIES, OPTIMIZERS
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
-from shardwise.estimate.states import UPDATE_TENSORS, bucket_states, step_peak, widths
+from shardwise.estimate.states import bucket_states, step_peak, widths
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.measure.storage_tracker import StorageTracker
@@ -41,11 +42,14 @@ from shardwise.units.share import Share, Span
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
-OPTIMIZERS = (
+CHOICES = (
     OptimizerChoice("adamw"), OptimizerChoice("adam", weight_decay=0.1), OptimizerChoice("sgd"), OptimizerChoice("sgd",
     momentum=0.9), OptimizerChoice("adagrad"), OptimizerChoice("rmsprop"), OptimizerChoice("rmsprop", momentum=0.9,
     weight_decay=0.1), OptimizerChoice("nadam"), OptimizerChoice("nadam", weight_decay=0.1), OptimizerChoice("radam"),
-    OptimizerChoice("radam", weight_decay=0.1),
+    OptimizerChoice("radam", weight_decay=0.1), OptimizerChoice("adamw", amsgrad=True), OptimizerChoice("rmsprop",
+    centered=True), OptimizerChoice("sgd", momentum=0.9, dampening=0.1), OptimizerChoice("sgd", momentum=0.9,
+    dampening=0.1, weight_decay=0.1), *(OptimizerChoice(name, weight_decay=decay) for decay in (None, 0.1) for name in
+    ("adamax", "adadelta", "asgd", "lion")), OptimizerChoice("rprop"),
 )  # fmt: skip
 
 
@@ -149,7 +153,7 @@ MESHES = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2))
 @pytest.mark.parametrize("zero", range(4))
 def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None:
     """To the byte, of every rank, by buffer, slots included."""
-    optimizers = itertools.cycle(OPTIMIZERS)
+    optimizers = itertools.cycle(CHOICES)
     for (ranks, replicas), offload, (reduced, prefetch) in itertools.product(
         MESHES, ("none", "optimizer"), (("auto", 1), ("fp64" if precision == "fp64" else "bf16", 2))
     ):
@@ -159,7 +163,9 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay}")
+@pytest.mark.parametrize(
+    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening}"
+)
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
     """Also with one optimizer for each parameter, as of a model that could not be captured."""
     for zero, ranks, offload in itertools.product(range(3), (1, 3), ("none", "optimizer")):
@@ -221,34 +227,36 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1 << 12,), (1 << 12, 1 << 10), (1 << 10, 1 << 12)])
-@pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay}")
+@pytest.mark.parametrize(
+    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening}"
+)
 def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[int, ...]) -> None:
     param, grad = torch.randn(sum(sizes)), torch.randn(sum(sizes))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     segments = [
-        Segment(param[a : a + n], grad[a : a + n], not i, a) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))
+        Segment(param[a : a + n], grad[a : a + n], i, a) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))
     ]
     optimizer = FlatOptimizer(choice, segments)
     for _ in range(6):  # RAdam's first five steps take less
         tracker = StorageTracker()
         with tracker:
-            optimizer.step(1e-3, torch.tensor(0.5), torch.zeros(()))
+            optimizer.step(choice.settings(0), torch.tensor(0.5), torch.zeros(()))
     given = 8  # the clipping factor and the flag, made under the tracker
-    spans = [Span(a, a + n, not i) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
+    spans = [Span(a, a + n, i) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
     ours = step_peak(choice, spans, widths(choice, 4, 4), 4, "cpu")
-    scalars = 0 if choice.name in FUSED["cpu"] else 12  # of the update: the flag, corrections of the bias
+    scalars = 0 if choice.fused_on("cpu") else 12  # of the update: the flag, corrections of the bias
     assert 0 <= tracker.peak - given - ours <= scalars
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", [n for n, device in UPDATE_TENSORS if device == "gpu"])
+@pytest.mark.parametrize("name", [n for n, facts in OPTIMIZERS.items() if "gpu" not in facts.fused])
 def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> None:
     """The branches of torch's updates that CUDA takes ("capturable"), run here."""
     parameter = torch.randn(1 << 12)
     parameter.grad = torch.randn(1 << 12)
-    options = {} if name == "adagrad" else {"capturable": True}
-    choice = OptimizerChoice(name, weight_decay=decay)  # type: ignore[arg-type]
-    optimizer = torch_optimizer(choice, [parameter], [], foreach=False, **options)
+    options = {} if name in ("adagrad", "lion") else {"capturable": True}
+    choice = OptimizerChoice(name, weight_decay=decay if name in APPLIES["weight_decay"] else None)  # type: ignore[arg-type]
+    optimizer = torch_optimizer(choice, [(parameter, 0)], foreach=False, **options)
     optimizer.step = optimizer.step.__wrapped__.__get__(optimizer) if options else optimizer.step  # type: ignore[method-assign]
     anywhere = patch("torch.compiler.is_compiling", lambda: True) if options else contextlib.nullcontext()
     with anywhere, torch.no_grad():
@@ -256,7 +264,7 @@ def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> N
             tracker = StorageTracker()
             with tracker:
                 optimizer.step()
-    assert tracker.peak // parameter.nbytes == UPDATE_TENSORS[name, "gpu"][decay > 0]
+    assert tracker.peak // parameter.nbytes == OPTIMIZERS[name].temporaries["gpu"][decay > 0]
 
 
 # ---- published tables ------------------------------------------------------------------------------------------------

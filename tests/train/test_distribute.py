@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler as rates
 from processes import run_processes
 from shardwise import Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.runtime.lion import Lion
 from shardwise.train.distribute import distribute
 from shardwise.train.optimizers import choice_of
 
@@ -39,6 +40,15 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(6, 4, generator=generator), "y": torch.randn(6, 1, generator=generator)}
 
 
+class Renamed(torch.optim.AdamW):
+    """It computes what its base does."""
+
+
+class OtherStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -47,6 +57,16 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "dampening": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.3),
+    "centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.3, decoupled_weight_decay=True),
+    "subclass": lambda p: Renamed(p, lr=1e-2),
+    "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
 }
 
 
@@ -145,24 +165,64 @@ def test_a_schedule_of_torch(name: str, after: bool) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_schedule_that_changes_momentum_is_refused_before_the_first_step(name: str) -> None:
-    def made(module: nn.Module) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = getattr(torch.optim, name)(module.parameters(), lr=0.1)
-        return found
+CYCLES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
+    "groups": lambda m: torch.optim.SGD(groups_of(m), lr=0.1, momentum=0.9),
+}
 
-    module = net()
-    theirs = made(module)
-    rates.OneCycleLR(theirs, 0.2, total_steps=6)
-    with pytest.raises(ConfigError, match="cycle_momentum=False"):
-        distribute(module, theirs)
-    module = net()
-    theirs = made(module)
-    model, optimizer = distribute(module, theirs)
-    rates.OneCycleLR(theirs, 0.2, total_steps=6)
-    model(**batch(0)).backward()
-    with pytest.raises(ConfigError, match="cycle_momentum=False"):
-        optimizer.step()
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_a_schedule_that_changes_momentum(name: str) -> None:
+    """OneCycleLR changes momentum, or betas, at every step."""
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((net(), net())):
+        theirs = CYCLES[name](module)
+        schedule = rates.OneCycleLR(theirs, 0.2, total_steps=8)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses[index].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """No weight decay on biases, another rate for the last layer, and a group of nothing."""
+    biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
+    first, second = (one.weight for one in (module.first, module.second))
+    return [
+        {"params": [second], "lr": 0.03, "weight_decay": 0.2, "momentum": 0.5}, {"params": []},
+        {"params": biases, "weight_decay": 0.0}, {"params": [first], "weight_decay": 0.1},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_groups_of_parameters(after: bool) -> None:
+    """Each with its own rate, momentum and weight decay, each of which a loop may change."""
+    found: list[dict[str, Tensor]] = []
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((net(), net())):
+        theirs = torch.optim.SGD(groups_of(module), lr=0.1, momentum=0.9)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        schedule = rates.LambdaLR(theirs, [lambda s: 1 / (s + 1), lambda s: 1, lambda s: 0.5**s, lambda s: s / 3])
+        for step in range(5):
+            if after and step == 3:
+                theirs.param_groups[0]["weight_decay"] = 0.5
+                theirs.param_groups[3]["momentum"] = 0.3
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses[index].append(loss.item())
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7)
 
 
 def test_what_an_optimizer_must_not_do() -> None:
@@ -172,9 +232,9 @@ def test_what_an_optimizer_must_not_do() -> None:
     model(**batch(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    theirs.param_groups[0]["momentum"] = 0.9
+    theirs.param_groups[0]["momentum"] = 0
     model(**batch(1)).backward()
-    with pytest.raises(ShardwiseError, match="momentum changed after distribute"):
+    with pytest.raises(ShardwiseError, match="momentum changed after distribute.* whose lr, betas, momentum"):
         optimizer.step()
     used = net()
     old = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.5)
@@ -197,14 +257,20 @@ def test_calls_that_plain_torch_refuses() -> None:
 
 def test_optimizers_that_cannot_be_said() -> None:
     model = net()
-    groups = [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 1.0}]
+    first, second = model.first.parameters(), model.second.parameters()
+    parts = [list(first), list(second)]
     for optimizer, message in (
-        (torch.optim.AdamW(groups), "2 groups"),
-        (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad = True is not legal"),
-        (torch.optim.RMSprop(model.parameters(), centered=True), "centered = True"),
-        (torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.1), "dampening = 0.1"),
-        (torch.optim.AdamW(model.first.parameters()), "parameters of the model that require gradients, and no others"),
-        (torch.optim.Adamax(model.parameters()), "Adamax is not legal; legal: adamw, sgd"),
+        (
+            torch.optim.AdamW([{"params": parts[0]}, {"params": parts[1], "amsgrad": True}]),
+            "amsgrad = True in the group",
+        ),
+        (
+            torch.optim.SGD([{"params": parts[0]}, {"params": parts[1], "momentum": 0.5}], 0.1),
+            "momentum = 0.5 of the group",
+        ),
+        (torch.optim.AdamW(parts[0]), "parameters of the model that require gradients, and no others"),
+        (torch.optim.LBFGS(model.parameters()), "LBFGS is not legal; legal: AdamW, Adam, SGD"),
+        (OtherStep(model.parameters()), "OtherStep is not legal, whose step is not that of AdamW"),
     ):
         with pytest.raises(ConfigError, match=message):
             choice_of(optimizer, model)

@@ -113,7 +113,7 @@ def is_as_an_ordinary_loop(source: Path, ours: Trained, out: Path) -> None:
     module = loaded(source)
     first = module.state_dict()
     assert all(torch.equal(value, first[name]) for name, value in ours.start.items())
-    oracle = Oracle(module, None, plain_optimizer(CHOICE), seed=0, clip_norm=CLIP, decays=CHOICE.decays)
+    oracle = Oracle(module, None, plain_optimizer(CHOICE), seed=0, clip_norm=CLIP, group_of=CHOICE.group_of)
     truth = [oracle.step(batch, CHOICE.learning_rate(i)) for i, batch in enumerate(batches())]
     assert ours.losses == pytest.approx([step.loss for step in truth], rel=1e-12, abs=0)
     found = {name: value.detach() for name, value in loaded(out).named_parameters()}

@@ -79,7 +79,7 @@ def test_three_adamw_steps_equal_a_plain_loop() -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for step in range(3):
         batch = language_batch()
-        result = oracle.step(batch, lr=1e-2 / (step + 1))
+        result = oracle.step(batch, 1e-2 / (step + 1))
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
         optimizer.zero_grad()

@@ -48,7 +48,7 @@ def check(
 def oracle(
     module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int
 ) -> list[OracleStep]:
-    one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=1.0, decays=choice.decays)
+    one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=1.0, group_of=choice.group_of)
     return [one.step(batch, choice.learning_rate(i)) for i, batch in enumerate(batches)]
 
 

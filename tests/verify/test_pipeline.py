@@ -78,7 +78,7 @@ def truth(name: str, microbatches: int) -> list[OracleStep]:
         microbatches=microbatches,
         seed=0,
         clip_norm=CLIP,
-        decays=OPTIMIZER.decays,
+        group_of=OPTIMIZER.group_of,
     )
     return [oracle.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
 
@@ -251,7 +251,13 @@ def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monke
     name, m = case[0], case[3]
     module, batches, _ = subject(name)
     oracle = Oracle(
-        module, None, plain_optimizer(OPTIMIZER), microbatches=m, seed=0, clip_norm=CLIP / 20, decays=OPTIMIZER.decays
+        module,
+        None,
+        plain_optimizer(OPTIMIZER),
+        microbatches=m,
+        seed=0,
+        clip_norm=CLIP / 20,
+        group_of=OPTIMIZER.group_of,
     )
     truth = [oracle.step(batch, OPTIMIZER.learning_rate(i)).grad_norm for i, batch in enumerate(batches)]
     assert min(truth) > 2 * CLIP / 20

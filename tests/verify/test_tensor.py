@@ -78,7 +78,9 @@ def equal(a: VerifiedStep, b: VerifiedStep) -> bool:
 def oracle(
     module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int
 ) -> list[OracleStep]:
-    one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=CLIP, decays=choice.decays)
+    one = Oracle(
+        module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=CLIP, group_of=choice.group_of
+    )
     return [one.step(batch, choice.learning_rate(i)) for i, batch in enumerate(batches)]
 
 

@@ -91,7 +91,13 @@ def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     module, make = deep("gpt", 2)
     batches = [make(rows) for rows in (9, 5)]
     one = Oracle(
-        module.train(), None, plain_optimizer(OPTIMIZER), microbatches=2, seed=0, clip_norm=1.0, decays=OPTIMIZER.decays
+        module.train(),
+        None,
+        plain_optimizer(OPTIMIZER),
+        microbatches=2,
+        seed=0,
+        clip_norm=1.0,
+        group_of=OPTIMIZER.group_of,
     )
     truth = [one.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
     return Compiled(module, Plan.of(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth

@@ -24,6 +24,7 @@ from shardwise.core.program import Program
 from shardwise.core.tensor_options import CONTEXT, EXPERTS, tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, default_ranks_per_host, load_anywhere, subject, with_device_choices
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.outer import fullest_step
 from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.versions import steady_batches
@@ -63,7 +64,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         for program in programs:
             print(f"{program.name}: {len(program.instructions)} instructions drawn in {picture}")
         return
-    units, step = of_units(trace, plan.mesh, rows, programs), _of_step(config, plan, trace, programs)
+    units, step = of_units(trace, plan.mesh, rows, programs), _of_step(config, compiled, trace, programs)
     if json:
         print_json({**_plain(plan, trace, rows, costs, programs, units, step), "links": plan.mesh.links(per_host)})
     else:
@@ -75,9 +76,10 @@ def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
     return [[asdict(factor) for factor in dim] for dim in layout.dims]
 
 
-def _of_step(config: Config, plan: Plan, trace: Trace, programs: Sequence[Program]) -> list[Sum]:
+def _of_step(config: Config, compiled: Compiled, trace: Trace, programs: Sequence[Program]) -> list[Sum]:
     """Return what the first rank at each place of the pipeline communicates in a step."""
-    traces, choice, found = [trace] * plan.microbatches, build_optimizer(config), list[Sum]()
+    plan, found = compiled.plan, list[Sum]()
+    traces, choice = [trace] * plan.microbatches, build_optimizer(config, compiled.module)
     for place in range(plan.mesh.axis_size(PIPELINE)):
         rank = plan.mesh.rank({PIPELINE: place})
         moments = step_traffic(traces, plan, choice, rows=config.rows_together, rank=rank, programs=programs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import is_ready
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
@@ -349,18 +350,14 @@ def _plan(config: Config) -> Plan:
     )  # fmt: skip
 
 
-def build_optimizer(config: Config) -> OptimizerChoice:
-    """Return the optimizer and its learning rate over the steps of the run."""
-    optimizer = config.optimizer
-    chosen = OptimizerChoice(
-        name=optimizer.name,
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        schedule=optimizer.schedule,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=config.train.steps,
-    )
-    return chosen if optimizer.betas is None else replace(chosen, betas=optimizer.betas)
+def build_optimizer(config: Config, model: nn.Module | None = None) -> OptimizerChoice:
+    """Return the optimizer and its learning rate over the steps of the run; with ``model`` its groups are those of this
+    model's parameters."""
+    given = {field.name: getattr(config.optimizer, field.name) for field in fields(config.optimizer)}
+    given["groups"] = tuple(ParameterGroup.of(**group) for group in given["groups"] or ())
+    numbers = {name: value for name, value in given.items() if value is not None}
+    chosen = OptimizerChoice(**numbers, total_steps=config.train.steps)
+    return chosen if model is None else chosen.resolved(name for name, _ in model.named_parameters())
 
 
 def build_loss_scale(config: Config) -> ScaleChoice | None:

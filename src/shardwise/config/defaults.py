@@ -6,7 +6,8 @@ import math
 import os
 
 from shardwise.core.errors import ConfigError, divisors
-from shardwise.core.optim import APPLIES, decay_steps
+from shardwise.core.optim import decay_steps
+from shardwise.core.optimizers import APPLIES
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
@@ -156,9 +157,15 @@ def _experts(draft: ConfigDraft) -> None:
 def _optimizer(draft: ConfigDraft) -> None:
     if draft.sound("optimizer.name"):
         name = draft["optimizer.name"]
-        draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
+        if name in APPLIES["weight_decay"]:
+            draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
+        for option in ("weight_decay", "eps", "momentum", "nesterov", "amsgrad"):
+            if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
+                draft.refuse(
+                    f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'
+                )
         if name in WITH_BETAS:
-            draft.default("optimizer.betas", (0.9, 0.95))
+            draft.default("optimizer.betas", (0.9, 0.99) if name == "lion" else (0.9, 0.95))
         elif draft.given("optimizer.betas"):
             draft.refuse("optimizer.betas", f'left out, for "{name}" has none; {", ".join(WITH_BETAS)} have')
     schedule, steps = draft["optimizer.schedule"], draft["train.steps"]

@@ -186,18 +186,27 @@ def texts(legal: str) -> Rule:
 
 def tables(legal: str, each: dict[str, Rule]) -> Rule:
     """Return the rule for a list of tables, each with exactly the keys of ``each``; it becomes a tuple."""
+    return some_keys(legal, each, {})
+
+
+def some_keys(legal: str, each: dict[str, Rule], more: dict[str, Rule]) -> Rule:
+    """Return the rule for a list of tables, each with all keys of ``each`` and any of ``more``; it becomes a tuple."""
+    every = {**each, **more}
 
     def read_one(place: int, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Illegal(f"Part {place} is no table")
         for name in value:
-            if name not in each:
+            if name not in every:
                 raise Illegal(
-                    f"Part {place} has an unknown key {name!r}; its keys: {', '.join(each)}.{did_you_mean(name, each)}"
+                    f"Part {place} has an unknown key {name!r}; its keys: {', '.join(every)}."
+                    f"{did_you_mean(name, every)}"
                 )
         found = {}
-        for name, rule in each.items():
+        for name, rule in every.items():
             if name not in value:
+                if name in more:
+                    continue
                 raise Illegal(f"Part {place} has no {name}")
             try:
                 found[name] = rule.read(value[name])

@@ -38,7 +38,7 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A flat buffer holds tensors of one dtype end to end, ordered by optimizer group.
+    """A flat buffer holds tensors of one dtype end to end, ordered by the number of their optimizer group.
 
     Args:
         entries: The tensors in order of their offsets, each aligned to ``align`` bytes.
@@ -51,17 +51,17 @@ class FlatBuffer:
     entries: tuple[FlatEntry, ...]
     numel: int
     itemsize: int
-    segments: tuple[tuple[str, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
     align: int = ALIGN
 
     @staticmethod
     def pack(
-        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = ALIGN
+        items: Sequence[tuple[str, tuple[int, ...], int]], parts: int, itemsize: int, align: int = ALIGN
     ) -> FlatBuffer:
         """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
 
-        Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of ``items`` is
-        kept.  :class:`ShardwiseError` if a name comes twice or elements of ``itemsize`` bytes cannot be aligned.
+        Groups come in the order of their numbers; within a group the order of ``items`` is kept.
+        :class:`ShardwiseError` if a name comes twice or elements of ``itemsize`` bytes cannot be aligned.
         """
         if parts < 1 or itemsize < 1 or align % itemsize:
             raise ShardwiseError(f"cannot pack for {parts} parts with items of {itemsize} bytes aligned to {align}")
@@ -69,9 +69,9 @@ class FlatBuffer:
         if len(set(names)) < len(names):
             raise ShardwiseError(f"cannot pack {max(names, key=names.count)!r} twice into one buffer")
         unit = align // itemsize
-        groups = sorted(dict.fromkeys(group for _, _, group in items), key=lambda group: group != "decay")
+        groups = sorted({group for _, _, group in items})
         entries: list[FlatEntry] = []
-        segments: list[tuple[str, int, int]] = []
+        segments: list[tuple[int, int, int]] = []
         end = 0
         for group in groups:
             start = _round_up(end, unit)
@@ -120,7 +120,7 @@ class FlatShard:
         """Return the number of elements, padding included."""
         return self.stop - self.start
 
-    def segments(self, buffer: FlatBuffer) -> tuple[tuple[str, int, int], ...]:
+    def segments(self, buffer: FlatBuffer) -> tuple[tuple[int, int, int], ...]:
         """Return ``(optimizer group, start, stop)`` of this shard's part of each group, in elements of the buffer."""
         cut = ((group, max(start, self.start), min(stop, self.stop)) for group, start, stop in buffer.segments)
         return tuple((group, start, stop) for group, start, stop in cut if start < stop)

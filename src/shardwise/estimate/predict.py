@@ -185,7 +185,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     alike: dict[object, list[Bucket]] = {}
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
-        shapes = tuple((p.placed, choice.decays(p.name, p.shape)) for p in b.parameters)
+        shapes = tuple((p.placed, choice.group_of(p.name, p.shape)) for p in b.parameters)
         alike.setdefault((shapes, b.dtype, b.learns, plan.data.rule(names[0]), cut.holders(b)), []).append(b)
 
     @functools.cache

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.core.optim import FUSED, OptimizerChoice
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optimizers import OPTIMIZERS
 from shardwise.units.share import Share, Span
-
-STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
-"""The number of tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
-
-SCALARS: Mapping[str, int] = {"nadam": 2, "sgd": 0}
-"""The number of scalars that an optimizer keeps for each segment; by default one, the number of its steps."""
-
-UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
-    ("rmsprop", "cpu"): (1, 2), ("nadam", "cpu"): (2, 3), ("radam", "cpu"): (5, 6),
-    ("adagrad", "gpu"): (1, 2), ("rmsprop", "gpu"): (1, 2), ("nadam", "gpu"): (3, 3), ("radam", "gpu"): (4, 5),
-}  # fmt: skip
-"""The number of temporaries of a segment's size in an update that is not fused: (without weight decay, with it)."""
-
 
 SCALAR = 4
 """The bytes of a scalar: the number of steps, or the clipping factor."""
@@ -57,8 +45,8 @@ class Widths:
 
 def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
     """Return the widths of parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide`` bytes."""
-    tensors = STATE_TENSORS[choice.name] + (1 if choice.momentum else 0)
-    return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, SCALAR * SCALARS.get(choice.name, 1))
+    scalars = SCALAR * len(choice.scalars)
+    return Widths(itemsize, wide, 0 if wide == itemsize else wide, len(choice.state) * wide, scalars)
 
 
 def bucket_states(
@@ -93,9 +81,9 @@ def step_peak(choice: OptimizerChoice, spans: Sequence[Span], each: Widths, wide
     A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and
     state.
     """
-    if choice.name in FUSED[device]:
+    if choice.fused_on(device):
         return SCALAR if spans else 0
     undo = changed(spans, each, wide)
-    decays = bool(choice.weight_decay)
-    temporaries = [UPDATE_TENSORS[choice.name, device][decays and span.decays] * span.numel * wide for span in spans]
-    return undo + max(temporaries, default=0)
+    plain, decayed = OPTIMIZERS[choice.name].temporaries[device]
+    numbers = [(decayed if choice.with_weight_decay(one.group) else plain) * one.numel for one in spans]
+    return undo + max(numbers, default=0) * wide

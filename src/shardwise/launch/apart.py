@@ -305,7 +305,7 @@ def _write_weights(config: Config, folder: Path) -> None:
     from .snapshots import load_snapshot, write_weights
 
     compiled = compiled_of(config, build_data(config).train)
-    plan, choice = build_plan(config), build_optimizer(config)
+    plan, choice = build_plan(config), build_optimizer(config, compiled.module)
 
     def stores() -> Iterator[ServedStore]:
         for number in range(plan.serving.servers):

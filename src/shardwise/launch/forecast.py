@@ -15,6 +15,7 @@ from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.communicators import sizes
 from shardwise.core.errors import ConfigError
 from shardwise.core.garbage import without_gc
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Fit, FitChoices, nearest
@@ -102,11 +103,15 @@ class Forecast:
         """Return the prediction for the rank that needs most memory."""
         return self.predict(self.plan)
 
+    @cached_property
+    def optimizer(self) -> OptimizerChoice:
+        """The optimizer, with its groups of this model's parameters."""
+        return build_optimizer(self.config, self.compiled.module)
+
     @property
     def servers(self) -> list[ServerBytes]:
         """Return the bytes of each server that is a process beside the workers."""
-        choice = build_optimizer(self.config)
-        return server_bytes(self.compiled.buckets, self.plan, choice) if self.plan.serving.apart else []
+        return server_bytes(self.compiled.buckets, self.plan, self.optimizer) if self.plan.serving.apart else []
 
     @property
     def fits(self) -> bool:
@@ -117,7 +122,7 @@ class Forecast:
         if (plan, rank) not in self._known:
             compiled, rows = self._traced(plan), self.config.rows_together
             self._known[plan, rank] = predict(
-                lambda size: compiled.trace_of(self._ones, size, rows), plan, build_optimizer(self.config),
+                lambda size: compiled.trace_of(self._ones, size, rows), plan, self.optimizer,
                 rows=rows, device=self.device.kind, rank=rank, common=self.common,
                 profiled=self._profiled, split=compiled.stages_of,
             )  # fmt: skip
@@ -126,7 +131,7 @@ class Forecast:
     def peaks(self, plan: Plan) -> list[int]:
         """Return, for each stage of the pipeline, the peak bytes of the rank that needs most."""
         trace, rows = self._trace(plan), self.config.rows_together
-        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).stages_of(trace, plan))
+        ranks = fullest(trace, plan, self.optimizer, rows, self._traced(plan).stages_of(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:

@@ -21,6 +21,7 @@ from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
+from shardwise.runtime.optimizer import Settings
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.step_sums import StepSums
 from shardwise.shard.op_spec import Placement
@@ -33,13 +34,14 @@ TURN = 0x9E3779B97F4A7C15  # far from the seeds that users choose; keys take it 
 class StepInput:
     """This is one rank's part of a batch of ``rows`` rows in all: ``fields`` has its rows of each microbatch in turn.
 
-    ``lr`` is the learning rate.  ``stop``: this rank has been asked to stop after the step, or soon after.
+    ``settings`` are the hyperparameters of the update by group.  ``stop``: this rank has been asked to stop after the
+    step, or soon after.
     """
 
     fields: Mapping[str, Tensor]
     rows: int
     step: int
-    lr: float
+    settings: Settings
     stop: bool = False
     turn: int = 0  # of several batches of a step, which have other random numbers
 
@@ -320,10 +322,10 @@ class BatchState:
         """
         bucket = self.memory.buckets[one.bucket]
         if bucket.table is not None:
-            bucket.update_rows(self.given.lr, self.coefficient, self.skip)
+            bucket.update_rows(self.given.settings, self.coefficient, self.skip)
             return
         if len(together) > 1:
-            self.memory.joined(together).step(self.given.lr, self.coefficient, self.skip)
+            self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip)
         elif together:
             self._update_alone(bucket)
         bucket.publish()
@@ -336,7 +338,7 @@ class BatchState:
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             factor = None if coefficient is None else coefficient.to(gradient.device)
-            optimizer.step(self.given.lr, factor, skip.to(gradient.device))
+            optimizer.step(self.given.settings, factor, skip.to(gradient.device))
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

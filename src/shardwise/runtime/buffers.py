@@ -30,7 +30,7 @@ from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS, held_range
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.optimizer import FlatOptimizer, Segment
+from shardwise.runtime.optimizer import FlatOptimizer, Segment, Settings
 from shardwise.runtime.outer import OuterBucket
 from shardwise.runtime.scale import LossScale
 from shardwise.runtime.tables import TableGradient, TableOptimizer
@@ -150,7 +150,7 @@ class BucketMemory:
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start
         gradient = None if self.optimizer_gradient is None else self.optimizer_gradient[first:last]
-        return Segment(self.master[first:last], gradient, span.decays, span.start)
+        return Segment(self.master[first:last], gradient, span.group, span.start)
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view
@@ -213,14 +213,14 @@ class BucketMemory:
             own.copy_(self.master)
 
     @torch.no_grad()
-    def update_rows(self, lr: float, coefficient: Tensor | None, skip: Tensor) -> None:
+    def update_rows(self, settings: Settings, coefficient: Tensor | None, skip: Tensor) -> None:
         """Take the optimizer's step of the held rows of a table that have a gradient, and publish them."""
         assert self.table is not None
         held, width, own = self.held, self.bucket.width, self.held_parameters
         rows = self.table.rows.between(held)
         for optimizer, _ in self.updates:
             assert isinstance(optimizer, TableOptimizer)
-            optimizer.step_rows(lr, rows, coefficient, skip)
+            optimizer.step_rows(settings, rows, coefficient, skip)
         if self.table.touched is not None:
             self.table.touched.append(rows.numbers)
         if own.data_ptr() != self.master.data_ptr():

@@ -37,7 +37,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.masks import all_ones
-from shardwise.runtime.optimizer import check_optimizer
+from shardwise.runtime.optimizer import Settings, check_optimizer
 from shardwise.runtime.post_validation import PostValidatedRun
 from shardwise.runtime.served_worker import ServedWorker
 from shardwise.runtime.whole_state import WholeState, first_names
@@ -82,7 +82,9 @@ class Engine:
         )
         if running != planned:
             raise ConfigError.on("mesh", f"the communicator's is {running}", f"the plan's, {planned}")
+        optimizer = optimizer.resolved(name for name, _ in compiled.module.named_parameters())
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
+        self.settings: Settings | None = None  # the hyperparameters of the next step, if not the optimizer's
         self.step_index = 0
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
         per_parameter = trace.opaque is not None
@@ -267,7 +269,7 @@ class Engine:
         self.step_index += part.updates
         # Islands learn only where they meet that one of them was asked to stop.
         stop = stop and (bool(part.outer) or not self.compiled.plan.local.steps)
-        return StepInput(fields, rows, self._drawing(at), self.optimizer.learning_rate(at), stop, turn)
+        return StepInput(fields, rows, self._drawing(at), self.settings or self.optimizer.settings(at), stop, turn)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(
@@ -291,7 +293,7 @@ class Engine:
         program = self.program(compiled, traces, part=None)
         self.interpreter.commits = not compiled.training
         try:
-            return self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(self.step_index), 0.0))
+            return self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(self.step_index), ()))
         finally:
             self.interpreter.commits = True
 
@@ -398,7 +400,7 @@ class Engine:
         before = None if scale is None else {name: value.clone() for name, value in scale.state_dict().items()}
         self.interpreter.inspect = inspect
         try:
-            self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(step), 0.0))
+            self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(step), ()))
         finally:
             self.interpreter.inspect = None
         if scale is not None and before is not None:

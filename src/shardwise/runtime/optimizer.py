@@ -15,11 +15,24 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
-from shardwise.core.optim import FUSED, OptimizerChoice
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optimizers import FUSED
+from shardwise.runtime.lion import Lion
+
+CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop, "lion": Lion,
+}  # fmt: skip
+"""The class of each optimizer of :data:`~shardwise.core.optimizers.OPTIMIZERS`."""
+
+Settings = Sequence[Mapping[str, Any]]
+"""The hyperparameters of one step by group, as :meth:`~shardwise.core.optim.OptimizerChoice.settings` has them."""
 
 
 class Segment(NamedTuple):
-    """A segment is a contiguous range of a flat buffer whose elements all have weight decay, or none of them has.
+    """A segment is a contiguous range of a flat buffer whose elements all have the hyperparameters of one ``group``.
 
     ``param`` and ``grad`` are 1-d views of the buffers; ``start`` is the position of ``param[0]`` in the flat
     buffer of the parameters, in elements.  The gradient of a table has rows, and no buffer.
@@ -27,47 +40,30 @@ class Segment(NamedTuple):
 
     param: Tensor
     grad: Tensor | None
-    decays: bool
+    group: int = 0
     start: int = 0
 
 
 def torch_optimizer(
-    choice: OptimizerChoice,
-    decayed: Sequence[Tensor],
-    undecayed: Sequence[Tensor],
-    **options: bool,
+    choice: OptimizerChoice, params: Iterable[tuple[Tensor, int]], **options: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of :mod:`torch.optim` that ``choice`` names, over two groups of parameters.
+    """Return the optimizer of :mod:`torch.optim` that ``choice`` names, over parameters with the number of their group.
 
-    Weight decay applies to ``decayed`` only.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
+    Its groups have the number as ``"number"``.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
     """
-    kwargs: dict[str, Any] = {"lr": choice.lr, **options}
-    if choice.eps is not None:
-        kwargs["eps"] = choice.eps
-    if choice.weight_decay is not None:
-        kwargs["weight_decay"] = choice.weight_decay
-    betas = {"betas": choice.betas}
-    make: Callable[..., torch.optim.Optimizer]
-    own: dict[str, Any]
-    match choice.name:
-        case "adamw":
-            make, own = torch.optim.AdamW, betas
-        case "adam":
-            make, own = torch.optim.Adam, betas
-        case "radam":
-            make, own = torch.optim.RAdam, betas
-        case "nadam":
-            make, own = torch.optim.NAdam, betas | {"momentum_decay": choice.momentum_decay}
-        case "adagrad":
-            make, own = torch.optim.Adagrad, {}
-        case "rmsprop":
-            make, own = torch.optim.RMSprop, {"alpha": choice.alpha, "momentum": choice.momentum}
-        case "sgd":
-            make, own = torch.optim.SGD, {"momentum": choice.momentum, "nesterov": choice.nesterov}
-    groups: list[dict[str, Any]] = [{"params": list(decayed)}] if decayed else []
-    if undecayed:
-        groups.append({"params": list(undecayed), "weight_decay": 0.0})
-    return make(groups, **kwargs, **own)
+    groups: dict[int, list[Tensor]] = {}
+    for param, number in params:
+        groups.setdefault(number, []).append(param)
+    make: Callable[..., torch.optim.Optimizer] = CLASSES[choice.name]
+    optimizer = make([{"params": members, "number": number} for number, members in groups.items()], **options)
+    arrange(optimizer, choice.settings(0))
+    return optimizer
+
+
+def arrange(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Give each group of an optimizer its hyperparameters."""
+    for group in optimizer.param_groups:
+        group.update(settings[group["number"]])
 
 
 def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
@@ -78,6 +74,9 @@ def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
         where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
         wrong = f'"{choice.name}" is not legal on {where}'
         raise ConfigError.on("optimizer", wrong, ", ".join(sorted(set(legal))))
+    if backend.asynchronous and choice.lr_decay:
+        wrong = f"lr_decay = {choice.lr_decay} is not legal on devices of type {backend.type}"
+        raise ConfigError.on("optimizer", f"{wrong}, where torch counts the steps of adagrad on the host", "0")
 
 
 class FlatOptimizer:
@@ -100,7 +99,7 @@ class FlatOptimizer:
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
             param.grad = segment.grad
-        self.fused = bool(self._params) and choice.name in FUSED[Backend.of(self._params[0].device).kind]
+        self.fused = bool(self._params) and choice.fused_on(Backend.of(self._params[0].device).kind)
         self._optimizer = self._make(states) if self.segments else None
 
     @staticmethod
@@ -112,18 +111,17 @@ class FlatOptimizer:
         return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
 
     @torch.no_grad()
-    def step(self, lr: float, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(self, settings: Settings, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Update every segment in place.
 
-        ``lr`` is the learning rate of this step.  ``grad_scale`` is a 0-d tensor c on the segments' device:
-        gradients count as c times what they are (the buffers hold that product afterwards, or anything where
+        ``settings`` are the hyperparameters of this step by group.  ``grad_scale`` is a 0-d tensor c on the segments'
+        device: gradients count as c times what they are (the buffers hold that product afterwards, or anything where
         the step is skipped).  ``skip`` is a 0-d float32 tensor on that device, 1 to skip the step and 0 to
         take it.
         """
         if self._optimizer is None:
             return
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        arrange(self._optimizer, settings)
         optimizer: Any = self._optimizer
         if self.fused:
             optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale, skip), skip
@@ -134,6 +132,8 @@ class FlatOptimizer:
             self._scale_gradients(grad_scale, skip)
         kept = [tensor.clone() for tensor in self._mutable()] if skip is not None else []
         optimizer.step()
+        if self.choice.dampening:
+            self._begin_momentum()
         if skip is not None:
             skipped = skip != 0
             for tensor, before in zip(self._mutable(), kept, strict=True):
@@ -149,40 +149,49 @@ class FlatOptimizer:
         else:
             # Over one long tensor "foreach" only adds temporaries.
             options = {"foreach": False}
-            if self.choice.name != "adagrad":
+            if self.choice.name not in ("adagrad", "lion", "sgd"):
                 options["capturable"] = self._params[0].device.type != "cpu"
-        decayed: list[Tensor] = []
-        undecayed: list[Tensor] = []
-        for param, segment in zip(self._params, self.segments, strict=True):
-            (decayed if segment.decays else undecayed).append(param)
-        optimizer = torch_optimizer(self.choice, decayed, undecayed, **options)
-        given = [self._initial_state(param) for param in self._params] if states is None else states
+        groups = (segment.group for segment in self.segments)
+        optimizer = torch_optimizer(self.choice, zip(self._params, groups, strict=True), **options)
+        given = (
+            [self._initial_state(one, n.group) for one, n in zip(self._params, self.segments, strict=True)]
+            if states is None
+            else states
+        )
         for param, state in zip(self._params, given, strict=True):
             optimizer.state[param] = dict(state)
         return optimizer
 
-    def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return what torch.optim makes in its first step, with the scalars where its kernels want them."""
+    def _initial_state(self, param: Tensor, group: int) -> dict[str, Tensor]:
+        """Return what torch.optim makes in its first step, with the scalars where its kernels want them.
+
+        Where torch starts momentum from the first gradient, that is what momentum x 0 + gradient gives.
+        """
         on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self.fused)
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
-        scalar = torch.zeros(
-            (), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device
-        )
-        match self.choice.name:
-            case "adamw" | "adam" | "radam" | "nadam":
-                names = ["exp_avg", "exp_avg_sq"]
-            case "adagrad":
-                names = ["sum"]
-            case "rmsprop":
-                names = ["square_avg"] + (["momentum_buffer"] if self.choice.momentum else [])
-            case "sgd":
-                # torch starts from the first gradient, which is what momentum x 0 + gradient gives.
-                return {"momentum_buffer": torch.zeros_like(param)} if self.choice.momentum else {}
-        state = {"step": scalar}
-        if self.choice.name == "nadam":
-            state["mu_product"] = torch.ones_like(scalar)
-        return state | {name: torch.zeros_like(param) for name in names}
+        device = "cpu" if on_cpu else param.device
+        lr = self.choice.settings(0)[group]["lr"]
+        first = {
+            "mu_product": 1.0, "mu": 1.0, "eta": lr, "step_size": lr, "sum": self.choice.initial_accumulator_value,
+        }  # fmt: skip
+        scalars = {
+            name: torch.full((), first.get(name, 0.0), dtype=torch.float64 if wide else torch.float32, device=device)
+            for name in self.choice.scalars
+        }
+        return scalars | {name: torch.full_like(param, first.get(name, 0.0)) for name in self.choice.state}
+
+    def _begin_momentum(self) -> None:
+        """Take back the dampening of the first step: in torch momentum begins with the whole gradient."""
+        assert self._optimizer is not None
+        for group in self._optimizer.param_groups:
+            share = group["dampening"] / (1 - group["dampening"])
+            for param in group["params"]:
+                state = self._optimizer.state[param]
+                momentum, factor = state["momentum_buffer"], (state["step"] == 0).to(param) * share
+                param.addcmul_(momentum, factor, value=-group["lr"])
+                momentum.mul_(1 + factor)
+                state["step"] += 1
 
     def _state(self, index: int) -> dict[str, Tensor]:
         assert self._optimizer is not None

@@ -17,7 +17,7 @@ from shardwise.initial.values import Values
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.compression import decode, decode_rows
-from shardwise.runtime.optimizer import FlatOptimizer
+from shardwise.runtime.optimizer import FlatOptimizer, Settings
 from shardwise.runtime.served_worker import as_bytes, parts_of
 from shardwise.runtime.staging import Part, Push
 from shardwise.runtime.tables import Rows
@@ -118,22 +118,23 @@ class ServedStore:
                    for part in push.parts if part.bucket not in self.changes]  # fmt: skip
         for part, values in decoded:
             self._gradient(part.bucket)[part.offset : part.offset + part.count].copy_(values)
-        lr = self.choice.learning_rate(self.version)
+        settings = self.choice.settings(self.version)
         if self.plan.serving.rate == "staleness":
-            lr /= 1 + max(0, self.version - push.commit.read)
+            late = max(0, self.version - push.commit.read)
+            settings = tuple({**one, "lr": one["lr"] / (1 + late)} for one in settings)
         kind = torch.float64 if self._is_double else torch.float32
         weight = None if push.commit.weight == 1 else torch.tensor(push.commit.weight, dtype=kind)
         for optimizer in self._optimizers:
-            optimizer.step(lr, weight)
+            optimizer.step(settings, weight)
         for index, memory in self.memory.items():
             if index not in self.changes:
                 memory.publish()
         self.version += 1
         for index, changes in self.changes.items():
-            self._update_rows(index, changes, [one for one in rows if one[0].bucket == index], lr, weight)
+            self._update_rows(index, changes, [one for one in rows if one[0].bucket == index], settings, weight)
 
     def _update_rows(
-        self, bucket: int, changes: Tensor, rows: Sequence[tuple[Part, tuple[Tensor, Tensor]]], lr: float,
+        self, bucket: int, changes: Tensor, rows: Sequence[tuple[Part, tuple[Tensor, Tensor]]], settings: Settings,
         weight: Tensor | None,
     ) -> None:  # fmt: skip
         """Update the rows of a table that have come, and note that they have changed."""
@@ -144,7 +145,7 @@ class ServedStore:
             here = numbers + part.offset // share.row
             changes[here] = self.version
             memory.table.add(here + share.start // share.row, values, -1)
-        memory.update_rows(lr, weight, TAKEN)
+        memory.update_rows(settings, weight, TAKEN)
         memory.table.clear()
 
     def _gradient(self, bucket: int) -> Tensor:

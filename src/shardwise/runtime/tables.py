@@ -19,7 +19,7 @@ from shardwise.core.flat import FlatShard
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.handles import Completed, Handle, Then
-from shardwise.runtime.optimizer import FlatOptimizer
+from shardwise.runtime.optimizer import FlatOptimizer, Settings, arrange
 from shardwise.units.trace import Bucket
 
 
@@ -146,28 +146,25 @@ class TableOptimizer(FlatOptimizer):
     """
 
     @torch.no_grad()
-    def step_rows(self, lr: float, rows: Rows, grad_scale: Tensor | None, skip: Tensor) -> None:
+    def step_rows(self, settings: Settings, rows: Rows, grad_scale: Tensor | None, skip: Tensor) -> None:
         """Update ``rows`` of the table by their gradient; the other arguments are those of :meth:`step`.
 
         The host looks at ``skip``, as it has waited for the number of rows before.
         """
         if not self.segments or bool(skip):
             return
-        width, (segment,) = rows.values.shape[1], self.segments
+        assert self._optimizer is not None
+        arrange(self._optimizer, settings)
+        width, (segment,), (group,) = rows.values.shape[1], self.segments, self._optimizer.param_groups
         at, state = rows.numbers - segment.start // width, self._state(0)
         change = rows.values if grad_scale is None else rows.values * grad_scale
         if self.choice.name == "adagrad":
             sums = state["sum"].view(-1, width)
             new = sums.index_select(0, at).addcmul_(change, change)
             sums.index_copy_(0, at, new)
-            change = change / new.sqrt_().add_(self._eps)
+            change = change / new.sqrt_().add_(group["eps"])
             state["step"] += 1
-        segment.param.view(-1, width).index_add_(0, at, change, alpha=-lr)
-
-    @property
-    def _eps(self) -> float:
-        assert self._optimizer is not None
-        return float(self._optimizer.param_groups[0]["eps"])
+        segment.param.view(-1, width).index_add_(0, at, change, alpha=-group["lr"])
 
 
 def _gather(

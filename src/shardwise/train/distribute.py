@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -27,7 +26,7 @@ from shardwise.parallel.local import refuse_islands
 from shardwise.parallel.tables import table_gradients
 from shardwise.train.habits import Watch
 from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
-from shardwise.train.optimizers import choice_of, numbers_of, rate_of
+from shardwise.train.optimizers import choice_of, fixed_numbers, settings_of
 from shardwise.train.own_loop import Steps
 from shardwise.train.shown import ShownGroup
 from shardwise.train.trainer import Trainer
@@ -57,8 +56,8 @@ def distribute(
     Args:
         model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see
         :class:`Trainer`).
-        optimizer: one of torch's, over all parameters of the model; its hyperparameters are read now, the learning rate
-            at every step, so that torch's schedules over it work.
+        optimizer: one of torch's, over all parameters of the model, in any groups; learning rates, betas and weight
+            decay are read at every step, so that torch's schedules over it work.
         plan: the division of the step; by default it is data parallel over all ranks.
         options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
     """
@@ -194,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, steps: Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
-        self._numbers = {} if theirs is None else numbers_of(theirs)
+        self._numbers = {} if theirs is None else fixed_numbers(theirs)
         self._loaded: Mapping[str, Any] | None = None  # a state for the next step
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -216,9 +215,9 @@ class Optimizer(torch.optim.Optimizer):
         return optimizer_state(steps.trainer.engine, theirs, steps.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take such a state, with its learning rate, before the next step."""
+        """Take such a state, with its hyperparameters, before the next step."""
         for group, given in zip(self._given("load_state_dict").param_groups, state_dict["param_groups"], strict=True):
-            group["lr"] = given["lr"]
+            group.update({key: value for key, value in given.items() if key != "params"})
         self._loaded = state_dict if state_dict["state"] else None
 
     def _prepare(self, trainer: Trainer) -> None:
@@ -227,13 +226,14 @@ class Optimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             load_optimizer_state(trainer.engine, self._theirs, self._steps.module, self._loaded)
             self._loaded = None
-        now = numbers_of(self._theirs)
-        changed = [key for key in now if now[key] != self._numbers.get(key)]
+        now = fixed_numbers(self._theirs)
+        changed = [key for key in {**now, **self._numbers} if now.get(key) != self._numbers.get(key)]
         if changed:
             raise ShardwiseError(
-                f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of torch's"
+                f"optimizer: {', '.join(changed)} changed after distribute(); legal: the same groups, whose lr, "
+                "betas, momentum and weight_decay may change"
             )
-        trainer.engine.optimizer = replace(trainer.engine.optimizer, lr=rate_of(self._theirs))
+        trainer.engine.settings = settings_of(self._theirs)
         note_step(self._theirs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

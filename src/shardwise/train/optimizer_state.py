@@ -58,6 +58,9 @@ def load_optimizer_state(
     values = {f"optimizer.{names[n]}.{key}": value for n, one in state["state"].items() for key, value in one.items()}
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
+            if piece.name not in values and piece.name.endswith(".step") and engine.optimizer.dampening:
+                piece.tensor.fill_(1)  # torch does not count the steps of such an optimizer
+                continue
             if piece.name not in values:
                 legal = "the state_dict() of the same optimizer over the same parameters, after a step"
                 raise ConfigError.on("optimizer.load_state_dict", f"{piece.name} is not there", legal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -9,84 +11,87 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, SAME_KIND
+from shardwise.core.parameter_groups import ParameterGroup
+from shardwise.runtime.optimizer import CLASSES, Settings
 
 HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that change no number
-SCHEDULED = (
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "swa_lr",
-    "lr",
-)  # what torch's schedules note there, and what they change
-NAMED = ("param_names", "name", "group_name")  # what only names a group, or its parameters
-CYCLED = ("max_momentum", "base_momentum")  # what those note that change momentum or betas as well
+KINDS = ("adamw", *(name for name in CLASSES if name != "adamw"))  # AdamW is a subclass of Adam
 
 
 def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
-    """Return what one of torch's optimizers computes.
+    """Return what one of torch's optimizers computes, or one of a subclass that changes no step of it.
 
     Raises :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
-    name = type(optimizer).__name__.lower()
-    if not type(optimizer).__module__.startswith("torch.optim") or name not in CHOICES["name"]:
-        legal = f"{', '.join(CHOICES['name'])} of torch.optim."
-        raise ConfigError.on("optimizer", f"{type(optimizer).__name__} is not legal", legal)
-    group, decay = _one_group(optimizer)
+    name = _name(optimizer)
     every = [p for one in optimizer.param_groups for p in one["params"]]
     given, own = {id(p) for p in every}, {id(p): p.requires_grad for p in model.parameters()}
     if not given <= own.keys() or any(learns and at not in given for at, learns in own.items()):
         raise ConfigError("optimizer: it must have the parameters of the model that require gradients, and no others.")
-    group["lr"] = float(group["lr"])
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
+    groups = [one for one in optimizer.param_groups if one["params"]]
+    numbers = [_numbers(name, one) for one in groups]
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group, other in zip(groups[1:], numbers[1:], strict=True):
+        if differ := [key for key in NOT_BY_GROUP if other.get(key) != numbers[0].get(key)]:
+            first = names[id(group["params"][0])]
+            wrong = f"{differ[0]} = {other[differ[0]]!r} in the group of {first}"
+            raise ConfigError.on("optimizer", wrong, f"{numbers[0][differ[0]]!r}, as in the first group")
+    different = [
+        ParameterGroup(tuple(names[id(p)] for p in group["params"]),
+                       tuple((key, value) for key, value in other.items() if key not in NOT_BY_GROUP))
+        for group, other in zip(groups[1:], numbers[1:], strict=True)
+    ]  # fmt: skip
+    return OptimizerChoice(name=name, decay="all", groups=tuple(different), **numbers[0])  # type: ignore[arg-type]
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of what an optimizer computes; AdamW is Adam with decoupled weight decay."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), None)
+    if name is None:
+        legal = f"{', '.join(CLASSES[one].__name__ for one in CLASSES)}, and subclasses of them."
+        raise ConfigError.on("optimizer", f"{kind.__name__} is not legal", legal)
+    for part in ("step", "_init_group"):
+        ours, theirs = (inspect.unwrap(getattr(one, part, None) or len) for one in (CLASSES[name], kind))
+        if ours is not theirs:
+            wrong = f"{kind.__name__} is not legal, whose {part} is not that of {CLASSES[name].__name__}"
+            raise ConfigError.on("optimizer", wrong, "a subclass that computes what its base computes")
+    if name not in ("adam", "adamw"):
+        return name
+    decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups if group["params"]}
+    if len(decoupled) > 1:
+        raise ConfigError.on("optimizer", "decoupled_weight_decay in some groups of parameters", "in all, or in none")
+    return "adamw" if decoupled == {True} else "adam"
+
+
+def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group that an :class:`OptimizerChoice` has."""
     known = {field.name for field in fields(OptimizerChoice)}
-    numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
-    for key in group.keys() - numbers.keys() - {*HOW, *SCHEDULED, *CYCLED}:
-        decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
-        if group[key] and not decoupled:
-            raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
-    return OptimizerChoice(name=name, decay=decay, **numbers)  # type: ignore[arg-type]
+    found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group and key in known}
+    return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
-def _one_group(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], str]:
-    """Return the hyperparameters of all groups, and which parameters decay: groups without weight decay have all
-    parameters of fewer than two dims, and no others, or there is no such group."""
-    groups = [{k: v for k, v in one.items() if k not in ("params", *NAMED)} for one in optimizer.param_groups]
-    alike = all({**one, "weight_decay": 0} == {**groups[0], "weight_decay": 0} for one in groups)
-    decays = [[bool(one["weight_decay"])] * len(one["params"]) for one in optimizer.param_groups]
-    flat = [p for one in optimizer.param_groups for p in one["params"]]
-    values = {one["weight_decay"] for one in groups}
-    if alike and len(values) == 1:
-        return groups[0], "all"
-    pairs = zip(flat, (d for one in decays for d in one), strict=True)
-    by_dims = all((p.dim() >= 2) == decay for p, decay in pairs)
-    if alike and by_dims and len(values - {0}) == 1:
-        return next(one for one in groups if one["weight_decay"]), "matrices"
-    wrong = f"{len(groups)} groups of parameters are not legal"
-    legal = "one, or a second one without weight decay, of the parameters of fewer than two dims (norms and biases)."
-    raise ConfigError.on("optimizer", wrong, legal)
-
-
-def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the hyperparameters of all groups but for the learning rate; raise :class:`ConfigError` if a schedule
-    changes them."""
-    found: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        if any(key in group for key in CYCLED):
-            wrong, legal = (
-                "a schedule that changes momentum or betas is not legal",
-                "one that changes lr alone, such as",
-            )
-            raise ConfigError.on("optimizer", wrong, f"{legal} OneCycleLR(cycle_momentum=False).")
+def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a loop may not change of an optimizer once it is captured: what state there is, and which parameters
+    are in which group."""
+    name, found = _name(optimizer), dict[str, Any]()
+    for number, group in enumerate(_filled(optimizer)):
         place = f" of group {number}" if number else ""
-        skipped = ("params", *HOW, *SCHEDULED, *NAMED)
-        found |= {f"{key}{place}": value for key, value in group.items() if key not in skipped}
+        numbers = _numbers(name, group)
+        found |= {f"{key}{place}": numbers[key] for key in NOT_BY_GROUP if key in numbers}
+        found |= {f"{key}{place}": bool(numbers[key]) for key in SAME_KIND if key in numbers}
+        found[f"the parameters{place}"] = [id(p) for p in group["params"]]
     return found
 
 
-def rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate; raise :class:`ConfigError` where groups have different ones."""
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    if len(rates) > 1:
-        raise ConfigError.on("optimizer", f"learning rates {sorted(rates)} of its groups", "one for all groups.")
-    return rates.pop()
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the hyperparameters of the groups as they are now, for the next step of a :func:`choice_of` it."""
+    name = _name(optimizer)
+    return tuple(numbers for group in _filled(optimizer) for numbers in [_numbers(name, group)] * 2)
+
+
+def _filled(optimizer: torch.optim.Optimizer) -> Iterable[dict[str, Any]]:
+    return (group for group in optimizer.param_groups if group["params"])

@@ -13,15 +13,15 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS, batch_axes, held_range, placement
-from shardwise.units.trace import DECAY, Bucket, Trace, part_of_batch
+from shardwise.units.trace import Bucket, Trace, part_of_batch
 
 
 class Span(NamedTuple):
-    """A range of a bucket, in elements; either all of these have weight decay or none has."""
+    """A range of a bucket, in elements, all of which have the hyperparameters of one group."""
 
     start: int
     stop: int
-    decays: bool
+    group: int
 
     @property
     def numel(self) -> int:
@@ -68,11 +68,9 @@ class Share:
         updates: tuple[Updated, ...] = ()
         if bucket.learns and per_parameter:
             ranges = entry_ranges(layout, held.start, held.stop)
-            updates = tuple(Updated((Span(a, b, choice.decays(e.name, e.shape)),), e.name) for e, a, b in ranges)
+            updates = tuple(Updated((Span(a, b, choice.group_of(e.name, e.shape)),), e.name) for e, a, b in ranges)
         elif bucket.learns:
-            updates = (
-                Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),
-            )
+            updates = (Updated(tuple(Span(start, stop, group) for group, start, stop in held.segments(layout))),)
         return Share(layout, rule, held, updates, (rule.state if bucket.learns else rule.rest) != "R", bucket.table)
 
 

@@ -31,8 +31,6 @@ from shardwise.units.batch_sums import BatchSums
 from shardwise.units.exchanges import Merge
 from shardwise.units.segments import Moves
 
-DECAY = "decay"
-"""The name of the group of parameters with weight decay in a flat buffer."""
 INPUTS_OF = "inputs of "
 """The name of a unit of inputs that one other unit reads begins so, and goes on with the name of that one."""
 
@@ -125,12 +123,12 @@ class Bucket:
         return GRADIENT_DTYPE.get(self.dtype, self.dtype)
 
     def layout(self, choice: OptimizerChoice, mesh: Mesh, rank: int) -> FlatBuffer:
-        """Return the flat buffer of the parts of the parameters that ``rank`` has; those with weight decay come first.
+        """Return the flat buffer of the parts of the parameters that ``rank`` has; ordered by their groups.
 
         It is padded so that it can be cut into equal ranges over ``dp``, which have whole rows of a table. Ranks that
         differ only in axes that do not shard the bucket have the same layout.
         """
-        groups = [DECAY if self.learns and choice.decays(p.name, p.shape) else "plain" for p in self.parameters]
+        groups = [choice.group_of(p.name, p.shape) if self.learns else 0 for p in self.parameters]
         items = [(p.name, p.local_shape(mesh, rank), group) for p, group in zip(self.parameters, groups, strict=True)]
         align = math.lcm(ALIGN, self.width * self.dtype.itemsize) if self.table else ALIGN
         return FlatBuffer.pack(items, mesh.axis_size(SHARDS), self.dtype.itemsize, align)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.capture.wrapped import rows_in
 from shardwise.core.layout import shard_range
 from shardwise.core.local_options import LocalOptions
-from shardwise.verify.oracle import Oracle, OracleStep, on_host
+from shardwise.verify.oracle import Oracle, OracleStep, Settings, on_host
 
 Fields = Mapping[str, Tensor]
 
@@ -42,7 +42,7 @@ class Islands:
     def repeatable(self) -> bool:
         return all(oracle.repeatable for oracle in self.oracles)
 
-    def step(self, batch: Fields, lr: float) -> list[OracleStep]:
+    def step(self, batch: Fields, given: float | Settings | None = None) -> list[OracleStep]:
         """Let each island take a step on its rows of ``batch``, and return what each has after it."""
         streams, steps = self.options.fragments > 1, self.options.steps
         before = self._step % steps if steps else -1
@@ -54,7 +54,7 @@ class Islands:
         ]
         old = self._differences(meeting) if streams else {}
         found = [
-            oracle.step(part, lr) for oracle, part in zip(self.oracles, self.parts(batch), strict=True)
+            oracle.step(part, given) for oracle, part in zip(self.oracles, self.parts(batch), strict=True)
         ]  # fmt: skip
         for name, difference in (old or self._differences(meeting)).items():
             self._meet(name, difference, self.options.mix if streams else 0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
+from shardwise.runtime.lion import Lion
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
@@ -38,6 +39,7 @@ from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_no
 from shardwise.verify.promote import Promote64
 
 Fields = Mapping[str, Tensor]
+Settings = Sequence[Mapping[str, Any]]
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """This makes an optimizer from parameter groups, as :mod:`torch.optim` takes them."""
 
@@ -86,9 +88,9 @@ class Oracle:
     :mod:`shardwise.capture.keyed_calls` says which calls count.  Others are refused by name.  ``drawing(step)`` stands
     for the step where several runs must draw different numbers.
 
-    ``optimizer`` makes the optimizer from parameter groups: first those for which ``decays(name, shape)`` holds, then
-    the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it, parameters
-    stay as they are.
+    ``optimizer`` makes the optimizer from parameter groups: one for each number that ``group_of(name, shape)`` gives,
+    those of odd numbers (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it,
+    parameters stay as they are.
 
     ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
     ``loss_fn`` make, and those of the host that they hold, go there too.
@@ -105,7 +107,7 @@ class Oracle:
         precision: Precision = "fp64",
         seed: int = 0,
         clip_norm: float | None = None,
-        decays: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) >= 2,
+        group_of: Callable[[str, tuple[int, ...]], int] = lambda name, shape: len(shape) < 2,
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
         device: torch.device | None = None,
@@ -125,7 +127,7 @@ class Oracle:
         self._hooks_last = microbatches > 1 or loss_scale != 1 or precision in LOW_PRECISIONS
         if not self._hooks_last:
             self._register_hooks()
-        self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
+        self.optimizer = optimizer(_groups(self.masters, group_of)) if optimizer is not None else None
         self.version = version
         self._history = [] if version is None else [self.parameters()]  # after each update
         self._random, self._drawing = KeyedRandom(seed), drawing
@@ -133,8 +135,9 @@ class Oracle:
         self._norms, self.parts = BatchNormInParts(), parts
         self._probed = False
 
-    def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch``, tensors with the global batch's rows in dim 0, at learning rate ``lr`` if given."""
+    def step(self, batch: Fields, given: float | Settings | None = None) -> OracleStep:
+        """Train on ``batch``, tensors with the global batch's rows in dim 0; ``given`` is the learning rate, or the
+        hyperparameters of each group by its number, if they change."""
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)
@@ -147,7 +150,7 @@ class Oracle:
         if self.optimizer is not None:
             if self.version is not None:
                 self._show(self._history[-1])
-            self._update(lr)
+            self._update(given)
         if self.version is not None:
             self._history.append(self.parameters())
         self.step_index += 1
@@ -316,12 +319,13 @@ class Oracle:
                 master.grad = p.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
                 p.grad = None
 
-    def _update(self, lr: float | None) -> None:
+    def _update(self, given: float | Settings | None) -> None:
         assert self.optimizer is not None
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] if lr is None else lr
+            if given is not None:
+                group.update({"lr": given} if isinstance(given, float | int) else given[group["number"]])
         self.optimizer.step()
         with torch.no_grad():
             for name, p in self.module.named_parameters():
@@ -341,14 +345,12 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
     classes: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
         "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
-        "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+        "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
+        "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD, "rprop": torch.optim.Rprop, "lion": Lion,
     }  # fmt: skip
     make = classes[choice.name]
-    legal = inspect.signature(make).parameters
-    options = {
-        k: getattr(choice, k) for k in ("lr", "betas", "momentum", "nesterov", "alpha", "momentum_decay") if k in legal
-    }
-    options |= {k: v for k in ("eps", "weight_decay") if (v := getattr(choice, k)) is not None and k in legal}
+    legal = [name for name in inspect.signature(make).parameters if name not in ("params", "foreach")]
+    options = {name: value for name in legal if (value := getattr(choice, name, None)) is not None}
     return lambda groups: make(groups, foreach=False, **options)
 
 
@@ -377,13 +379,17 @@ def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
     return found
 
 
-def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:
-    """Return the parameter groups: one with the optimizer's weight decay, and one without."""
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    decayed = [p for name, p in trained.items() if decays(name, tuple(p.shape))]
-    others = [p for name, p in trained.items() if not decays(name, tuple(p.shape))]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _groups(parameters: Mapping[str, Tensor], group_of: Callable[[str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
+    """Return the parameter groups with their numbers; those of odd numbers have no weight decay."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, p in parameters.items():
+        if p.requires_grad:
+            number = int(group_of(name, tuple(p.shape)))
+            found.setdefault(number, {"params": [], "number": number})["params"].append(p)
+    for number, group in found.items():
+        if number % 2:
+            group["weight_decay"] = 0.0
+    return [found[number] for number in sorted(found)]
 
 
 def _rows(fields: Fields) -> int:

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,12 +85,10 @@ class _Server:
     ) -> None:
         self.slices, self.choice, self.applied, self.next = slices, choice, applied, 0
         self.own = [values[s.name].reshape(-1)[s.start : s.stop].clone().requires_grad_() for s in slices]
-        decays = [choice.decays(s.name, tuple(values[s.name].shape)) for s in slices]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p, decay in zip(self.own, decays, strict=True) if decay]},
-            {"params": [p for p, decay in zip(self.own, decays, strict=True) if not decay], "weight_decay": 0.0},
-        ]
-        self.optimizer = plain_optimizer(choice)([group for group in groups if group["params"]])
+        groups: dict[int, list[Tensor]] = {}
+        for one, p in zip(slices, self.own, strict=True):
+            groups.setdefault(choice.group_of(one.name, tuple(values[one.name].shape)), []).append(p)
+        self.optimizer = plain_optimizer(choice)([{"params": each, "number": n} for n, each in groups.items()])
         self.history = [[p.detach().clone() for p in self.own]]
 
     def apply(
@@ -99,9 +97,10 @@ class _Server:
         """Take the step of a push; return how stale it was.  ``received`` gives what a server receives of a worker's
         gradients, if they are compressed."""
         stale = one.version - 1 - one.read
-        lr = self.choice.learning_rate(one.version - 1) / (1 + stale if by_staleness else 1)
+        settings = self.choice.settings(one.version - 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group.update(settings[group["number"]])
+            group["lr"] /= 1 + stale if by_staleness else 1
         flat = {part.bucket: self.own[0].detach().new_zeros(part.size) for part in self.slices}
         for part in self.slices:
             whole = gradients.get(part.name)  # none of a parameter that the batch's loss does not depend on

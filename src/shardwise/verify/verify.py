@@ -123,6 +123,7 @@ def verify(
     """
     start = time.perf_counter()
     optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
+    optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
@@ -143,7 +144,7 @@ def verify(
         plain_optimizer(optimizer),
         seed=seed,
         clip_norm=clip_norm,
-        decays=optimizer.decays,
+        group_of=optimizer.group_of,
         version=versions(compiled, len(batches), pieces.microbatches) if exact.asynchronous else None,
         device=device,
         microbatches=pieces.microbatches,
@@ -357,7 +358,7 @@ def _trained(oracle: Islands, batches: Batches, optimizer: OptimizerChoice) -> l
     """Return the steps of one device on the batches, of each island."""
     for one in oracle.oracles:
         in_training(one)
-    every = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+    every = [oracle.step(batch, optimizer.settings(i)) for i, batch in enumerate(batches)]
     return [list(steps) for steps in zip(*every, strict=True)]
 
 

@@ -3,7 +3,9 @@
 # ruff: noqa: RUF009 - each call of `key` makes a new field
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.core import optim
 from shardwise.core.optim import OptimizerName, Schedule
@@ -14,12 +16,26 @@ from ..rules import (
     key,
     number,
     pair,
+    some_keys,
+    switch,
+    texts,
+)  # fmt: skip
+
+OF_GROUPS = {
+    "lr": number(0), "weight_decay": number(0), "betas": pair(number(0, below=1)), "eps": number(0),
+    "momentum": number(0, below=1),
+}  # fmt: skip
+"""What a group of parameters may have of its own."""
+
+GROUPS = some_keys(
+    f"a list of tables, each with match, and any of {', '.join(OF_GROUPS)}",
+    {"match": texts("a name of parameters, or a pattern of names")}, OF_GROUPS,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: norms and biases have no weight decay."""
+    """``[optimizer]``: norms and biases have no weight decay, unless a group says so."""
 
     name: OptimizerName = key(
         choice(*optim.CHOICES["name"]),
@@ -34,16 +50,53 @@ class OptimizerConfig:
     betas: tuple[float, float] | None = key(
         pair(number(0, below=1)),
         does=(
-            "for adamw, adam, nadam and radam: how much of the averages of gradients and of their squares"
+            "for adamw, adam, nadam, radam, adamax and lion: how much of the averages of gradients and of their squares"
             " each step keeps"
         ),
-        otherwise="`[0.9, 0.95]`",
+        otherwise="`[0.9, 0.95]`, with lion `[0.9, 0.99]`",
         legal="two numbers from 0 to below 1",
     )
-    weight_decay: float = key(
+    weight_decay: float | None = key(
         number(0),
         does="the weight decay of all parameters but norms and biases",
-        otherwise="0.1 with adamw, else 0",
+        otherwise="0.1 with adamw, else 0; rprop has none",
+    )
+    eps: float | None = key(
+        number(0),
+        does="what is added to the divisor of an update",
+        otherwise="that of torch",
+        legal="0 or more, with an optimizer that has it",
+    )
+    momentum: float | None = key(
+        number(0, below=1),
+        does="for sgd and rmsprop: how much of its last move a parameter repeats",
+        otherwise="0",
+        legal="from 0 to below 1",
+    )
+    nesterov: bool | None = key(
+        switch(),
+        does="for sgd with `momentum`: whether that is Nesterov's",
+        otherwise="`false`",
+    )
+    amsgrad: bool | None = key(
+        switch(),
+        does="for adamw and adam: whether an update is divided by the largest average of squares so far",
+        otherwise="`false`",
+    )
+    groups: tuple[Mapping[str, Any], ...] | None = key(
+        GROUPS,
+        does="parameters that have hyperparameters of their own; the first group that matches a name has it",
+        otherwise="none",
+        legal=(
+            'tables such as `{match = ["head.*"], lr = 0.01, weight_decay = 0.0}`, with '
+            + ", ".join(f"`{name}`" for name in OF_GROUPS)
+        ),
+    )
+    layer_decay: float | None = key(
+        number(0, most=1, open_=True),
+        does="what learning rates are multiplied by for each layer that lies above a parameter, as in BEiT",
+        otherwise="no such factor",
+        legal="above 0 and at most 1",
     )
     schedule: Schedule = key(
         choice(*optim.CHOICES["schedule"]),

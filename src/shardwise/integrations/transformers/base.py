@@ -6,7 +6,6 @@ import atexit
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +85,7 @@ class Base(Trainer):
 
     def _capture(self, dataset: Any, choice: OptimizerChoice) -> ShardedTrainer:
         """Return shardwise's trainer with this optimizer, made from ``model`` where there is none."""
-        if self._sharded is not None and (choice is IDLE or replace(choice, lr=self._choice.lr) == self._choice):
+        if self._sharded is not None and (choice is IDLE or choice.without_rates() == self._choice.without_rates()):
             return self._sharded
         self.close()
         legal = "tensors; remove_unused_columns keeps only what forward names"

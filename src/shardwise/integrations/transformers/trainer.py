@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, sort_checkpoints, speed_metrics
 
 from shardwise.capture.capture import rows_in
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch
 from shardwise.graph.torch_private import note_step
+from shardwise.train.optimizers import choice_of, settings_of
 
 from ..collated import RankBatches
 from .checkpoints import STATE, Saving
-from .choices import choice_of_groups
 
 
 class ShardwiseTrainer(Saving):
@@ -56,7 +55,7 @@ class ShardwiseTrainer(Saving):
         self.is_in_train = True
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._capture(self.train_dataset, choice_of_groups(self.create_optimizer(), self.model))
+        self._capture(self.train_dataset, choice_of(self.create_optimizer(), self.model))
         batches = self.get_train_dataloader()
         updates, epochs, steps = self._lengths(batches)
         example = dict(self.sharded.compiled.example)
@@ -148,11 +147,7 @@ class ShardwiseTrainer(Saving):
 
     def _take(self, batch: Batch) -> None:
         """Take a step; the host waits for nothing."""
-        rates = {float(group["lr"]) for group in self.optimizer.param_groups if group["params"]}
-        if len(rates) != 1:
-            raise ShardwiseError(f"optimizer: groups with the learning rates {sorted(rates)}; legal: one for all")
-        engine = self.sharded.engine
-        engine.optimizer = replace(engine.optimizer, lr=rates.pop())
+        self.sharded.engine.settings = settings_of(self.optimizer)
         note_step(self.optimizer)
         self._result, self._ahead = self.sharded.step(batch), True
         loss = self._result.loss.detach()
