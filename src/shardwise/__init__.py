@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.optim import OptimizerChoice
+    from shardwise.core.parameter_groups import ParameterGroup
     from shardwise.core.plan import Plan
     from shardwise.initial.initial import record
     from shardwise.initial.values import Values
@@ -23,14 +24,15 @@ _HOMES = {
     "LossScaleError": "shardwise.train.trainer",
     "NonFiniteError": "shardwise.train.trainer",
     "OptimizerChoice": "shardwise.core.optim",
+    "ParameterGroup": "shardwise.core.parameter_groups",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.train.trainer",
     "Values": "shardwise.initial.values",
     "record": "shardwise.initial.initial",
 }
 __all__ = [
-    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer",
-    "Values", "record",
+    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "ParameterGroup",
+    "Plan", "Trainer", "Values", "record",
 ]  # fmt: skip
 
 

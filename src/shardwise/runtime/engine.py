@@ -400,7 +400,9 @@ class Engine:
         before = None if scale is None else {name: value.clone() for name, value in scale.state_dict().items()}
         self.interpreter.inspect = inspect
         try:
-            self.interpreter.run(traces, program, StepInput(fields, rows, self._drawing(step), ()))
+            self.interpreter.run(
+                traces, program, StepInput(fields, rows, self._drawing(step), self.optimizer.settings(step))
+            )
         finally:
             self.interpreter.inspect = None
         if scale is not None and before is not None:

@@ -53,7 +53,7 @@ def _pair(name: str, value: Any, context: Context) -> Answer:
 def _eps(name: str, value: Any, context: Context) -> Answer:
     if checked(name, value) == 1e-8:
         return Answer("always", "torch's default")
-    return Answer("none", "a config has torch's default; in Python OptimizerChoice(eps=...)")
+    return Answer("key", "", {"optimizer.eps": checked(name, value)})
 
 
 def _warm(name: str, value: Any, context: Context) -> Answer:
@@ -155,6 +155,9 @@ RULES: Mapping[str, Rule] = {
     "optimizer.params.weight_decay": number("optimizer.weight_decay", "norms and biases have none"),
     "optimizer.params.torch_adam": always("optimizers are torch's"),
     "optimizer.params.adam_w_mode": always("it decides on optimizer.name"),
+    "optimizer.params.momentum": number("optimizer.momentum"),
+    "optimizer.params.nesterov": switch(key(optimizer_nesterov=True)),
+    "optimizer.params.amsgrad": switch(key(optimizer_amsgrad=True)),
     "optimizer.params.*": none("a config has torch's default; in Python OptimizerChoice(...) has further options"),
     "scheduler.type": by_value({
         "WarmupLR": key("a linear warm-up", optimizer_schedule="constant"),
