@@ -59,7 +59,7 @@ def check(name: str, plan: Plan, choice: OptimizerChoice) -> Any:
     return verify(one.module, [make(rows) for rows in (9, 8, 7)], plan, loss=loss, optimizer=choice, captured=one)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("choice", "plan"), list(covering(list(itertools.product(CHOICES, PLANS)))))
 def test_every_optimizer(choice: str, plan: str) -> None:
     report = check("mlp" if CHOICES[choice].name in SIGNS else "gpt", PLANS[plan], CHOICES[choice])
@@ -77,7 +77,7 @@ def grouped(name: str) -> OptimizerChoice:
     return choice_of(name, groups=groups, schedule="cosine", warmup_steps=2, total_steps=5)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 def test_groups(plan: str, by_layer: bool) -> None:
