@@ -89,6 +89,7 @@ def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -
     assert f"left  {' ' * 4}" in shown.stdout or "left" in found
 
 
+@pytest.mark.slow
 def test_json(tmp_path: Path) -> None:
     picture = tmp_path / "m.svg"
     shown = call(

@@ -110,6 +110,7 @@ def chosen(
     return forecast(load_anywhere(None, [*given, *more]), Device("a device", kind, budget, budget))
 
 
+@pytest.mark.slow
 def test_a_gpu_gathers_as_far_ahead_as_hides_it_and_fits(monkeypatch: pytest.MonkeyPatch, sharded: list[str]) -> None:
     found = chosen(monkeypatch, sharded)
     best = found.plan.data.prefetch

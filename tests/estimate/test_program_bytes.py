@@ -394,6 +394,7 @@ def held_by_the_last_stage(microbatches: int) -> int:
     return found.peak[Category.ACTIVATIONS] - found.persistent[Buffer("batch")]
 
 
+@pytest.mark.slow
 def test_a_stage_does_not_hold_what_others_have_received(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients that a stage has sent end while the step goes on: however many microbatches there are, as many are
     held.

@@ -49,6 +49,7 @@ def test_what_is_pushed_and_pulled(ranks: int, servers: int, pp: int) -> None:
         assert {Op.PUSH, Op.PULL} <= kinds and Op.GATHER not in kinds
 
 
+@pytest.mark.slow
 def test_the_server_holds_most() -> None:
     """Rank 0 alone has Adam's state, though the last rank has more rows."""
     one, batch = subject(2, 1)

@@ -204,7 +204,7 @@ def elements(several: Sequence[Traffic], tp: int) -> float:
     return sum(one.ring(tp) for one in several) / 4  # fp32
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -310,6 +310,7 @@ def test_unknown_names() -> None:
         result.materialise("wieght", 0, "cpu")
 
 
+@pytest.mark.slow
 def test_a_large_model_takes_no_memory() -> None:
     sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     before = psutil.Process().memory_info().rss

@@ -180,7 +180,7 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name", [*SMALL, *(pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in zoo.NAMES)]
@@ -310,6 +310,7 @@ def test_values_of_one_module_for_another() -> None:
     assert same(mine, theirs)
 
 
+@pytest.mark.slow
 def test_several_ranks_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """They replay one after another: a replay may set torch's default dtype, which belongs to the process."""
     model = make("own convnet")

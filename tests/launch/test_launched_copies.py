@@ -59,7 +59,7 @@ def test_copies_are_an_error(tmp_path: Path, end: str) -> None:
     assert "shardwise.distribute(model, optimizer)" in found.stderr and "--ranks 1" in found.stderr
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [DISTRIBUTED, SHARDED, BY_HAND])
 def test_ranks_that_know_of_each_other(tmp_path: Path, script: str) -> None:
     found = launched(tmp_path, script)
@@ -73,6 +73,7 @@ def test_ranks_that_start_others_are_left_alone(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_is_no_copy(tmp_path: Path) -> None:
     assert launched(tmp_path, PLAIN, ranks=1).returncode == 0
 

@@ -35,6 +35,7 @@ def test_it_has_what_was_there_when_it_began(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 def test_what_writes_it_has_none_of_the_sockets(tmp_path: Path) -> None:
     """Else the port of a server that is lost would be taken while its snapshot is written."""
     listening = socket.create_server(("127.0.0.1", 0))

@@ -148,7 +148,7 @@ def test_products_that_are_not_tried_have_kernels() -> None:
     assert {op.__name__ for op in ops} == named(fp16_check.PRODUCTS)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "conv"])
 def test_ordinary_models_have_all_kernels(name: str) -> None:
     torch.manual_seed(0)

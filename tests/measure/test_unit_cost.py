@@ -244,7 +244,7 @@ def test_flops_of_a_gpt() -> None:
     assert fused.input_flops == ours[1].input_flops + 2 * b * s * s * h
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", ["1d", "1d-sp"])
 def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None:
@@ -371,6 +371,7 @@ def test_sizes_that_depend_on_data_count_at_their_most(
         assert unit.forward_flops == 2 * 6 * 4 * own + 2 * 4 * 4 * (rows if whole else own)
 
 
+@pytest.mark.slow
 def test_a_table_without_attention_is_wrong_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = traced("gpt", "bf16")
     before = cost(found, 6)

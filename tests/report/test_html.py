@@ -290,6 +290,7 @@ def test_charts_are_svg_that_has_every_value(tmp_path: Path) -> None:
     assert pixels and min(pixels) >= 0 and max(pixels) <= 420
 
 
+@pytest.mark.slow
 def test_long_runs_stay_small(tmp_path: Path) -> None:
     folder = write_metrics(tmp_path, noisy(20_000))
     text = page(gathered(folder))

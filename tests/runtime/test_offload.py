@@ -64,6 +64,7 @@ def test_the_host_takes_the_same_step(dp: int, zero: int, precision: Any) -> Non
     assert_same(run(plan.replace(offload="optimizer")), run(plan))
 
 
+@pytest.mark.slow
 def test_masters_and_state_are_on_the_host_alone() -> None:
     """The gradient that the optimizer takes is a copy there, and so are its parameters."""
     module = GPT(vocabulary=23, width=18, layers=1, heads=3, context=8)

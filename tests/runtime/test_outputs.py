@@ -205,6 +205,7 @@ class Apart(Tagger):
         return SimpleNamespace(loss=found.loss, own=self.head(self.embed(input_ids)[:, 0]))
 
 
+@pytest.mark.slow
 def test_outputs_that_need_parameters_of_another_stage() -> None:
     _, batch = subject("tagger")
     plan, given = PLANS["pp"], {"input_ids": batch["input_ids"]}

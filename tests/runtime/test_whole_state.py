@@ -57,7 +57,7 @@ def compiled(plan: Plan, layers: int = 2, model: type[GPT] | type[Llama] = GPT) 
     return Compiled(module, plan, {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(9)
 @pytest.mark.parametrize("chunk", [collect.CHUNK, 4000])
 @pytest.mark.parametrize("name", PLANS)
@@ -158,6 +158,7 @@ def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
         assert taken == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_one_that_cannot_write_a_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=24, layers=2, heads=6, context=8)

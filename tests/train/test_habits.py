@@ -258,6 +258,7 @@ def test_each_habit_within_a_step(name: str, step: int, where: str, kind: str) -
     assert not (gradients and where == "backward") or "gradients" in found
 
 
+@pytest.mark.slow
 def test_around_the_step() -> None:
     assert "torch.autocast" in same_or_raised([], autocast=1)
     assert "gradients of the last step are still there" in same_or_raised([], no_zero=0)

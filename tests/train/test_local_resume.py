@@ -67,6 +67,7 @@ def test_after_an_outer_step_islands_are_one(tmp_path: Path) -> None:
     assert all(torch.equal(saved[f"outer.{n[6:]}.base"], saved[n]) for n in names if f"outer.{n[6:]}.base" in saved)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_islands(tmp_path: Path) -> None:
     """One model becomes islands, these become three, and then one again: the first island's state goes on."""
     one = trained(tmp_path, data_parallel(BASE, 2, 1), 2).saved

@@ -201,6 +201,7 @@ def test_checkpoints_go_from_pipeline_to_pipeline(tmp_path: Path, before: int, a
     assert worst(state, truth) <= 1e-12
 
 
+@pytest.mark.slow
 def test_buffers_are_those_of_the_stage_that_writes_them(tmp_path: Path) -> None:
     truth, _ = run(tmp_path / "whole", 1, STEPS, model="chain")
     run(tmp_path / "parts", 2, 3, model="chain", pp=3)

@@ -156,7 +156,7 @@ def test_a_loss_that_is_another_in_training() -> None:
     right_on_one_or_refused(PenaltyInTraining(LOSSES["a mean over rows"][0]), batch())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [True, False])
 def test_random_numbers_of_each_row_or_of_all(rows: bool) -> None:
     """A part of the trial's batch draws what its rows draw in the whole."""

@@ -282,7 +282,7 @@ def narrow(width: int) -> tuple[Compiled, list[dict[str, Tensor]]]:
     return Compiled(module.train(), ALONE, zoo.tokens(words=24), None), [zoo.tokens(words=24)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ep"), [("1d", 1), ("1d-sp", 1), ("1d", 2)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])

@@ -199,7 +199,7 @@ def model(choice: random.Random) -> Model:
     return Model(terms, choice.random() < 0.2, choice.choice(["added", "stacked"]))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(10)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_random_loss(seed: int) -> None:

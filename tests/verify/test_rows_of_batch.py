@@ -93,7 +93,7 @@ def test_several_steps_with_adam_and_batches_of_other_sizes() -> None:
         assert report.passed, (name, report.worst[:3])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_low_precision(precision: Any) -> None:
     one = subject("covariance")

@@ -69,6 +69,7 @@ def test_optimizers(optimizer: Any) -> None:
     check("gpt", asynchronous_server(Plan.of(), "async", 2, 3), choice, clip=None)
 
 
+@pytest.mark.slow
 def test_rates_by_staleness_and_seldom_pulls() -> None:
     found = check("gpt", asynchronous_server(Plan.of(), "async", 2, 3, rate="staleness", pull_every=2), batches=12)
     assert max(found.staleness) >= 1
@@ -88,6 +89,7 @@ def test_what_is_pushed_may_be_compressed(push: Any) -> None:
     check("gpt", plan, OptimizerChoice("sgd", lr=1e-2), batches=10)
 
 
+@pytest.mark.slow
 def test_the_strictest_bound_is_bulk_synchronous() -> None:
     """With staleness 0 nobody begins a batch before all have pushed as many."""
     found = check("gpt", asynchronous_server(Plan.of(), "stale", 1, 3, staleness=0), batches=12)

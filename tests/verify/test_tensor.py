@@ -135,7 +135,7 @@ POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight
 """Tables that are looked up by what does not follow from the batch."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "tp"), KINDS)
 @pytest.mark.parametrize(("vocabulary", "width", "heads", "context"), [(16, 16, 8, 16), (64, 18, 9, 4), (23, 7, 7, 5)])

@@ -60,6 +60,7 @@ def test_every_solved_plan(name: str, kind: str, tp: int, rates: Rates) -> None:
     solved(name, kind, tp, rates)
 
 
+@pytest.mark.slow
 def test_beside_data_parallelism() -> None:
     solved("own gpt", "1d", 2, FAST, dp=2, zero=2)
 
