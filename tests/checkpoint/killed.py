@@ -70,7 +70,7 @@ def main(folder: Path, kills: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         step = look(folder, step)
-        leftovers += any(path.name.endswith(".part") for path in folder.iterdir())
+        leftovers += any(folder.glob("*.part"))  # there may be no folder yet
     print(f"kills: {kills}\nsteps: {step}\nleftovers: {leftovers}")
 
 
