@@ -40,6 +40,21 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(6, 4, generator=generator), "y": torch.randn(6, 1, generator=generator)}
 
 
+def trained(
+    model: Any, optimizer: Any, steps: int, after: Callable[[], object] = lambda: None, begin: int = 0
+) -> list[float]:
+    """The losses of some steps of a loop; ``after`` is called behind each."""
+    losses = []
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        after()
+        losses.append(loss.item())
+    return losses
+
+
 class Renamed(torch.optim.AdamW):
     """It computes what its base does."""
 
@@ -73,21 +88,11 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_loop_gives_the_same_numbers(name: str) -> None:
-    def run(model: Any, optimizer: Any) -> list[float]:
-        losses = []
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = model(**batch(step))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
     plain, ours = net(), net()
-    expected = run(plain, OPTIMIZERS[name](plain.parameters()))
+    expected = trained(plain, OPTIMIZERS[name](plain.parameters()), 8)
     plan = Plan.of(Mesh.of(dp=1), microbatches=2)
     model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()), plan)
-    assert run(model, optimizer) == pytest.approx(expected, rel=2e-5)
+    assert trained(model, optimizer, 8) == pytest.approx(expected, rel=2e-5)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-4, atol=1e-6)
 
@@ -149,19 +154,13 @@ def test_a_schedule_of_torch(name: str, after: bool) -> None:
     """Made before or ``after`` distribute()."""
     plain, ours = net(), net()
     ours.load_state_dict(plain.state_dict())
-    losses: list[list[float]] = [[], []]
+    losses = []
     for index, module in enumerate((plain, ours)):
         theirs = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
         schedule = None if after else SCHEDULES[name](theirs)
         model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
         schedule = schedule or SCHEDULES[name](theirs)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = model(**batch(step))
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses[index].append(loss.item())
+        losses.append(trained(model, optimizer, 4, schedule.step))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -175,18 +174,12 @@ CYCLES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", CYCLES)
 def test_a_schedule_that_changes_momentum(name: str) -> None:
     """OneCycleLR changes momentum, or betas, at every step."""
-    losses: list[list[float]] = [[], []]
+    losses = []
     for index, module in enumerate((net(), net())):
         theirs = CYCLES[name](module)
         schedule = rates.OneCycleLR(theirs, 0.2, total_steps=8)
         model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
-        for step in range(7):
-            optimizer.zero_grad()
-            loss = model(**batch(step))
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses[index].append(loss.item())
+        losses.append(trained(model, optimizer, 7, schedule.step))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -204,21 +197,16 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 def test_groups_of_parameters(after: bool) -> None:
     """Each with its own rate, momentum and weight decay, each of which a loop may change."""
     found: list[dict[str, Tensor]] = []
-    losses: list[list[float]] = [[], []]
+    losses: list[list[float]] = []
     for index, module in enumerate((net(), net())):
         theirs = torch.optim.SGD(groups_of(module), lr=0.1, momentum=0.9)
         model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
         schedule = rates.LambdaLR(theirs, [lambda s: 1 / (s + 1), lambda s: 1, lambda s: 0.5**s, lambda s: s / 3])
-        for step in range(5):
-            if after and step == 3:
-                theirs.param_groups[0]["weight_decay"] = 0.5
-                theirs.param_groups[3]["momentum"] = 0.3
-            optimizer.zero_grad()
-            loss = model(**batch(step))
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses[index].append(loss.item())
+        losses.append(trained(model, optimizer, 3, schedule.step))
+        if after:
+            theirs.param_groups[0]["weight_decay"] = 0.5
+            theirs.param_groups[3]["momentum"] = 0.3
+        losses[index] += trained(model, optimizer, 2, schedule.step, begin=3)
         found.append({name: value.clone() for name, value in model.state_dict().items()})
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     for name, value in found[0].items():

@@ -29,7 +29,6 @@ from .servers import check_islands, check_servers, serves
 from .train import complete_train, count_epochs
 from .validation import complete_validation
 
-WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers", "model.pretrained")
 SAME_ROWS = ("parallel.pp", "parallel.ep", "parallel.cp", "parallel.tp")
 """The keys with numbers of ranks that read the same rows: those of a pipeline, and those that share a layer."""
@@ -159,15 +158,13 @@ def _optimizer(draft: ConfigDraft) -> None:
         name = draft["optimizer.name"]
         if name in APPLIES["weight_decay"]:
             draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
-        for option in ("weight_decay", "eps", "momentum", "nesterov", "amsgrad"):
+        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad"):
             if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
                 draft.refuse(
                     f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'
                 )
-        if name in WITH_BETAS:
+        if name in APPLIES["betas"]:
             draft.default("optimizer.betas", (0.9, 0.99) if name == "lion" else (0.9, 0.95))
-        elif draft.given("optimizer.betas"):
-            draft.refuse("optimizer.betas", f'left out, for "{name}" has none; {", ".join(WITH_BETAS)} have')
     schedule, steps = draft["optimizer.schedule"], draft["train.steps"]
     draft.default("optimizer.warmup_steps", 0 if schedule == "constant" else steps // 10)
     if draft.sound("optimizer.warmup_steps", "optimizer.schedule", "train.steps") and not draft["train.epochs"]:

@@ -171,7 +171,7 @@ class FlatOptimizer:
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
         device = "cpu" if on_cpu else param.device
-        lr = self.choice.settings(0)[group]["lr"]
+        lr = self.choice.parts[group // 2].learning_rate(0)
         first = {
             "mu_product": 1.0, "mu": 1.0, "eta": lr, "step_size": lr, "sum": self.choice.initial_accumulator_value,
         }  # fmt: skip

@@ -193,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, steps: Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
-        self._numbers = {} if theirs is None else fixed_numbers(theirs)
+        self._numbers = {} if theirs is None else fixed_numbers(steps.choice.name, theirs)
         self._loaded: Mapping[str, Any] | None = None  # a state for the next step
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -226,14 +226,15 @@ class Optimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             load_optimizer_state(trainer.engine, self._theirs, self._steps.module, self._loaded)
             self._loaded = None
-        now = fixed_numbers(self._theirs)
+        name = self._steps.choice.name
+        now = fixed_numbers(name, self._theirs)
         changed = [key for key in {**now, **self._numbers} if now.get(key) != self._numbers.get(key)]
         if changed:
             raise ShardwiseError(
                 f"optimizer: {', '.join(changed)} changed after distribute(); legal: the same groups, whose lr, "
                 "betas, momentum and weight_decay may change"
             )
-        trainer.engine.settings = settings_of(self._theirs)
+        trainer.engine.settings = settings_of(name, self._theirs)
         note_step(self._theirs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

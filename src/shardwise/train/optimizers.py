@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -69,15 +68,14 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group that an :class:`OptimizerChoice` has."""
-    known = {field.name for field in fields(OptimizerChoice)}
-    found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group and key in known}
+    found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group}
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
-def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a loop may not change of an optimizer once it is captured: what state there is, and which parameters
-    are in which group."""
-    name, found = _name(optimizer), dict[str, Any]()
+def fixed_numbers(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a loop may not change of an optimizer of this ``name`` once it is captured: what state there is, and
+    which parameters are in which group."""
+    found: dict[str, Any] = {}
     for number, group in enumerate(_filled(optimizer)):
         place = f" of group {number}" if number else ""
         numbers = _numbers(name, group)
@@ -87,9 +85,9 @@ def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """Return the hyperparameters of the groups as they are now, for the next step of a :func:`choice_of` it."""
-    name = _name(optimizer)
+def settings_of(name: str, optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the hyperparameters of the groups as they are now, for the next step of an optimizer of this
+    ``name``."""
     return tuple(numbers for group in _filled(optimizer) for numbers in [_numbers(name, group)] * 2)
 
 

@@ -147,7 +147,7 @@ class ShardwiseTrainer(Saving):
 
     def _take(self, batch: Batch) -> None:
         """Take a step; the host waits for nothing."""
-        self.sharded.engine.settings = settings_of(self.optimizer)
+        self.sharded.engine.settings = settings_of(self._choice.name, self.optimizer)
         note_step(self.optimizer)
         self._result, self._ahead = self.sharded.step(batch), True
         loss = self._result.loss.detach()
