@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.varying import Varying
 from shardwise.graph.functional import Normal
 from shardwise.units import tracing
 from shardwise.units.tracing import CaptureKey, Captures
@@ -73,8 +74,11 @@ class SharedCaptures:
         self.found: OrderedDict[Any, tuple[Normal, list[Any]]] = OrderedDict()
 
     def __call__(
-        self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey, captures: Captures
-    ) -> Normal:
+        self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey, captures: Captures,
+        varying: Varying,
+    ) -> Normal:  # fmt: skip
+        if varying.dims:  # one capture serves several shapes, in ways that are tested
+            return self.make(module, batch, loss, key, captures, varying)
         if key not in captures:
             captures[key] = self._shared(module, batch, loss, key)
         return captures[key]
@@ -84,11 +88,11 @@ class SharedCaptures:
         fields = [(name, str(x.dtype), x.dim(), *x.shape[1:]) for name, x in batch.items()]
         whole = _key(module, loss, key, fields, str(torch.get_default_dtype()))
         if whole is None:
-            return self.make(module, batch, loss, key, {})
+            return self.make(module, batch, loss, key, {}, Varying())
         pickled, alive = whole
         place = next((place for place in ((pickled, None), (pickled, *rows)) if place in self.found), None)
         if place is None:
-            normal = self.make(module, batch, loss, key, {})
+            normal = self.make(module, batch, loss, key, {}, Varying())
             place = (pickled, None) if normal.captured.rows is None else (pickled, *rows)
             self.found[place] = normal, alive
             if len(self.found) > KEPT:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from shardwise.graph.torch_private import exports_modules_unhooked, import_expor
 from shardwise.initial.copies import copied
 
 UNSEEN = "something that no look into its attributes shows (an iterator, a clock, a state elsewhere)"
+Dims = Mapping[str, frozenset[int]]
+"""Dims by field."""
+
+NOTHING_VARIES: Dims = MappingProxyType({})
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
@@ -46,12 +51,14 @@ def capture(
     ones: tuple[str, ...] = (),
     rows: int | None = None,
     wanted: Wanted = "loss",
+    varies: Dims = NOTHING_VARIES,
 ) -> Captured:
     """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
 
     ``rows`` asks for a static graph of exactly that many rows; without it the batch dim is symbolic where the model
-    allows and otherwise static, as large as ``batch``.  ``wanted`` says whether the graph returns outputs too.  Raises
-    :class:`Uncapturable` with the reason where export stops.
+    allows and otherwise static, as large as ``batch``.  ``wanted`` says whether the graph returns outputs too.  The
+    dims of ``varies`` are symbolic, too, where the model allows.  Raises :class:`Uncapturable` with the reason where
+    export stops.
     """
     refuse_module_hooks(module)
     looped = False
@@ -66,7 +73,7 @@ def capture(
 
     with generators_kept():
         wrapped = watched()
-        captured = _captured(wrapped, batch, rows)
+        captured = _captured(wrapped, batch, rows, varies)
         _check_state(captured, wrapped, watched(trial=True), batch)
     if looped:
         captured.notes.append(NOTE)
@@ -110,17 +117,17 @@ def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Ma
         )
 
 
-def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
+def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:
     if rows is None:
         try:
-            return _export(wrapped, batch, None)
+            return _export(wrapped, batch, None, varies)
         except ConfigError:
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
             reason = fixed_rows(error, wrapped.module)
         rows = rows_in(batch)
         try:
-            captured = _export(wrapped, batch, rows)
+            captured = _export(wrapped, batch, rows, varies)
         except ConfigError:
             raise
         except Exception as error:
@@ -130,7 +137,7 @@ def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None) -
         )
         return captured
     try:
-        return _export(wrapped, batch, rows)
+        return _export(wrapped, batch, rows, varies)
     except ConfigError:
         raise
     except Exception as error:
@@ -168,12 +175,17 @@ def _example(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -
     return {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, rows or HINT_ROWS).items()}
 
 
-def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
+def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:
     example = _example(wrapped, batch, rows)
     shapes = None
-    if rows is None:
+    if rows is None or varies:
         dim = torch.export.Dim("rows", min=1, max=1 << 30)
-        shapes = ({name: {0: dim} if has_rows(name) else None for name in example},)
+        shapes = ({
+            name: {
+                **dict.fromkeys(varies.get(name, ()), torch.export.Dim.AUTO),
+                **({0: dim} if rows is None and has_rows(name) else {}),
+            } or None for name in example
+        },)  # fmt: skip
     with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         import_export()
         with exports_modules_unhooked():

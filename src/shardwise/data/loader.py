@@ -41,7 +41,8 @@ class Batch:
     ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and ``counts`` have,
     for each microbatch, the first row of this rank's part (counted in the whole batch) and its number of rows, which
     may be 0.  ``ones`` are those of the loader's ``masks`` that are all ones here; it is None if ``masks`` was None.
-    Of islands that train apart each has a batch of its own, which is a part of one of ``together`` rows.
+    Of islands that train apart each has a batch of its own, which is a part of one of ``together`` rows.  ``alike``
+    says that the rows of all ranks are known to have one shape.
     """
 
     fields: dict[str, Tensor]
@@ -50,6 +51,7 @@ class Batch:
     counts: tuple[int, ...]
     ones: tuple[str, ...] | None = None
     together: int = 0
+    alike: bool = False
 
     @property
     def of_all(self) -> int:

@@ -1,4 +1,4 @@
-"""Clean up a functional graph: casts that change nothing, kernels that read on the host, and masks that are causal.
+"""Clean up a functional graph: casts and slices that change nothing, kernels that read on the host, and causal masks.
 
 transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the
 flash kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by
@@ -33,6 +33,8 @@ def normalise(normal: Normal) -> None:
             _choose(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.broadcast_tensors.default:
             _take_apart(node)
+        elif node.op == "call_function" and node.target is aten.slice.Tensor:
+            _skip_whole_slice(node)
     _fold_masks(normal)
     if normal.captured.outputs is not None:
         merge_equal(normal.graph)
@@ -99,6 +101,14 @@ def _take_apart(node: fx.Node) -> None:
         sizes, own = ([expression(s) for s in one.meta["val"].shape] for one in (user, source))
         if sizes == own:
             user.replace_all_uses_with(source)
+
+
+def _skip_whole_slice(node: fx.Node) -> None:
+    """Replace a slice that is all of its operand: a capture keeps these where the size of the dim is symbolic."""
+    source = node.args[0]
+    sizes, own = ([expression(s) for s in one.meta["val"].shape] for one in (node, source))
+    if sizes == own and given(node, "step", 1) == 1 and not any(user.op == "output" for user in node.users):
+        node.replace_all_uses_with(source)
 
 
 def _fold_masks(normal: Normal) -> None:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
     "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name", "schema", "step_hooks",
@@ -92,6 +92,63 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, which a trial alone needs
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+class Symbols:
+    """Numbers in place of some symbols of a capture, beside that of the number of ``rows``; ``mode`` is the one that
+    the values of the capture belong to."""
+
+    def __init__(self, numbers: Mapping[Any, int], rows: Any, mode: Any) -> None:
+        self._numbers, self.mode, self._env = dict(numbers), mode, mode.shape_env
+        self._hints = {rows.node.expr: rows.node.hint} if isinstance(rows, torch.SymInt) else {}
+
+    @classmethod
+    def solved(cls, pairs: Sequence[tuple[Any, int]], rows: Any, value: Tensor) -> Symbols | None:
+        """Return the numbers with which each size of a captured field is what it is paired with; None where there are
+        none, or where the capture assumed something that does not hold for them.  ``value`` is one of the capture."""
+        from sympy import Integer  # torch's own dependency, which only captures need
+
+        numbers = {
+            size.node.expr: Integer(number) for size, number in pairs
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+        }  # fmt: skip
+        mode = getattr(value, "fake_mode", None)
+        if mode is None or mode.shape_env is None:
+            return None
+        found = cls(numbers, rows, mode)
+        fits = all(found.of(size) == number for size, number in pairs)
+        return found if fits and found._admitted() else None
+
+    def _admitted(self) -> bool:
+        """Whether the numbers are in the ranges of their symbols, and what was assumed of them holds for any rows."""
+        ranges, own = self._env.var_to_range, set(self._numbers)
+        for one, number in self._numbers.items():
+            if one in ranges and not ranges[one].lower <= number <= ranges[one].upper:
+                return False
+        assumed = [guard.expr for guard in self._env.guards]
+        assumed += [one.expr for each in self._env.deferred_runtime_asserts.values() for one in each]
+        about = [one for one in map(self._env.replace, assumed) if one.free_symbols & own]
+        return all(one.xreplace(self._numbers) == True for one in about)  # noqa: E712 - sympy's
+
+    def of(self, value: Any) -> Any:
+        """Return a symbolic number with the numbers in it: itself where none is, or a number, or one that is symbolic
+        in what is left."""
+        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return value
+        before = value.node.expr
+        after = before.xreplace(self._numbers)
+        if after == before and before.free_symbols:
+            return value
+        kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+        if not after.free_symbols:
+            return kinds[type(value)](after)
+        if isinstance(value, torch.SymBool):
+            return self._env.create_symboolnode(after)
+        hint = after.xreplace(self._hints)
+        hint = kinds[type(value)](hint) if not hint.free_symbols else None
+        if isinstance(value, torch.SymInt):
+            return self._env.create_symintnode(after, hint=hint)
+        return self._env.create_symfloatnode(after, hint=hint)
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> str:

@@ -4,7 +4,9 @@ when they are first needed.
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,13 +20,13 @@ from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.state import kept_tensors
+from shardwise.capture.varying import Form, Varying, differing, form_of, resized
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import has_rows
-from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.links import LinkProfile
 from shardwise.core.mesh import Axes
@@ -36,29 +38,34 @@ from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
+from shardwise.lower import forms
+from shardwise.lower.exchanged import counts_targets_alone, inside, over_batch, parted
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.traced_for import solves, traced_for
 from shardwise.lower.versions import steady_batches
 from shardwise.measure.fp16_check import check_kernels
-from shardwise.measure.unit_traffic import communicating_axes
-from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
+from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import axes_across
 from shardwise.shard.assignment import TensorParallelSpec
-from shardwise.units.share import place_of
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
 MASKS = ("attention_mask",)
 
 
-@dataclass
+FORMS = 32  # the most shapes of batches whose traces are kept at a time
+
+
+@dataclass(eq=False)
 class Compiled:
     """The traces of ``module`` under ``plan``: a general one, and one for batches whose masks are all ones.
 
     A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are
     captured when they come. Programs depend on the number of microbatches, which a batch of few rows can make smaller.
+    Batches of other shapes have traces of their own (:meth:`fitting`); with ``varies``, the largest size of each dim
+    that may vary by "FIELD.DIM", ``example`` gets these sizes.
 
     ``initial`` gives the values that training starts from; ``module`` may then be on the meta device. By default they
     are the values of ``module``. If buffers start from other values than they have, ``module`` is replaced by a copy
@@ -98,15 +105,24 @@ class Compiled:
     buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
     loss_weight: str | None = None  # of a model that is not captured, if a trial is not to find it
     hooks: UserHooks | None = None  # those of the user's parameters
+    varies: Mapping[str, int] = field(default_factory=dict)
+    _varying: Varying = field(default_factory=Varying)
+    _forms: OrderedDict[Form, Compiled] = field(default_factory=OrderedDict)
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
         refuse_unready(self.module)
-        sizes = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
-        if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
+        if self.training:
+            forms.check_fields(self.varies, self.example)
+        counts = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
+        if not counts or len(set(counts.values())) != 1 or next(iter(counts.values())) == ():
             raise ConfigError(
                 f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
             )
+        sizes = forms.sizes_of(self.varies, self.example)
+        if sizes:
+            self._varying.add({name: frozenset(dims) for name, dims in sizes.items()})
+            self.example = forms.enlarged(self.example, sizes)
         if self.hooks is None:
             self.hooks = UserHooks.of(self.module)
         if self._values is None:
@@ -162,9 +178,9 @@ class Compiled:
     def evaluation(self, wanted: Wanted = "loss", example: Mapping[str, Tensor] | None = None) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed.  It
         computes what is ``wanted`` of batches like ``example``, by default those that train."""
-        if example is None or _form(example) == _form(self.example):
+        if example is None or form_of(example) == self.form:
             example = self.example
-        key = (wanted, *_form(example))
+        key = (wanted, *form_of(example))
         with self._lock:
             if key not in self._evaluations:
                 alike = example is self.example
@@ -172,6 +188,7 @@ class Compiled:
                 self._evaluations[key] = replace(
                     self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
                     _lock=threading.RLock(), _evaluations={}, _captures=self._captures if alike else {},
+                    _forms=OrderedDict(), _varying=self._varying if alike else self._varying.again(),
                 )  # fmt: skip
             return self._evaluations[key]
 
@@ -183,7 +200,7 @@ class Compiled:
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluations={},
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _varying=Varying(), varies={},
         )  # fmt: skip
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
             self.buckets, found.general.buckets,
@@ -192,6 +209,63 @@ class Compiled:
             wrong = f"{other[0]} has a gradient in one step and none in another"
             raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
         return found
+
+    # ---- batches of other shapes -------------------------------------------------------------------------------------
+
+    @cached_property
+    def form(self) -> Form:
+        """The shapes of the batches that this is compiled for."""
+        return form_of(self.example)
+
+    def fitting(self, fields: Mapping[str, Tensor]) -> Compiled:
+        """Return the same computation for batches of the shapes of ``fields``; itself if those are its own, or if they
+        differ in more than sizes.  The :data:`FORMS` that were used last are kept.
+
+        Raises :class:`ConfigError` where a size is more than ``varies`` says, or where no trace takes the shapes."""
+        form = form_of(fields)
+        dims = {} if form == self.form else differing(self.form, form)
+        if not dims:
+            return self
+        forms.check_sizes(fields, forms.sizes_of(self.varies, self.example))
+        with self._lock:
+            found = self._forms.get(form)
+            if found is None:
+                self._varying.add(dims)
+                found = self._forms[form] = self._of_form(form)
+                if len(self._forms) > FORMS:
+                    self._forms.popitem(last=False)
+            self._forms.move_to_end(form)
+        return found
+
+    def _of_form(self, form: Form) -> Compiled:
+        example = resized(self.example, form)
+        if self.general.opaque is not None:  # its one unit takes any shape
+            found = copy.copy(self)
+            found.example = example
+            vars(found).pop("form", None)
+            return found
+        found = replace(
+            self, example=example, varies={}, like=None if self.like is None else self.like.fitting(example),
+            _traces={}, _weights={}, _captures={}, _programs={}, _lock=threading.RLock(), _evaluations={},
+            _forms=OrderedDict(),
+        )  # fmt: skip
+        if found.general.opaque is not None:
+            wrong = f"rows of shapes {forms.shown(example)} cannot be captured: {found.general.opaque}"
+            raise ConfigError.on("batch", wrong, f"shapes that can, such as {forms.shown(self.example)}")
+        return found
+
+    def apart_from(self, other: Compiled) -> bool:
+        """Whether in a step some ranks may run this, and some ``other``, which is for rows of another shape."""
+        return counts_targets_alone(self.plan, self._every) and (
+            self is other
+            or over_batch(self.plan, self.programs(self.general, self.plan.microbatches))
+            == over_batch(self.plan, other.programs(other.general, self.plan.microbatches))
+        )
+
+    @property
+    def _every(self) -> list[Trace]:
+        """The general trace, and the one for masks that are all ones."""
+        return [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
 
     def under(self, plan: Plan) -> Compiled:
         """Return the same model under another plan; both share captures, and traces if these do not depend on what
@@ -213,27 +287,20 @@ class Compiled:
         return replace(
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
             _stages={},
-            _lock=threading.RLock(), _evaluations={},
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(),
         )  # fmt: skip
 
     @cached_property
     def alike_over_batch(self) -> bool:
         """Whether ranks along the batch axes may run different traces, one with masks and another without: both traces
         communicate the same over these axes, in the same order, and nothing inside units."""
-        axes = {axis for axis in batch_axes(self.plan.mesh) if self.plan.mesh.axis_size(axis) > 1}
-        both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
+        axes, both = parted(self.plan), self._every
         if not axes or len(both) == 1:
             return True
-        if any(axes.intersection(inside) for inside, _ in self._inside(both)):
+        if any(axes.intersection(own) for own, _ in inside(self.plan.mesh, both)):
             return False
-        exchanged = [
-            [
-                [(i.op, i.bucket, i.axes, i.lane, i.scatters) for i in program.instructions if axes & set(i.axes)]
-                for program in self.programs(one, self.plan.microbatches)
-            ]
-            for one in both
-        ]
-        return exchanged[0] == exchanged[1]
+        first, second = (over_batch(self.plan, self.programs(one, self.plan.microbatches)) for one in both)
+        return first == second
 
     def unit_weights(self) -> Weights:
         """Return the costs of the general trace's units in FLOPs, by which it is cut into stages."""
@@ -268,7 +335,8 @@ class Compiled:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
-                    tensor=self._tensors(ones, rows), captures=self._captures, loss_weight=self.loss_weight,
+                    tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
+                    loss_weight=self.loss_weight,
                     over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
                     segments=self.plan.tensor.overlap == "pairs",
                     dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
@@ -345,9 +413,9 @@ class Compiled:
         """Return the communicators of a batch whose microbatches have these traces, those inside units included."""
         key: tuple[Trace | int | Part | None, ...] = (*traces, batches, part)
         if key not in self._communicators:
-            inside = self._inside(dict.fromkeys(traces))
+            within = inside(self.plan.mesh, dict.fromkeys(traces))
             programs = self.programs(traces[0], len(traces), batches, part)
-            self._communicators[key] = communicators(programs, self.plan.mesh, inside)
+            self._communicators[key] = communicators(programs, self.plan.mesh, within)
         return self._communicators[key]
 
     @cached_property
@@ -375,18 +443,7 @@ class Compiled:
         those that collect whole states.
         """
         whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in one.buckets)))
-        return [*self._inside([one]), *((axes, "state") for axes in whole)]
-
-    def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
-        """Return the axes and lane of the collectives inside units, and of those that make sums over the batch."""
-        mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
-        for one in traces:
-            env = place_of(one, mesh, mesh.size - 1, one.rows or 0)  # the last rank's parts are largest
-            stages = () if one.sums is None else one.sums.stages
-            for graph in [*(unit.graph for unit in one.units), *(stage.graph for stage in stages)]:
-                axes = communicating_axes(graph, env) if graph is not None else ()
-                found |= dict.fromkeys((each, str(Lane.COMPUTE)) for each in axes)
-        return list(found)
+        return [*inside(self.plan.mesh, [one]), *((axes, "state") for axes in whole)]
 
     @staticmethod
     def _check_placed(one: Trace, buckets: Sequence[Bucket]) -> None:
@@ -399,11 +456,6 @@ class Compiled:
                 raise ShardwiseError(
                     f"parameter {other.name} lies as {_lying(own)} in training, and as {_lying(other)} in another trace"
                 )
-
-
-def _form(example: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return what a capture depends on of the rows of an example."""
-    return sorted((name, tuple(one.shape[1:]), one.dtype) for name, one in example.items())
 
 
 def _lying(one: Parameter) -> str:

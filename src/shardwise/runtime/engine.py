@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.varying import differing, form_of
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.fields import has_rows
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.local_options import ISLANDS
 from shardwise.core.optim import BY_ROWS, OptimizerChoice
 from shardwise.core.part import STEP, Part
@@ -27,16 +26,17 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
+from shardwise.lower.forms import shown
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime import collect
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
+from shardwise.runtime.choices import Choices
 from shardwise.runtime.communicator import Communicator, host_groups, host_sum
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.hooks import GradientHooks
 from shardwise.runtime.interpreter import Interpreter, Run
-from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import Settings, check_optimizer
 from shardwise.runtime.post_validation import PostValidatedRun
 from shardwise.runtime.served_worker import ServedWorker
@@ -107,12 +107,11 @@ class Engine:
         self.island = tuple(name for name in comm.mesh.names if name != ISLANDS)
         if plan.local.steps:
             host_groups(comm, self.island)
-        self._prepared: set[tuple[int | Part | None, ...]] = set()
+        # The programs whose communicators are there, by computation; one of a shape that no longer comes goes away.
+        self._prepared: WeakKeyDictionary[Compiled, set[tuple[int | Part | None, ...]]] = WeakKeyDictionary()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
-        part = plan.microbatches, comm.mesh.axis_size(axes), comm.mesh.index(comm.rank, axes)
-        # The number of this rank's rows in a batch, by the number of all its rows.
-        self.own_rows = functools.cache(lambda rows: sum(stop - start for start, stop in rank_rows(rows, *part)))
+        self.choices = Choices(comm, plan, self._summed)
         self.cut = compiled.stages_of(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
@@ -181,19 +180,20 @@ class Engine:
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None,
-        compiled: Compiled | None = None, part: Part = STEP, turn: int = 0,
+        compiled: Compiled | None = None, part: Part = STEP, turn: int = 0, alike: bool = False,
     ) -> StepResult:  # fmt: skip
         """Take one optimizer step on a batch of ``rows`` rows; ``fields`` has this rank's rows (its part of each
         microbatch in turn).
 
         All ranks call it together; ``stop`` tells all that this rank has been asked to stop.  ``ones`` are the masks
         that are all ones in ``fields``, where the caller knows; ``compiled`` is another computation with the same
-        parameters.  Returns 0-d device tensors; the host reads nothing.
+        parameters; ``alike`` says that the rows of all ranks have one shape.  Returns 0-d device tensors; the host
+        reads nothing.
 
         A step may be several calls, each of which runs a ``part``: those before the last do not update, and count up
         ``turn``.
         """
-        compiled = compiled or self.compiled
+        compiled = self.choices.fitting(fields, compiled or self.compiled, alike)
         part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
         program = self.program(compiled, traces, part=part)
@@ -245,22 +245,33 @@ class Engine:
         """Take ``number`` steps in one program, and yield their results: under an asynchronous schedule the pipeline is
         empty only before the first step and after the last.
 
-        ``batches`` gives what :meth:`step` takes, always with the same number of rows; each is asked for when its step
-        begins.  Results come in order, each once all stages know it.  The caller must take all: other ranks wait.
+        ``batches`` gives what :meth:`step` takes, always with the same number of rows and the same shapes; each is
+        asked for when its step begins.  Results come in order, each once all stages know it.  The caller must take all:
+        other ranks wait.
         """
         given = exactly(number, batches)
         fields, rows, stop = next(given)
-        traces = self.choose(fields, rows, general=True)
-        program = self.program(self.compiled, traces, number)
-        every = itertools.chain([(fields, rows, stop)], given)
-        yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in every))
+        compiled = self.choices.fitting(fields, self.compiled)
+        traces = self.choose(fields, rows, compiled, general=True)
+        program = self.program(compiled, traces, number)
+        every = self._of_window(itertools.chain([(fields, rows, stop)], given), compiled)
+        yield from self.interpreter.results(traces, program, (self._input(rows, *one, compiled) for one in every))
+
+    def _of_window(
+        self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], compiled: Compiled
+    ) -> Iterator[tuple[Mapping[str, Tensor], int, bool]]:
+        for fields, rows, stop in batches:
+            if differing(compiled.form, form_of(fields)):
+                wrong = f"rows of shapes {shown(fields)} after {shown(compiled.example)}"
+                raise ConfigError.on("batch", wrong, "the same shapes in every batch of a window")
+            yield fields, rows, stop
 
     def _input(
         self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool, compiled: Compiled | None = None,
         part: Part = STEP, turn: int = 0,
     ) -> StepInput:  # fmt: skip
         """Return the next step's batch, for a program that was made for ``expected`` rows."""
-        self.check(fields, rows, compiled or self.compiled)
+        self.choices.check(fields, rows, compiled or self.compiled)
         if rows != expected:
             raise ConfigError(
                 f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
@@ -278,12 +289,13 @@ class Engine:
         rows: int,
         ones: tuple[str, ...] | None = None,
         compiled: Compiled | None = None,
+        alike: bool = False,
     ) -> StepResult:
         """Return the loss of a batch in evaluation mode; nothing is trained.  All ranks call it together.
 
         ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
         training, no buffer changes, and the random numbers are those of the next step."""
-        compiled = compiled or self.compiled.evaluation()
+        compiled = self.choices.fitting(fields, compiled or self.compiled.evaluation(), alike)
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
@@ -303,11 +315,11 @@ class Engine:
         """Return the program that this rank runs; all ranks call it together, which before the program's first run
         starts the communicators that it lacks.
         """
-        key = (id(compiled), batches, part, *map(id, traces))
-        if key not in self._prepared:
+        key, prepared = (batches, part, *map(id, traces)), self._prepared.setdefault(compiled, set())
+        if key not in prepared:
             compiled.stages_of(traces[0]).check_held(self.cut)
             self.comm.prepare(compiled.communicators(traces, batches, part))
-            self._prepared.add(key)
+            prepared.add(key)
         return class_of(compiled.programs(traces[0], len(traces), batches, part), self.comm.mesh, self.comm.rank)
 
     def choose(
@@ -319,55 +331,8 @@ class Engine:
         ones: tuple[str, ...] | None = None,
         general: bool = False,
     ) -> list[Trace]:
-        """Return the trace of each microbatch of this batch; ``ones`` are the masks that are all ones in ``fields``;
-        ``general`` chooses traces that hold for any masks.
-        """
-        compiled = compiled or self.compiled
-        self.check(fields, rows, compiled)
-        ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
-        sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
-        return [compiled.trace_of(ones, size, rows) for size in sizes]
-
-    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
-        """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
-        expected = compiled.example
-        if set(fields) != set(expected):
-            raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
-        if rows < 1:
-            raise ConfigError(f"batch: {rows} rows; legal: at least 1")
-        own = self.own_rows(rows)
-        for name, value in fields.items():
-            like = expected[name]
-            if not has_rows(name):
-                if value.shape != like.shape or value.dtype != like.dtype:
-                    wrong = f'field "{name}" is {tuple(value.shape)} {value.dtype}'
-                    raise ConfigError.on("batch", wrong, f"{tuple(like.shape)} {like.dtype}")
-                continue
-            if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
-                raise ConfigError(
-                    f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '
-                    f"{', '.join(map(str, like.shape[1:]))}) {like.dtype}"
-                )
-            if value.shape[0] != own:
-                wrong = f'field "{name}" has {value.shape[0]} rows on this rank'
-                raise ConfigError.on("batch", wrong, f"{own}, its part of {rows}")
-
-    def agreed_ones(
-        self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled
-    ) -> tuple[str, ...]:
-        """Return the names of all masks if they are all ones in this batch, else none; ``ones`` are those that are all
-        ones in ``fields``, if the caller knows.
-
-        On a CPU the ranks agree in one small all-reduce.  On a device no rank may wait for that: each decides for its
-        own rows.  Only ranks over the batch axes have other rows, so where the traces would communicate differently
-        over these axes, masks are never taken to be ones.
-        """
-        readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
-        here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
-        padded = len(here) < len(compiled.masks)
-        if not Backend.of(self.comm.device).asynchronous:
-            return () if bool(self._summed(torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
-        return () if padded or not compiled.alike_over_batch else compiled.masks
+        """Return the trace of each microbatch of this batch, see :meth:`Choices.traces`."""
+        return self.choices.traces(fields, rows, compiled or self.compiled, ones=ones, general=general)
 
     def culprit(
         self, fields: Mapping[str, Tensor], rows: int, step: int, compiled: Compiled | None = None
@@ -378,7 +343,7 @@ class Engine:
         It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
-        compiled = compiled or self.compiled
+        compiled = self.choices.fitting(fields, compiled or self.compiled, alike=True)  # the step has compared shapes
         traces = self.choose(fields, rows, compiled)
         program = self.program(compiled, traces)
         units = len(traces[0].units)

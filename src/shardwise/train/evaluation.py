@@ -61,7 +61,7 @@ def evaluate(
     compiled = engine.compiled.evaluation(wanted, example)
     rows = 0
     for batch in batches:
-        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled)
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled, batch.alike)
         counted = found.weight > 0  # a batch without targets has no mean
         total += torch.where(counted, found.loss.to(total.dtype) * found.weight.to(total.dtype), 0.0)
         weight += found.weight.to(total.dtype)
@@ -155,7 +155,7 @@ def predictions(
     structure, comm = compiled.general.outputs, engine.comm
     number = number_of(structure)
     for batch in batches:
-        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled)
+        found = engine.evaluate(batch.fields, batch.rows, batch.ones, compiled, batch.alike)
         mine = [one.cpu() for one in found.outputs or []] if leads(engine, found.outputs) else []
         ranges = [(a, a + n) for a, n in zip(batch.starts, batch.counts, strict=True)]
         parts = [(r, v) for r, v in map(_read, host_gather_bytes(comm, _written((ranges, mine)), "outputs")) if v]
@@ -210,4 +210,4 @@ def own_rows(engine: Engine, batches: Iterable[Mapping[str, Tensor]]) -> Iterato
         rows = _rows_of(whole)
         ranges = rank_rows(rows, engine.compiled.plan.microbatches, parts, index)
         fields = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
-        yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), alike=True)

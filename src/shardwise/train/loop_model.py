@@ -268,7 +268,7 @@ class Model(Owner):
             self._locally(kept, losses)
             return
         batch = self.batch(found)
-        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
+        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled, alike=True)
         self.take(kept, found, compiled, result, batch.rows)
 
     def take(self, kept: Sequence[Value], found: Plot, compiled: Compiled, result: StepResult, rows: int) -> None:
@@ -330,7 +330,7 @@ class Model(Owner):
         found = self.plot([], kept)
         batch = self.batch(found)
         compiled = self.compiled(found, False, False)
-        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled)
+        result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled, alike=True)
         self.take(kept, found, compiled, result, batch.rows)
         return made
 
@@ -379,7 +379,7 @@ class Model(Owner):
             name: torch.cat([value[a:b] for a, b in ranges]) if has_rows(name) else value
             for name, value in whole.items()
         }
-        return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), alike=True)
 
     @abstractmethod
     def check_written(self, what: str) -> None:

@@ -252,10 +252,10 @@ class _Plotter:
         if dims:
             name = name if name and name not in self.fields else f"input {number}"
             tensor = tensor.movedim(dims[0], 0) if dims[0] else tensor
-            self.fields[name] = FieldPart(tensor, (True, dims[0], tensor.dtype, *tensor.shape[1:]))
+            self.fields[name] = FieldPart(tensor, (True, dims[0], tensor.dtype, tensor.dim()))
             return Field(name, dims[0])
         name = f"{WHOLE}{number}"
-        self.fields[name] = FieldPart(tensor, (False, 0, tensor.dtype, *tensor.shape))
+        self.fields[name] = FieldPart(tensor, (False, 0, tensor.dtype, tensor.dim()))
         return Field(name)
 
 

@@ -77,6 +77,9 @@ class Trainer:
         optimizer: the optimizer, its hyperparameters and its schedule.
         plan: the division of the step; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
+        varies: the dims of fields whose size is not the same in all batches, with the largest, as
+            ``{"tokens.1": 512}``: memory is predicted for these sizes.  A plan without data parallelism takes batches
+            of any shape, named or not; ranks that have different rows in a step compare the sizes that are named.
         initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor),
             seed)``: then no rank holds the whole model beside what it trains.  By default they are those of ``module``.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
@@ -102,6 +105,7 @@ class Trainer:
         initial: Mapping[str, Tensor] | None = None,
         loss: LossFunction | None = None,
         loss_weight: str | None = None,
+        varies: Mapping[str, int] | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         loss_scale: ScaleChoice | None = None,
@@ -120,8 +124,9 @@ class Trainer:
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
         self.compiled = (
-            module if isinstance(module, Compiled) else self._compiled(module, example, loss, loss_weight, initial)
-        )
+            module if isinstance(module, Compiled)
+            else self._compiled(module, example, loss, loss_weight, initial, varies or {})
+        )  # fmt: skip
         self.engine = Engine(
             self.compiled,
             self.comm,
@@ -143,12 +148,12 @@ class Trainer:
 
     def _compiled(
         self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, loss_weight: str | None,
-        initial: Mapping[str, Tensor] | None
+        initial: Mapping[str, Tensor] | None, varies: Mapping[str, int],
     ) -> Compiled:  # fmt: skip
         per_host = ranks_of_a_host(self.comm) if solves(self.plan) else None
         return Compiled(
             module, self.plan, example, loss, self.comm.device, initial=initial, per_host=per_host,
-            loss_weight=loss_weight,
+            loss_weight=loss_weight, varies=varies,
         )  # fmt: skip
 
     @property
@@ -220,8 +225,9 @@ class Trainer:
             self._record.batch(batch.rows)
         with noting_batch(lambda: batch.fields):
             result = self.engine.step(
-                batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled, part=part, turn=turn
-            )
+                batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones, compiled=compiled, part=part, turn=turn,
+                alike=batch.alike,
+            )  # fmt: skip
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
         if not part.updates:
@@ -295,7 +301,7 @@ class Trainer:
         """
         batch = self._batch(batch, "evaluate_batch")
         with noting_batch(lambda: batch.fields):
-            return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
+            return self.engine.evaluate(batch.fields, batch.rows, batch.ones, alike=batch.alike)
 
     def _batch(self, given: Batch | Mapping[str, Tensor], use: str) -> Batch:
         if isinstance(given, Batch):

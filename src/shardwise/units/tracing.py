@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.computation import Computation
 from shardwise.capture.outputs import Wanted, number_of
+from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import OUTPUT, has_rows
@@ -75,6 +77,7 @@ def trace(
     group: Callable[[str], Hashable] | None = None,
     tensor: TensorParallelSpec | None = None,
     captures: Captures | None = None,
+    varying: Varying | None = None,
     loss_weight: str | None = None,
     over_batch: bool = False,
     wanted: Wanted = "loss",
@@ -98,10 +101,11 @@ def trace(
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
         dense: the parameters whose gradients are as large as they are, though all their lookups are sparse; None: all.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
+        varying: what is known of batches of other shapes, and the captures that serve several of them.
     """
     try:
         key: CaptureKey = (precision, training, ones, rows, wanted)
-        normal = _normal(module, batch, loss, key, {} if captures is None else captures)
+        normal = _normal(module, batch, loss, key, {} if captures is None else captures, varying or Varying())
         captured = normal.captured
         sharded = shard(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
@@ -172,17 +176,17 @@ def trace(
 
 
 def _normal(
-    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures
-) -> Normal:
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures,
+    varying: Varying,
+) -> Normal:  # fmt: skip
     """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
         precision, training, ones, rows, wanted = key
-        normal = functionalise(
-            capture(
-                module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
-                wanted="loss" if wanted == "load" else wanted,
-            )
+        capturing = partial(
+            capture, module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
+            wanted="loss" if wanted == "load" else wanted,
         )  # fmt: skip
+        normal = functionalise(varying.captured(key, batch, lambda dims: capturing(varies=dims)))
         normalise(normal)
         if wanted == "load":
             keep_loads(normal)

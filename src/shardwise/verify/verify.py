@@ -298,7 +298,8 @@ def run_steps(
             given.append(({name: value[own] for name, value in batch.items()}, last - first, False))
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients, engine.interpreter.needs_gradients = kept, needed
-        results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
+        many = len(given) > 1
+        results = list(engine.steps(iter(given), len(given))) if many else [engine.step(*given[0], alike=True)]
         values = dict(engine.whole.collect(only if stop < len(batches) else None))
         steps = [
             VerifiedStep(

@@ -1,0 +1,90 @@
+"""Capture a model whose batches vary in shape: once with symbolic dims where it allows that, else once a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.capture.capture import Dims
+from shardwise.core.fields import has_rows
+from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.specialised import specialised, symbolic_dims
+
+Form = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""What a capture depends on of a batch: the shape of a row of each field, or of all of one without rows, and dtypes."""
+
+
+def form_of(batch: Mapping[str, Tensor]) -> Form:
+    """Return the form of a batch."""
+    return tuple(
+        sorted((name, tuple(one.shape[1:] if has_rows(name) else one.shape), one.dtype) for name, one in batch.items())
+    )
+
+
+def differing(one: Form, other: Form) -> dict[str, frozenset[int]] | None:
+    """Return the dims of fields in which two forms differ; None where they differ in more than sizes."""
+    found = {}
+    if [(name, len(shape), dtype) for name, shape, dtype in one] != [(n, len(shape), d) for n, shape, d in other]:
+        return None
+    for (name, here, _), (_, there, _) in zip(one, other, strict=True):
+        first = 1 if has_rows(name) else 0
+        if dims := frozenset(first + i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b):
+            found[name] = dims
+    return found
+
+
+def resized(batch: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
+    """Return a batch of a form, with the values of ``batch`` again and again where it is larger."""
+    out = dict(batch)
+    for name, shape, _ in form:
+        for dim, size in enumerate(shape, 1 if has_rows(name) else 0):
+            here = out[name].shape[dim]
+            if here != size:
+                out[name] = out[name].index_select(dim, torch.arange(size, device=out[name].device) % max(here, 1))
+    return out
+
+
+@dataclass
+class Varying:
+    """The ``dims`` of fields whose sizes vary, as far as they are known, and the captures in which some are symbolic,
+    by all that a capture depends on besides the form; all forms of the batches of one computation share it."""
+
+    dims: dict[str, frozenset[int]] = field(default_factory=dict)
+    captures: dict[Any, list[Captured]] = field(default_factory=dict)
+    tried: set[tuple[Any, Form]] = field(default_factory=set)
+
+    def again(self) -> Varying:
+        """Return it for another computation on batches like these."""
+        return Varying(dict(self.dims))
+
+    def add(self, dims: Dims) -> None:
+        """Note dims that vary."""
+        for name, ones in dims.items():
+            self.dims[name] = self.dims.get(name, frozenset()) | ones
+
+    def captured(self, key: Any, batch: Mapping[str, Tensor], capture: Callable[[Dims], Captured]) -> Captured:
+        """Return the capture for batches of the form of ``batch``: made of one with symbolic dims, or by
+        ``capture(dims)``, which captures with ``dims`` symbolic.  Raises :class:`Uncapturable`."""
+        form = form_of(batch)
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        for one in self.captures.get(key, ()):
+            if (found := specialised(one, shapes)) is not None:
+                return found
+        dims = {name: ones for name, ones in self.dims.items() if name in batch}
+        if dims and (key, form) not in self.tried:
+            self.tried.add((key, form))
+            try:
+                symbolic = capture(dims)
+            except Uncapturable:
+                return capture({})  # the reason may be the symbols
+            if symbolic_dims(symbolic):
+                if (found := specialised(symbolic, shapes)) is not None:
+                    self.captures.setdefault(key, []).append(symbolic)
+                    return found
+            else:
+                return symbolic
+        return capture({})

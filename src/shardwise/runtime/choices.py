@@ -1,0 +1,120 @@
+"""Choose how the batches of a rank are computed: by their shapes, their rows and their masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+from shardwise.core.fields import has_rows
+from shardwise.core.layout import rank_rows, shard_sizes
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import batch_axes
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.masks import all_ones
+from shardwise.units.trace import Trace
+
+
+class Choices:
+    """The choices of a rank; ``summed`` adds up numbers of the host over the ranks that take its steps, in place."""
+
+    def __init__(self, comm: Communicator, plan: Plan, summed: Callable[[Tensor, str], Tensor]) -> None:
+        self.comm, self._sum = comm, summed
+        axes = batch_axes(plan.mesh)
+        self._parts = comm.mesh.axis_size(axes)
+        part = plan.microbatches, self._parts, comm.mesh.index(comm.rank, axes)
+        # The number of this rank's rows in a batch, by the number of all its rows.
+        self.own_rows = functools.cache(lambda rows: sum(stop - start for start, stop in rank_rows(rows, *part)))
+
+    def traces(
+        self,
+        fields: Mapping[str, Tensor],
+        rows: int,
+        compiled: Compiled,
+        *,
+        ones: tuple[str, ...] | None = None,
+        general: bool = False,
+    ) -> list[Trace]:
+        """Return the trace of each microbatch of a batch; ``ones`` are the masks that are all ones in ``fields``;
+        ``general`` chooses traces that hold for any masks.
+        """
+        self.check(fields, rows, compiled)
+        ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
+        sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
+        return [compiled.trace_of(ones, size, rows) for size in sizes]
+
+    def fitting(self, fields: Mapping[str, Tensor], compiled: Compiled, alike: bool = False) -> Compiled:
+        """Return a computation for batches of the shapes of ``fields``; ``alike`` says that all ranks have these.
+
+        Otherwise ranks compare them, where the computation has dims that vary.  Raises :class:`ConfigError` on all
+        where they differ and the ranks of a step have to have the same."""
+        if alike or self._parts == 1:
+            return compiled.fitting(fields)
+        if not compiled.varies:
+            return compiled  # :meth:`check` refuses other shapes, of which the other ranks would not know
+        found = compiled.fitting(fields)
+        free = found.apart_from(compiled)
+        sizes = [size for _, shape, _ in found.form for size in shape]
+        every = torch.zeros(self.comm.mesh.size, 2 + len(sizes), dtype=torch.int64)
+        every[self.comm.rank] = torch.tensor([1, free, *sizes])
+        every = self._sum(every, "the comparison of the shapes of batches")
+        ours = every[every[:, 0] == 1]  # this island's
+        if bool((ours[:, 2:] != ours[0, 2:]).any()) and not bool(ours[:, 1].all()):
+            wrong = "the ranks have rows of different shapes in a step"
+            legal = "one shape on all, unless the loss is a mean cross-entropy over targets and no rows meet"
+            raise ConfigError.on("batch", wrong, legal)
+        return found
+
+    def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
+        """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
+        expected = compiled.example
+        if set(fields) != set(expected):
+            raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
+        if rows < 1:
+            raise ConfigError(f"batch: {rows} rows; legal: at least 1")
+        own = self.own_rows(rows)
+        for name, value in fields.items():
+            like = expected[name]
+            if not has_rows(name):
+                if value.shape != like.shape or value.dtype != like.dtype:
+                    wrong = f'field "{name}" is {tuple(value.shape)} {value.dtype}'
+                    raise ConfigError.on("batch", wrong, f"{tuple(like.shape)} {like.dtype}")
+                continue
+            if not value.dim() or value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
+                raise ConfigError(
+                    f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '
+                    f"{', '.join(map(str, like.shape[1:]))}) {like.dtype}" + _hint(value, like, name)
+                )
+            if value.shape[0] != own:
+                wrong = f'field "{name}" has {value.shape[0]} rows on this rank'
+                raise ConfigError.on("batch", wrong, f"{own}, its part of {rows}")
+
+    def agreed_ones(
+        self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled
+    ) -> tuple[str, ...]:
+        """Return the names of all masks if they are all ones in this batch, else none; ``ones`` are those that are all
+        ones in ``fields``, if the caller knows.
+
+        On a CPU the ranks agree in one small all-reduce.  On a device no rank may wait for that: each decides for its
+        own rows.  Only ranks over the batch axes have other rows, so where the traces would communicate differently
+        over these axes, masks are never taken to be ones.
+        """
+        readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
+        here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
+        padded = len(here) < len(compiled.masks)
+        if not Backend.of(self.comm.device).asynchronous:
+            return () if bool(self._sum(torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
+        return () if padded or not compiled.alike_over_batch else compiled.masks
+
+
+def _hint(value: Tensor, like: Tensor, name: str) -> str:
+    """Return how to train on rows of several shapes, where a field has another."""
+    if value.dim() != like.dim() or value.dtype != like.dtype:
+        return ""
+    dim = next(d for d in range(1, value.dim()) if value.shape[d] != like.shape[d])
+    return f'; legal in several shapes: dims that are named before the first step, varies = {{"{name}.{dim}": LARGEST}}'
