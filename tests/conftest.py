@@ -18,6 +18,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "xdg")  # tokens; not the user's
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("SHARDWISE_CAPTURES", "off")  # a test captures what it tests, not what an earlier run has left
 # A rank of several threads, started by a test while other tests run, would spend most of its time spinning: each op
 # waits for a thread that has no core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

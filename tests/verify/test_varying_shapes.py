@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.capture.varying import form_of, resized
+from shardwise.capture.forms import form_of, resized
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.graph.torch_private import Assumed
 
 
 class Uncapturable(ShardwiseError):
@@ -36,6 +37,7 @@ class Captured:
     precision: str = "fp32"
     names: dict[str, str] = field(default_factory=dict)
     outputs: Any = None  # the structure of the outputs that follow the loss (`capture/outputs.py`), if there are any
+    assumed: Assumed = Assumed()  # of the symbols of its sizes
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:

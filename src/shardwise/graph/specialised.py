@@ -60,7 +60,7 @@ def _solved(captured: Captured, shapes: Shapes) -> Symbols | None:
         for dim, size in enumerate(value.shape) if dim or not has_rows(name)
     ]  # fmt: skip
     rows = next((one.shape[0] for name, one in fields.items() if has_rows(name)), None)
-    return Symbols.solved(pairs, rows, next(iter(fields.values())))
+    return Symbols.solved(pairs, rows, next(iter(fields.values())), captured.assumed)
 
 
 class _Unusual(Exception):

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
-    "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
+    "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
+    "assumed", "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name", "schema", "step_hooks",
     "storage_key", "version", "without_modes", "without_torch_functions",
@@ -94,22 +94,43 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+class Assumed(NamedTuple):
+    """What a capture assumed of its symbols: ``facts`` that hold, and the range of each."""
+
+    facts: tuple[Any, ...] = ()
+    ranges: Mapping[Any, tuple[int | None, int | None]] = MappingProxyType({})
+
+
+def assumed(value: Tensor) -> Assumed:
+    """Return what the capture that ``value`` belongs to assumed."""
+    mode = getattr(value, "fake_mode", None)
+    env = None if mode is None else mode.shape_env
+    if env is None:
+        return Assumed()
+    facts = [guard.expr for guard in env.guards]
+    facts += [one.expr for each in env.deferred_runtime_asserts.values() for one in each]
+    ranges = {one: (_bound(each.lower), _bound(each.upper)) for one, each in env.var_to_range.items()}
+    return Assumed(tuple(dict.fromkeys(map(env.replace, facts))), ranges)
+
+
+def _bound(value: Any) -> int | None:
+    return int(value) if value.is_Integer else None
+
+
 class Symbols:
     """Numbers in place of some symbols of a capture, beside that of the number of ``rows``; ``mode`` is the one that
     the values of the capture belong to."""
 
-    def __init__(self, numbers: Mapping[Any, int], rows: Any, mode: Any) -> None:
+    def __init__(self, numbers: Mapping[Any, Any], rows: Any, mode: Any) -> None:
         self._numbers, self.mode, self._env = dict(numbers), mode, mode.shape_env
-        self._hints = {rows.node.expr: rows.node.hint} if isinstance(rows, torch.SymInt) else {}
+        self._hints = {rows.node.expr: _sympy().Integer(rows.node.hint)} if isinstance(rows, torch.SymInt) else {}
 
     @classmethod
-    def solved(cls, pairs: Sequence[tuple[Any, int]], rows: Any, value: Tensor) -> Symbols | None:
+    def solved(cls, pairs: Sequence[tuple[Any, int]], rows: Any, value: Tensor, known: Assumed) -> Symbols | None:
         """Return the numbers with which each size of a captured field is what it is paired with; None where there are
-        none, or where the capture assumed something that does not hold for them.  ``value`` is one of the capture."""
-        from sympy import Integer  # torch's own dependency, which only captures need
-
+        none, or where what the capture assumed does not hold for them.  ``value`` is one of the capture."""
         numbers = {
-            size.node.expr: Integer(number) for size, number in pairs
+            size.node.expr: _sympy().Integer(number) for size, number in pairs
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
         }  # fmt: skip
         mode = getattr(value, "fake_mode", None)
@@ -117,17 +138,16 @@ class Symbols:
             return None
         found = cls(numbers, rows, mode)
         fits = all(found.of(size) == number for size, number in pairs)
-        return found if fits and found._admitted() else None
+        return found if fits and found._admitted(known) else None
 
-    def _admitted(self) -> bool:
+    def _admitted(self, known: Assumed) -> bool:
         """Whether the numbers are in the ranges of their symbols, and what was assumed of them holds for any rows."""
-        ranges, own = self._env.var_to_range, set(self._numbers)
+        own = set(self._numbers)
         for one, number in self._numbers.items():
-            if one in ranges and not ranges[one].lower <= number <= ranges[one].upper:
+            least, most = known.ranges.get(one, (None, None))
+            if (least is not None and number < least) or (most is not None and number > most):
                 return False
-        assumed = [guard.expr for guard in self._env.guards]
-        assumed += [one.expr for each in self._env.deferred_runtime_asserts.values() for one in each]
-        about = [one for one in map(self._env.replace, assumed) if one.free_symbols & own]
+        about = [one for one in known.facts if one.free_symbols & own]
         return all(one.xreplace(self._numbers) == True for one in about)  # noqa: E712 - sympy's
 
     def of(self, value: Any) -> Any:
@@ -139,16 +159,63 @@ class Symbols:
         after = before.xreplace(self._numbers)
         if after == before and before.free_symbols:
             return value
-        kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-        if not after.free_symbols:
-            return kinds[type(value)](after)
-        if isinstance(value, torch.SymBool):
-            return self._env.create_symboolnode(after)
-        hint = after.xreplace(self._hints)
-        hint = kinds[type(value)](hint) if not hint.free_symbols else None
-        if isinstance(value, torch.SymInt):
-            return self._env.create_symintnode(after, hint=hint)
-        return self._env.create_symfloatnode(after, hint=hint)
+        return self.number(after, type(value))
+
+    def number(self, expression: Any, kind: type) -> Any:
+        """Return an expression as a number of a ``kind`` of torch's, plain where it has no symbol."""
+        plain = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[kind]
+        if not expression.free_symbols:
+            return plain(expression)
+        if kind is torch.SymBool:
+            return self._env.create_symboolnode(expression)
+        hint = expression.xreplace(self._hints)
+        hint = plain(hint) if not hint.free_symbols else None
+        make = self._env.create_symintnode if kind is torch.SymInt else self._env.create_symfloatnode
+        return make(expression, hint=hint)
+
+
+def written_expression(expression: Any, names: Mapping[Any, str]) -> Any:
+    """Return an expression in symbols with ``names`` as nested lists; raise KeyError for another symbol or function."""
+    if expression.is_Symbol:
+        return names[expression]
+    if expression.is_Integer:
+        return int(expression)
+    if expression is _sympy().true or expression is _sympy().false:
+        return bool(expression)
+    name = type(expression).__name__
+    if _function(name) is not expression.func:
+        raise KeyError(name)
+    return [name, *(written_expression(one, names) for one in expression.args)]
+
+
+def read_expression(written: Any, symbols: Mapping[str, Any]) -> Any:
+    """Return the expression that :func:`written_expression` wrote; raise KeyError for what it does not write."""
+    if isinstance(written, bool):
+        return _sympy().true if written else _sympy().false
+    if isinstance(written, int):
+        return _sympy().Integer(written)
+    if isinstance(written, str):
+        return symbols[written]
+    return _function(written[0])(*(read_expression(one, symbols) for one in written[1:]))
+
+
+_PLAIN = ("Add", "Mul", "Pow", "Equality", "Unequality", "LessThan", "StrictLessThan", "GreaterThan",
+          "StrictGreaterThan", "And", "Or", "Not")  # fmt: skip
+
+
+def _sympy() -> Any:
+    return importlib.import_module("sympy")
+
+
+def _function(name: str) -> Any:
+    """Return a function of sympy's, or of torch's own for sizes."""
+    if name in _PLAIN:
+        return getattr(_sympy(), name)
+    functions = importlib.import_module("torch.utils._sympy.functions")
+    found = getattr(functions, name, None)
+    if not isinstance(found, type) or found.__module__ != functions.__name__:
+        raise KeyError(name)
+    return found
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> str:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
 from shardwise.capture.casts import COMPUTE_DTYPE
+from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.state import kept_tensors
-from shardwise.capture.varying import Form, Varying, differing, form_of, resized
+from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
@@ -38,7 +39,7 @@ from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
-from shardwise.lower import forms
+from shardwise.lower import named_sizes
 from shardwise.lower.exchanged import counts_targets_alone, inside, over_batch, parted
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
@@ -113,16 +114,16 @@ class Compiled:
     def __post_init__(self) -> None:
         refuse_unready(self.module)
         if self.training:
-            forms.check_fields(self.varies, self.example)
+            named_sizes.check_fields(self.varies, self.example)
         counts = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
         if not counts or len(set(counts.values())) != 1 or next(iter(counts.values())) == ():
             raise ConfigError(
                 f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
             )
-        sizes = forms.sizes_of(self.varies, self.example)
+        sizes = named_sizes.sizes_of(self.varies, self.example)
         if sizes:
             self._varying.add({name: frozenset(dims) for name, dims in sizes.items()})
-            self.example = forms.enlarged(self.example, sizes)
+            self.example = named_sizes.enlarged(self.example, sizes)
         if self.hooks is None:
             self.hooks = UserHooks.of(self.module)
         if self._values is None:
@@ -226,7 +227,7 @@ class Compiled:
         dims = {} if form == self.form else differing(self.form, form)
         if not dims:
             return self
-        forms.check_sizes(fields, forms.sizes_of(self.varies, self.example))
+        named_sizes.check_sizes(fields, named_sizes.sizes_of(self.varies, self.example))
         with self._lock:
             found = self._forms.get(form)
             if found is None:
@@ -250,8 +251,8 @@ class Compiled:
             _forms=OrderedDict(),
         )  # fmt: skip
         if found.general.opaque is not None:
-            wrong = f"rows of shapes {forms.shown(example)} cannot be captured: {found.general.opaque}"
-            raise ConfigError.on("batch", wrong, f"shapes that can, such as {forms.shown(self.example)}")
+            wrong = f"rows of shapes {named_sizes.shown(example)} cannot be captured: {found.general.opaque}"
+            raise ConfigError.on("batch", wrong, f"shapes that can, such as {named_sizes.shown(self.example)}")
         return found
 
     def apart_from(self, other: Compiled) -> bool:

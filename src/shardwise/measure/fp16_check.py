@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from shardwise.capture.capture import example_rows
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
+from shardwise.capture.example import example_rows
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.graph.aten_ops import Fact, has

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
+from shardwise.capture.forms import differing, form_of
 from shardwise.capture.hooks import UserHooks
-from shardwise.capture.varying import differing, form_of
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.local_options import ISLANDS
@@ -26,7 +26,7 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
-from shardwise.lower.forms import shown
+from shardwise.lower.named_sizes import shown
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime import collect

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, sort_checkpoints, speed_metrics
 
-from shardwise.capture.capture import rows_in
+from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch
 from shardwise.graph.torch_private import note_step

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardwise.capture.varying import Form, form_of, resized
+from shardwise.capture.forms import Form, form_of, resized
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.fields import has_rows
 

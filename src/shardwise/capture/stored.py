@@ -1,0 +1,171 @@
+"""Captures on disk, so that a second start of a run does not export its model again.
+
+A capture is found by a hash of what it depends on: versions, the sources of the module's classes and of the loss, the
+module's structure, and the shapes of the batch.  It is believed only where one forward without values, in which every
+tensor is named by how it was computed (:mod:`shardwise.capture.trial`), gives the names that it gave when the capture
+was made: so code that no hash sees, a global or an environment variable cannot change what is computed unseen.
+
+The folder is ``$XDG_CACHE_HOME/shardwise/captures``, else ``~/.cache/shardwise/captures``; ``SHARDWISE_CAPTURES`` names
+another, or is "off".  The :data:`KEPT` files that were used last stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from shardwise.capture.computation import Computation
+from shardwise.capture.encoding import NotEncoded, decoded, encoded
+from shardwise.capture.example import example_of
+from shardwise.capture.forms import Dims, form_of, resized
+from shardwise.capture.hooks import RefuseTensorHooks
+from shardwise.capture.trial import runs
+from shardwise.capture.wrapped import Watched
+from shardwise.core.fields import has_rows
+from shardwise.graph.captured import Captured
+from shardwise.graph.torch_private import function_calls
+
+FORMAT = 1  # of the files
+KEPT = 200
+SWITCH = "SHARDWISE_CAPTURES"
+HEAD = 8  # the bytes of the length of the first part of a file
+
+
+def folder() -> Path | None:
+    """Return the folder of captures; None where there is to be none."""
+    named = os.environ.get(SWITCH)
+    if named == "off":
+        return None
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "captures"
+
+
+def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str:
+    """Return the hash of what a capture depends on, as far as it can be told beforehand."""
+    parts: list[Any] = [FORMAT, sys.version_info[:2], torch.__version__, _own_sources(), *map(str, options)]
+    for name, shape, dtype in form_of(batch):
+        first, symbolic = (1 if has_rows(name) else 0), varies.get(name, ())
+        parts.append((name, ["any" if d in symbolic else size for d, size in enumerate(shape, first)], str(dtype)))
+    for name, one in module.named_modules(remove_duplicate=False):
+        parts.append((name, one.training, type(one).__qualname__, one.extra_repr()))
+    for name, value in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        parts.append((name, tuple(value.shape), str(value.dtype), value.requires_grad))
+    classes = dict.fromkeys(base for one in module.modules() for base in type(one).__mro__)
+    parts += [_source(one) for one in classes if not one.__module__.startswith(("torch.", "builtins"))]
+    parts.append(_loss(loss))
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:40]
+
+
+def _loss(loss: Any) -> Any:
+    if isinstance(loss, Computation):
+        return [str(getattr(one, "function", one)) for one in getattr(loss, "calls", ())]
+    if isinstance(loss, FunctionType):
+        return loss.__module__, loss.__qualname__, _source(loss)
+    return str(type(loss))
+
+
+@cache
+def _source(thing: Any) -> str:
+    try:
+        path = inspect.getsourcefile(thing)
+    except TypeError:
+        return str(thing)
+    return f"{path} {_digest(path)}" if path is not None else str(thing)
+
+
+@cache
+def _digest(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return "nowhere"
+
+
+@cache
+def _own_sources() -> str:
+    home = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for part in ("capture", "graph", "ops", "nn", "models"):
+        for path in sorted((home / part).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> Captured | None:
+    """Return the capture on disk of a ``key``, if a forward of the model that ``made`` makes gives the names that it
+    gave when it was captured; else None.  ``batch`` is of a form that the key is of."""
+    place = folder()
+    path = None if place is None else place / key
+    if path is None or not path.is_file():
+        return None
+    try:
+        data = path.read_bytes()
+        size = int.from_bytes(data[:HEAD], "big")
+        written = json.loads(zlib.decompress(data[HEAD : HEAD + size]))
+        form = tuple((name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in written["form"])
+        model = made()
+        example = example_of(model, resized(batch, form), written["rows"])
+        if not _computes(model, example, written["results"]):
+            return None
+        found = decoded(written, example, load(data[HEAD + size :]), dict(model.module.named_buffers()))
+        os.utime(path)
+    except Exception:  # whatever is wrong with a file, the model is captured as if it were not there
+        return None
+    return found
+
+
+def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[str, str]) -> bool:
+    """Whether a forward gives results of these names; none of it may have a gradient that its ops do not show."""
+    functions: list[type] = []
+
+    def called(original: Any, function: type, args: Sequence[Any]) -> Any:
+        functions.append(function)
+        return original(*args)
+
+    with RefuseTensorHooks(), function_calls(called):
+        (found,) = runs(model, model.module, example, False, 1)
+    return not functions and dict(found.results) == results
+
+
+def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], results: Mapping[str, str]) -> None:
+    """Write a capture of batches like ``batch`` to disk, with the names of what its model computes; where that is not
+    possible, do nothing."""
+    place = folder()
+    if place is None:
+        return
+    try:
+        form = [(name, shape, str(dtype).removeprefix("torch.")) for name, shape, dtype in form_of(batch)]
+        written = {**encoded(captured), "results": dict(results), "form": form}
+        head = zlib.compress(json.dumps(written).encode(), 1)
+        tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
+    except (NotEncoded, TypeError, ValueError):
+        return
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".", delete=False) as file:
+            file.write(len(head).to_bytes(HEAD, "big") + head + tail)
+        os.replace(file.name, place / key)
+        for old in sorted(_files(place), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _files(place: Path) -> Iterator[Path]:
+    return (path for path in place.iterdir() if path.is_file())

@@ -1,0 +1,264 @@
+"""Captures on disk: a second start does not export again, and never believes a capture of something else."""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.capture import stored
+from shardwise.capture.capture import capture
+from shardwise.capture.encoding import NotEncoded, _function, decoded, encoded
+from shardwise.capture.forms import Dims
+from shardwise.graph.captured import Captured
+from shardwise.graph.functional import functionalise
+from shardwise.graph.specialised import specialised
+
+SCALE = 2.0
+VARIES: Dims = {"x": frozenset({1, 2})}
+
+
+class Net(nn.Module):
+    """It has a buffer that forward writes, one that it reads, a constant, dropout and a part without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("shift", torch.arange(6.0))
+        self.power = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.norm(self.conv(x.transpose(1, 2))) + self.shift[:, None]
+        with torch.no_grad():
+            weight = h.mean((1, 2), keepdim=True).exp()
+        h = F.dropout(h * weight * torch.tensor([3.0, 4.0])[0], 0.1, self.training)
+        h = h.view(h.shape[0], 2, 3, -1).flatten(1, 2) ** self.power * SCALE
+        return F.cross_entropy(self.head(h.mean(-1)), y)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.straight = nn.Linear(4, 3), True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x.mean(1)
+        return F.cross_entropy(self.head(Straight.apply(h) if self.straight else h.round()), y)
+
+
+def batch(length: int = 5) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, length, 4), "y": torch.tensor([0, 1, 2, 0])}
+
+
+def lines(captured: Captured) -> list[tuple[Any, ...]]:
+    graph = functionalise(captured).graph
+    return [(n.op, str(n.target), n.args, n.kwargs, n.meta.get("stack_trace"), _shape(n)) for n in graph.nodes]
+
+
+def _shape(node: torch.fx.Node) -> list[str]:
+    value = node.meta.get("val")
+    return [str(one.shape) for one in (value if isinstance(value, tuple) else [value]) if isinstance(one, Tensor)]
+
+
+def texts(captured: Captured) -> list[tuple[str, ...]]:
+    return [tuple(map(str, one)) for one in lines(captured)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(stored.SWITCH, str(tmp_path / "captures"))
+    return tmp_path / "captures"
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules that have been exported, but for the one whose symbols a decoder takes."""
+    found: list[str] = []
+    export = torch.export.export
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(module).__name__ != "_First":
+            found.append(type(module).__name__)
+        return export(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", noted)
+    return found
+
+
+def test_a_second_capture_is_read_and_is_the_same(folder: Path, exported: list[str]) -> None:
+    first = capture(Net(), batch())
+    second = capture(Net(), batch())
+    assert len(exported) == 1
+    assert texts(second) == texts(first)
+    for name in ("parameters", "buffers", "fields", "rows", "trainable", "notes", "precision", "names"):
+        assert getattr(second, name) == getattr(first, name), name
+    assert second.constants.keys() == first.constants.keys()
+    assert all(torch.equal(value, first.constants[name]) for name, value in second.constants.items())
+    assert second.values.keys() == first.values.keys()
+
+
+def test_a_capture_with_symbolic_sizes_serves_other_shapes(folder: Path, exported: list[str]) -> None:
+    first = capture(Net(), batch(5), varies=VARIES)
+    second = capture(Net(), batch(7), varies=VARIES)
+    assert len(exported) == 1
+    for length in (3, 9):
+        shapes = {name: tuple(value.shape) for name, value in batch(length).items()}
+        of_first, of_second = specialised(first, shapes), specialised(second, shapes)
+        assert of_first is not None
+        assert of_second is not None
+        assert texts(of_second) == texts(of_first)
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "an attribute": lambda net: setattr(net, "power", 2.0),
+    "a mode": lambda net: net.eval(),
+    "a probability": lambda net: setattr(net.norm, "eps", 1e-3),
+    "the length of a buffer": lambda net: net.register_buffer("shift", torch.zeros(1)),
+    "a parameter that no longer learns": lambda net: net.head.requires_grad_(False),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_model_is_captured_anew(folder: Path, exported: list[str], what: str) -> None:
+    capture(Net(), batch())
+    net = Net()
+    CHANGES[what](net)
+    capture(net, batch(), training=net.training)
+    assert len(exported) == 2
+
+
+def test_a_changed_global_is_seen(folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(Net(), batch())
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    changed = capture(Net(), batch())
+    assert len(exported) == 2
+    assert any("3.0" in str(line) for line in texts(changed))
+
+
+@pytest.mark.slow
+def test_what_has_a_backward_of_its_own_is_not_kept(folder: Path, exported: list[str]) -> None:
+    for _ in range(2):
+        capture(Rounded(), batch())
+    assert len(exported) == 2
+    plain = Rounded()
+    plain.straight = False
+    capture(plain, batch())
+    capture(Rounded(), batch())  # whose ops are the same: what they give no gradient to is not
+    assert len(exported) == 4
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1]])
+def test_a_damaged_file_is_not_believed(folder: Path, exported: list[str], damage: Callable[[bytes], bytes]) -> None:
+    capture(Net(), batch())
+    (path,) = folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    capture(Net(), batch())
+    assert len(exported) == 2
+    capture(Net(), batch())  # and it was written again
+    assert len(exported) == 2
+
+
+def test_a_file_that_says_it_computes_something_else_is_not_believed(folder: Path, exported: list[str]) -> None:
+    capture(Net(), batch())
+    (path,) = folder.iterdir()
+    data = path.read_bytes()
+    size = int.from_bytes(data[: stored.HEAD], "big")
+    written = json.loads(zlib.decompress(data[stored.HEAD : stored.HEAD + size]))
+    written["results"]["the loss"] = "0" * 32
+    head = zlib.compress(json.dumps(written).encode())
+    path.write_bytes(len(head).to_bytes(stored.HEAD, "big") + head + data[stored.HEAD + size :])
+    capture(Net(), batch())
+    assert len(exported) == 2
+
+
+@pytest.mark.parametrize(
+    "target",
+    [["op", "load_library"], ["op", "aten.linear"], ["function", "torch", "load"], ["function", "os", "system"],
+     ["higher", "__init__"]],
+)  # fmt: skip
+def test_a_file_can_call_nothing_but_ops(target: list[str]) -> None:
+    with pytest.raises((KeyError, AttributeError)):
+        _function(target)
+
+
+def test_outputs_are_not_kept(folder: Path) -> None:
+    found = capture(nn.Linear(4, 3), {"input": torch.randn(4, 4)}, loss=lambda out, fields: out.sum(), wanted="both")
+    assert not folder.exists()
+    with pytest.raises(NotEncoded):
+        encoded(found)
+
+
+@pytest.mark.slow
+def test_the_files_used_last_stay(folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "KEPT", 2)
+    for number, length in enumerate([3, 4, 3, 5, 3, 4]):
+        capture(Net(), batch(length))
+        for path in folder.iterdir():  # files differ in when they were used, also where a clock is coarse
+            age = path.stat().st_mtime - 10
+            os.utime(path, (age, age))
+        assert len(exported) == [1, 2, 2, 3, 3, 4][number]
+
+
+@pytest.mark.slow
+def test_there_need_be_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exported: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("off", str(tmp_path / "file"), str(tmp_path / "file" / "captures")):
+        monkeypatch.setenv(stored.SWITCH, place)
+        capture(Net(), batch())
+    assert len(exported) == 3
+    monkeypatch.delenv(stored.SWITCH)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stored.folder() == tmp_path / "shardwise" / "captures"
+
+
+SCRIPT = """
+import torch
+from test_stored import Net, batch
+from shardwise.capture.capture import capture
+export, exported = torch.export.export, []
+torch.export.export = lambda module, *a, **k: exported.append(type(module).__name__) or export(module, *a, **k)
+capture(Net(), batch())
+print(exported.count("Watched"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fresh
+def test_another_process_reads_it(folder: Path) -> None:
+    def run(seed: str) -> str:
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True, text=True, timeout=120
+        ).stdout.strip()
+
+    assert [run("1"), run("2")] == ["1", "0"]
+
+
+def test_decoding_puts_in_the_buffers_that_are_there_now(folder: Path) -> None:
+    net = Net()
+    found = capture(net, batch())
+    net.shift += 1
+    again = decoded(json.loads(json.dumps(encoded(found))), batch(), found.constants, dict(net.named_buffers()))
+    place = next(name for name, buffer in again.buffers.items() if buffer == "shift")
+    assert torch.equal(again.value(place), net.shift)
