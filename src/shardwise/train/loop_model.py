@@ -7,6 +7,7 @@ import inspect
 import warnings
 import weakref
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
 from shardwise.initial.copies import copied
-from shardwise.lower.compiled import Compiled
+from shardwise.lower.compiled import FORMS, Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.shard.op_spec import Shard
@@ -77,7 +78,8 @@ class Model(Owner):
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
-        self._compiled: dict[Any, list[Compiled]] = {}  # those of a plot's key differ in what they keep
+        # Those of a plot's key differ in what they keep; the keys are in the order of their last use.
+        self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -140,6 +142,9 @@ class Model(Owner):
         """Return what a plot is captured as: once for all that are computed alike, and keep no more than the first."""
         trainer, key = self.trained(found) if backward else self.trainer, (found.key, training)
         alike, kept = self._compiled.setdefault(key, []), set(found.script.kept)
+        self._compiled.move_to_end(key)
+        if len(self._compiled) > FORMS:  # a loop that computes with sizes is captured for each
+            self._compiled.popitem(last=False)
         enough = sorted((len(script_of(one).kept), i) for i, one in enumerate(alike) if kept <= {*script_of(one).kept})
         if enough:
             return alike[enough[0][1]]
