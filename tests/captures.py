@@ -93,6 +93,8 @@ class SharedCaptures:
         place = next((place for place in ((pickled, None), (pickled, *rows)) if place in self.found), None)
         if place is None:
             normal = self.make(module, batch, loss, key, {}, Varying())
+            if normal.checks is not None:  # it depends on the values of the batch
+                return normal
             place = (pickled, None) if normal.captured.rows is None else (pickled, *rows)
             self.found[place] = normal, alive
             if len(self.found) > KEPT:

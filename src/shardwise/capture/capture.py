@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.capture import stored
-from shardwise.capture.casts import cast_buffer, shadow_dtype
+from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.example import example_of
 from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims
@@ -24,6 +24,7 @@ from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
+from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, asked
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
@@ -62,7 +63,13 @@ def capture(
     key = stored.key_of(module, batch, loss, varies, precision, training, ones, wanted)
     keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
 
-    def watched(trial: bool = False) -> Watched:
+    def watched(trial: bool = False, reading: Answering | None = None) -> Watched:
+        nonlocal looped
+        found = bare(trial)
+        found.reading = reading
+        return found
+
+    def bare(trial: bool) -> Watched:
         nonlocal looped
         own = shadow(module, precision)
         looped = without_loops(own)
@@ -75,9 +82,12 @@ def capture(
             for one in keys:
                 if (known := stored.find(one, lambda: watched(trial=True), batch)) is not None:
                     return known
-        wrapped = watched()
-        captured = _captured(wrapped, batch, rows, varies)
-        results = _check_state(captured, wrapped, watched(trial=True), batch)
+        wrapped, again = watched(), watched(trial=True)
+        try:
+            captured = _captured(wrapped, batch, rows, varies)
+        except Uncapturable as error:
+            captured, wrapped, again = _answered(watched, batch, rows, varies, error)
+        results = _check_state(captured, wrapped, again, batch)
     if looped:
         captured.notes.append(NOTE)
     if results is not None and wanted == "loss":
@@ -124,6 +134,27 @@ def _check_state(
             f"forward draws from {names}: what it computes does not depend on it; the steps draw none"
         )
     return None if changes or drawn or not found else found[0].results
+
+
+def _answered(
+    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, error: Uncapturable
+) -> tuple[Captured, Watched, Watched]:
+    """Capture a model that reads tensors in Python, with the answers for ``batch``; raise ``error`` where these do not
+    follow from the batch alone.  Return the capture, and what was and what is to be run."""
+    for functions in (BRANCHES, BRANCHES | NUMBERS):
+        try:
+            asking = watched()
+            whole = {name: cast_field(value.detach().cpu(), asking.precision) for name, value in batch.items()}
+            reads = asked(asking, asking.module, whole, functions)
+            if not reads:
+                continue
+            wrapped, again = (watched(one, Answering(reads, functions)) for one in (False, True))
+            captured = _captured(wrapped, batch, rows, varies)
+        except Exception:  # the first reason says more than what stops here
+            continue
+        captured.reads = tuple(reads)
+        return captured, wrapped, again
+    raise error
 
 
 def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:

@@ -36,8 +36,8 @@ class NotEncoded(Exception):
 
 def encoded(captured: Captured) -> dict[str, Any]:
     """Return a capture as what JSON can write, but for its constants and the values of its buffers."""
-    if captured.functions or captured.outputs is not None:
-        raise NotEncoded("functions and outputs")
+    if captured.functions or captured.outputs is not None or captured.reads:
+        raise NotEncoded("functions, outputs and what is read in Python")
     writer = _Writer(captured)
     graph = writer.graph(captured.owner)
     facts = [writer.expression(one) for one in captured.assumed.facts if one.free_symbols <= writer.names.keys()]

@@ -15,6 +15,7 @@ from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, without_labels
+from shardwise.capture.reads import Answering
 from shardwise.capture.state import Change, PythonState, assigned_buffers
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
@@ -92,17 +93,25 @@ class Watched(WithLoss):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.noted = Noted()
+        self.reading: Answering | None = None  # answers what forward reads in Python
 
     def forward(self, fields: Mapping[str, Tensor]) -> Any:
-        """Return the loss of a batch, as before."""
-        return self.noting(super().forward, fields)
+        """Return the loss of a batch, as before, and after it what forward reads in Python."""
+        return self.with_operands(self.noting(super().forward, fields))
+
+    def with_operands(self, results: Any) -> Any:
+        """Return results and after them the tensors that were read."""
+        if self.reading is None:
+            return results
+        return (*(results if isinstance(results, tuple) else (results,)), *self.reading.operands)
 
     def noting(self, forward: Callable[[Mapping[str, Tensor]], Any], fields: Mapping[str, Tensor]) -> Any:
         """Return what ``forward`` returns, and note what it changes."""
         functions = [] if isinstance(self.loss, Computation) else [self.loss]
         before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
         same_rows(fields)
-        results = forward(fields)
+        with contextlib.nullcontext() if self.reading is None else self.reading.answers():
+            results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
         return results
@@ -122,7 +131,7 @@ class WithOutputs(Watched):
 
     def forward(self, fields: Mapping[str, Tensor]) -> Any:
         """Return the loss of a batch, and its outputs."""
-        return self.noting(self.results, fields)
+        return self.with_operands(self.noting(self.results, fields))
 
     def results(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the module, a second time without its labels if it returns its loss alone."""
@@ -146,7 +155,7 @@ class InOneNumber(WithOutputs):
 
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the number."""
-        return scalar(super().forward(fields))
+        return scalar(self.noting(self.results, fields))
 
 
 def check_assigned(name: str, old: Tensor, new: Tensor) -> None:

@@ -38,6 +38,7 @@ class Captured:
     names: dict[str, str] = field(default_factory=dict)
     outputs: Any = None  # the structure of the outputs that follow the loss (`capture/outputs.py`), if there are any
     assumed: Assumed = Assumed()  # of the symbols of its sizes
+    reads: tuple[Any, ...] = ()  # what forward read in Python (`capture/reads.py`); their operands are the last outputs
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:

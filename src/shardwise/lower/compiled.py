@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
-from shardwise.capture.casts import COMPUTE_DTYPE
+from shardwise.capture.casts import COMPUTE_DTYPE, cast_field
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.outputs import Wanted
@@ -56,7 +57,8 @@ from shardwise.units.tracing import Captures, trace
 MASKS = ("attention_mask",)
 
 
-FORMS = 32  # the most shapes of batches whose traces are kept at a time
+FORMS = 32  # the most shapes of batches, and ways of forward, whose traces are kept at a time
+MANY = 8  # the number of ways in which forward decides of which a user is told
 
 
 @dataclass(eq=False)
@@ -109,6 +111,7 @@ class Compiled:
     varies: Mapping[str, int] = field(default_factory=dict)
     _varying: Varying = field(default_factory=Varying)
     _forms: OrderedDict[Form, Compiled] = field(default_factory=OrderedDict)
+    _decided: list[Compiled] = field(default_factory=list)  # for batches of which forward reads something else
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
@@ -137,6 +140,8 @@ class Compiled:
         if self.training and self.plan.numeric.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
+        if self.general.checks is not None:
+            self.masks = ()
         if self.masks and not _alike(self.trace(self.masks, None), self.general):
             self.masks = ()  # only the mask reaches some parameter, or some sum, so one trace must serve all batches
 
@@ -189,7 +194,7 @@ class Compiled:
                 self._evaluations[key] = replace(
                     self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
                     _lock=threading.RLock(), _evaluations={}, _captures=self._captures if alike else {},
-                    _forms=OrderedDict(), _varying=self._varying if alike else self._varying.again(),
+                    _forms=OrderedDict(), _varying=self._varying if alike else self._varying.again(), _decided=[],
                 )  # fmt: skip
             return self._evaluations[key]
 
@@ -201,15 +206,20 @@ class Compiled:
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _varying=Varying(), varies={},
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _varying=Varying(), varies={}, _decided=[],
         )  # fmt: skip
-        here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
-            self.buckets, found.general.buckets,
-        ))  # fmt: skip
-        if training and backward and (other := sorted(here ^ there)):
-            wrong = f"{other[0]} has a gradient in one step and none in another"
-            raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
+        if training and backward:
+            self._check_learning(found)
         return found
+
+    def _check_learning(self, other: Compiled) -> None:
+        """Raise :class:`ConfigError` where other parameters learn by another computation with this model."""
+        here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
+            self.buckets, other.general.buckets,
+        ))  # fmt: skip
+        if others := sorted(here ^ there):
+            wrong = f"{others[0]} has a gradient in one step and none in another"
+            raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
 
     # ---- batches of other shapes -------------------------------------------------------------------------------------
 
@@ -248,11 +258,39 @@ class Compiled:
         found = replace(
             self, example=example, varies={}, like=None if self.like is None else self.like.fitting(example),
             _traces={}, _weights={}, _captures={}, _programs={}, _lock=threading.RLock(), _evaluations={},
-            _forms=OrderedDict(),
+            _forms=OrderedDict(), _decided=[],
         )  # fmt: skip
         if found.general.opaque is not None:
             wrong = f"rows of shapes {named_sizes.shown(example)} cannot be captured: {found.general.opaque}"
             raise ConfigError.on("batch", wrong, f"shapes that can, such as {named_sizes.shown(self.example)}")
+        return found
+
+    def deciding(self, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Compiled:
+        """Return the same computation for a ``batch``, all rows of it on the host, by whose values forward decides in
+        Python; itself if it decides as for the example.
+
+        Raises :class:`ConfigError` where forward cannot be captured for the batch."""
+        fields = {name: cast_field(value, self.general.precision) for name, value in batch.items()}
+        with self._lock:
+            for one in (self, *self._decided):
+                if one.general.checks is not None and one.general.checks.hold(fields, buffers):
+                    return one
+            found = replace(
+                self, example=batch, varies={}, _traces={}, _weights={}, _captures={}, _programs={},
+                _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _decided=[], _varying=Varying(),
+            )  # fmt: skip
+            if found.general.opaque is not None or found.general.checks is None:
+                why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
+                wrong = f"a batch for which forward decides in another way, and so cannot be captured: {why}"
+                raise ConfigError.on("batch", wrong, "torch.where in place of branches in Python")
+            if self.training:
+                self._check_learning(found)
+            self._decided = [*self._decided[-FORMS:], found]
+            if len(self._decided) == MANY:
+                warnings.warn(
+                    f"model: forward has decided by values of the batch in {MANY} ways beside the first; each is "
+                    "captured when it first comes, which takes as long as the start", stacklevel=2
+                )  # fmt: skip
         return found
 
     def apart_from(self, other: Compiled) -> bool:
@@ -288,7 +326,7 @@ class Compiled:
         return replace(
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
             _stages={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(),
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _decided=[],
         )  # fmt: skip
 
     @cached_property

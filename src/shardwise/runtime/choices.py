@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,16 +16,20 @@ from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, host_gather_bytes
 from shardwise.runtime.masks import all_ones
 from shardwise.units.trace import Trace
 
 
 class Choices:
-    """The choices of a rank; ``summed`` adds up numbers of the host over the ranks that take its steps, in place."""
+    """The choices of a rank; ``summed`` adds up numbers of the host over the ranks that take its steps, in place, and
+    ``buffers`` returns the model's by name."""
 
-    def __init__(self, comm: Communicator, plan: Plan, summed: Callable[[Tensor, str], Tensor]) -> None:
-        self.comm, self._sum = comm, summed
+    def __init__(
+        self, comm: Communicator, plan: Plan, summed: Callable[[Tensor, str], Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
+    ) -> None:  # fmt: skip
+        self.comm, self._plan, self._sum, self.buffers = comm, plan, summed, buffers
         axes = batch_axes(plan.mesh)
         self._parts = comm.mesh.axis_size(axes)
         part = plan.microbatches, self._parts, comm.mesh.index(comm.rank, axes)
@@ -48,7 +53,37 @@ class Choices:
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def fitting(self, fields: Mapping[str, Tensor], compiled: Compiled, alike: bool = False) -> Compiled:
+    def fitting(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled, alike: bool = False) -> Compiled:
+        """Return a computation for a batch of ``rows`` rows, of which this rank has ``fields``: for their shapes, and
+        for what forward reads of the batch in Python.  ``alike`` says that all ranks have these shapes."""
+        found = self._of_shapes(fields, compiled, alike)
+        if found.general.checks is None:
+            return found
+        self.check(fields, rows, found)
+        if self._plan.local.steps and self._parts > 1:
+            wrong = "forward decides in Python by values of the batch, of which ranks of an island have a part each"
+            raise ConfigError.on("local", wrong, "one rank for each island, or no islands")
+        return found.deciding(self._whole(fields, rows), self.buffers())
+
+    def _whole(self, fields: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Return all rows of a batch, on the host; all ranks call it together."""
+        own = {name: value.detach().cpu() for name, value in fields.items()}
+        if self._parts == 1:
+            return own
+        file = io.BytesIO()
+        torch.save({name: value.clone() for name, value in own.items() if has_rows(name)}, file)
+        every = host_gather_bytes(self.comm, file.getvalue(), "a batch by which forward decides")
+        found = [torch.load(io.BytesIO(data)) for data in every]
+        parts = [found[rank] for rank in self.comm.mesh.group(self.comm.rank, batch_axes(self._plan.mesh))]
+        ranges = [rank_rows(rows, self._plan.microbatches, self._parts, index) for index in range(self._parts)]
+        places = torch.tensor([i for one in ranges for start, stop in one for i in range(start, stop)])
+        order = places.argsort()
+        return {
+            name: torch.cat([part[name] for part in parts])[order] if has_rows(name) else value
+            for name, value in own.items()
+        }  # fmt: skip
+
+    def _of_shapes(self, fields: Mapping[str, Tensor], compiled: Compiled, alike: bool) -> Compiled:
         """Return a computation for batches of the shapes of ``fields``; ``alike`` says that all ranks have these.
 
         Otherwise ranks compare them, where the computation has dims that vary.  Raises :class:`ConfigError` on all

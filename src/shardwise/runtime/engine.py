@@ -111,7 +111,7 @@ class Engine:
         self._prepared: WeakKeyDictionary[Compiled, set[tuple[int | Part | None, ...]]] = WeakKeyDictionary()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         axes = batch_axes(plan.mesh)
-        self.choices = Choices(comm, plan, self._summed)
+        self.choices = Choices(comm, plan, self._summed, lambda: self.memory.buffers)
         self.cut = compiled.stages_of(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
@@ -193,7 +193,7 @@ class Engine:
         A step may be several calls, each of which runs a ``part``: those before the last do not update, and count up
         ``turn``.
         """
-        compiled = self.choices.fitting(fields, compiled or self.compiled, alike)
+        compiled = self.choices.fitting(fields, rows, compiled or self.compiled, alike)
         part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
         program = self.program(compiled, traces, part=part)
@@ -251,7 +251,10 @@ class Engine:
         """
         given = exactly(number, batches)
         fields, rows, stop = next(given)
-        compiled = self.choices.fitting(fields, self.compiled)
+        compiled = self.choices.fitting(fields, rows, self.compiled)
+        if compiled.general.checks is not None:
+            wrong = "batches overlap, and forward decides in Python by values of each"
+            raise ConfigError.on("schedule", wrong, "one in which a step ends before the next begins")
         traces = self.choose(fields, rows, compiled, general=True)
         program = self.program(compiled, traces, number)
         every = self._of_window(itertools.chain([(fields, rows, stop)], given), compiled)
@@ -295,7 +298,7 @@ class Engine:
 
         ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
         training, no buffer changes, and the random numbers are those of the next step."""
-        compiled = self.choices.fitting(fields, compiled or self.compiled.evaluation(), alike)
+        compiled = self.choices.fitting(fields, rows, compiled or self.compiled.evaluation(), alike)
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
@@ -343,7 +346,9 @@ class Engine:
         It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
-        compiled = self.choices.fitting(fields, compiled or self.compiled, alike=True)  # the step has compared shapes
+        compiled = self.choices.fitting(
+            fields, rows, compiled or self.compiled, alike=True
+        )  # the step has compared shapes
         traces = self.choose(fields, rows, compiled)
         program = self.program(compiled, traces)
         units = len(traces[0].units)

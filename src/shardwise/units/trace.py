@@ -18,6 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.checks import Checks
 from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
 from shardwise.ops.env import Env
@@ -309,7 +310,8 @@ class Trace:
     seconds of a microbatch by the cost model of the solver of tensor plans, and ``decisions`` what a solver chose.
     ``replicated`` are the ops without a sharding rule, as (op, module path). ``kept`` says how the values that are kept
     beside the loss lie on the axes of the batch, by name, and ``outputs``, where the model's outputs are among them,
-    the structure that they have (`capture/outputs.py`).
+    the structure that they have (`capture/outputs.py`). ``checks`` tell whether the trace holds for a batch, where
+    forward decides by values of it in Python.
     """
 
     units: list[Unit]
@@ -340,6 +342,7 @@ class Trace:
     decisions: Decisions | None = None
     kept: Mapping[str, Placement] = field(default_factory=dict)
     outputs: Any = None
+    checks: Checks | None = None
 
     @cached_property
     def shared(self) -> frozenset[str]:

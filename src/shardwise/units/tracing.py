@@ -21,6 +21,7 @@ from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.checks import take_checks
 from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
@@ -172,6 +173,7 @@ def trace(
         decisions=sharded.decisions,
         kept=sharded.kept,
         outputs=captured.outputs,
+        checks=normal.checks,
     )
 
 
@@ -187,6 +189,7 @@ def _normal(
             wanted="loss" if wanted == "load" else wanted,
         )  # fmt: skip
         normal = functionalise(varying.captured(key, batch, lambda dims: capturing(varies=dims)))
+        normal.checks = take_checks(normal)
         normalise(normal)
         if wanted == "load":
             keep_loads(normal)

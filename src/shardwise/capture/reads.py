@@ -1,0 +1,172 @@
+"""What forward reads of tensors in Python (``if mask.any()``, ``labels.max() >= n``) and follows from the batch.
+
+Such a read stops a capture, which has no values.  So a first forward computes without values what depends on
+parameters, and with values what does not: it tells the answers.  With these the model is captured, and what was read
+is given out beside the loss: from that come the checks (:mod:`shardwise.graph.checks`) by which each batch finds the
+capture that it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.capture.intercept import Intercept, Proceed
+from shardwise.graph.torch_private import (
+    TorchDispatchMode,
+    exporting,
+    fake_mode,
+    schema,
+    storage_key,
+    without_modes,
+    without_torch_functions,
+)
+
+BRANCHES: frozenset[Any] = frozenset({
+    Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
+})  # fmt: skip
+"""The functions of torch that read a truth value."""
+
+NUMBERS: frozenset[Any] = frozenset({
+    Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+})  # fmt: skip
+"""Those that read numbers; a capture keeps most of them as symbols."""
+
+
+class Read(NamedTuple):
+    """A read: the function, its arguments (``operands`` in place of tensors), and what it gave."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    answer: Any
+
+    @property
+    def operands(self) -> int:
+        """The number of tensors that are read."""
+        return sum(isinstance(one, Operand) for one in self.arguments)
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the answer for other tensors."""
+        given = iter(tensors)
+        return self.function(*(next(given) if isinstance(one, Operand) else one for one in self.arguments))
+
+
+class Operand(NamedTuple):
+    """It stands for a tensor that is read."""
+
+
+class UnlikeRead(Exception):
+    """Forward reads something else than in the run that gave the answers."""
+
+
+class Answering:
+    """A layer of :class:`Intercept` that answers reads of ``functions`` as they were, and notes the ``operands``."""
+
+    def __init__(self, reads: Sequence[Read], functions: frozenset[Any]) -> None:
+        self.reads, self.functions = tuple(reads), functions
+        self.operands: list[Tensor] = []
+        self._at = 0
+
+    @contextmanager
+    def answers(self) -> Iterator[None]:
+        """Answer what a forward inside reads; raise :class:`UnlikeRead` where that is less than there are answers."""
+        self.operands.clear()
+        self._at = 0
+        with Intercept(self):
+            yield
+        if self._at != len(self.reads):
+            raise UnlikeRead
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func not in self.functions:
+            return proceed(func, args, kwargs)
+        read = self.reads[self._at] if self._at < len(self.reads) else None
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if read is None or read.function is not func or read.operands != len(tensors) or kwargs:
+            raise UnlikeRead
+        self._at += 1
+        self.operands += tensors
+        return read.answer
+
+
+class _Asking:
+    """A layer that answers reads of what has a value, and notes them."""
+
+    def __init__(self, known: _Values, functions: frozenset[Any]) -> None:
+        self.known, self.functions = known, functions
+        self.reads: list[Read] = []
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        values = [self.known.of(one) if isinstance(one, Tensor) else one for one in args]
+        if func not in self.functions or kwargs or any(one is None for one in values):
+            return proceed(func, args, kwargs)
+        with without_modes(), without_torch_functions():
+            answer = func(*values)
+        arguments = tuple(Operand() if isinstance(one, Tensor) else one for one in args)
+        self.reads.append(Read(func, arguments, answer))
+        return answer
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes values of what does not depend on the tensors ``unknown``, beside what ``mode`` computes without."""
+
+    def __init__(self, unknown: Sequence[Tensor], mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._unknown = {storage_key(one) for one in unknown}
+        self._values: dict[int, Tensor] = {}
+        self._held: list[Tensor] = []  # an id means something as long as its tensor lives
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the value of a tensor, if it has one."""
+        if hasattr(tensor, "fake_mode"):
+            found = self._values.get(id(tensor))
+            return None if storage_key(tensor) in self._unknown else found
+        return None if tensor.is_meta or storage_key(tensor) in self._unknown else tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        values = {id(one): self.of(one) for one in given}
+        described = schema(func)
+        writes = described is not None and described.is_mutable
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        real = [one for one in given if not hasattr(one, "fake_mode")]
+        if random or any(one is None for one in values.values()) or (writes and real):
+            if writes:  # what it writes to has no value any more
+                self._unknown |= {storage_key(one) for one in given}
+            return func(*args, **kwargs)
+        own = tree_map(lambda one: values[id(one)] if isinstance(one, Tensor) else one, (tuple(args), kwargs))
+        with without_modes(), torch.no_grad():
+            result = func(*own[0], **own[1])
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+            found = tree_map(lambda one: self._mode.from_tensor(one) if isinstance(one, Tensor) else one, result)
+        else:
+            found = func(*args, **kwargs)
+        for one, value in zip(tree_leaves(found), tree_leaves(result), strict=True):
+            if isinstance(one, Tensor) and isinstance(value, Tensor):
+                self._values[id(one)] = value
+                self._held.append(one)
+        return found
+
+
+def asked(
+    forward: Callable[[Mapping[str, Tensor]], Any], module: nn.Module, fields: Mapping[str, Tensor],
+    functions: frozenset[Any],
+) -> list[Read]:  # fmt: skip
+    """Return what ``forward`` of ``fields`` reads by ``functions``, with the answers.
+
+    Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
+    mode = fake_mode()
+    values = _Values(list(module.parameters()), mode)
+    asking = _Asking(values, functions)
+    with mode, values, exporting(), torch.enable_grad(), Intercept(asking):
+        forward(fields)
+    return asking.reads

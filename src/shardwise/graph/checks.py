@@ -1,0 +1,94 @@
+"""The checks of a capture: what forward reads of a batch in Python, and what it read when it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.core.fields import is_kept
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.functional import Normal
+from shardwise.graph.schema import outputs_of
+
+
+@dataclass(frozen=True)
+class Checks:
+    """``module(*fields, *buffers, *constants)`` gives the tensors that ``reads`` read, one after the other."""
+
+    module: fx.GraphModule
+    fields: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    reads: tuple[Any, ...]
+
+    def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
+        """Whether forward reads of a batch, all rows of it on the host, what it read when it was captured."""
+        with torch.no_grad():
+            given = [*(fields[n] for n in self.fields), *(buffers[n].cpu() for n in self.buffers), *self.constants]
+            operands = list(self.module(*given))
+        for read in self.reads:
+            own, operands = operands[: read.operands], operands[read.operands :]
+            answer = read.of(own)
+            if type(answer) is not type(read.answer) or answer != read.answer:
+                return False  # what is read later may depend on this
+        return True
+
+
+def take_checks(normal: Normal) -> Checks | None:
+    """Take what is read out of the outputs of a graph, in place, and return the checks; None if nothing is read.
+
+    Raises :class:`Uncapturable` where that depends on parameters, random numbers, or buffers that forward writes."""
+    reads = normal.captured.reads
+    number = sum(read.operands for read in reads)
+    if not number:
+        return None
+    every = outputs_of(normal.graph)
+    last = 1 + sum(map(is_kept, normal.updates))
+    read = every[last - number : last]
+    _keep_outputs(normal, [*every[: last - number], *every[last:]])
+    normal.updates[last - 1 - number : last - 1] = []
+    return _checks(normal, read, reads)
+
+
+def _keep_outputs(normal: Normal, kept: Sequence[fx.Node]) -> None:
+    (output,) = normal.graph.find_nodes(op="output")
+    output.args = (tuple(kept),)
+
+
+def _checks(normal: Normal, read: Sequence[fx.Node], reads: Sequence[Any]) -> Checks:
+    captured, seen, stack = normal.captured, dict[fx.Node, None](), list(read)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            stack.extend(node.all_input_nodes)
+    why = "forward decides in Python by values that depend on"
+    for node in seen:
+        if node.name in captured.parameters and node.op == "placeholder":
+            raise Uncapturable(f"{why} the parameter {captured.parameters[node.name]}")
+        if "ordinal" in node.meta:
+            raise Uncapturable(f"{why} random numbers")
+        if node.op == "placeholder" and (name := captured.buffers.get(node.name)) in normal.updates:
+            raise Uncapturable(f"{why} the buffer {name}, which it writes")
+    places = [n for n in normal.graph.nodes if n in seen and n.op == "placeholder"]
+    kinds = (captured.fields, captured.buffers, captured.constants)
+    groups = [[n for n in places if n.name in names] for names in kinds]
+    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (n for group in groups for n in group):
+        copies[node] = new.placeholder(node.name)
+    for node in normal.graph.nodes:
+        if node in seen and node.op == "call_function":
+            copies[node] = new.node_copy(node, copies.__getitem__)
+    new.output(tuple(copies[node] for node in read))
+    fields, buffers, constants = groups
+    return Checks(
+        fx.GraphModule(torch.nn.Module(), new),
+        tuple(captured.fields[n.name] for n in fields),
+        tuple(captured.buffers[n.name] for n in buffers),
+        tuple(captured.constants[n.name] for n in constants),
+        tuple(reads),
+    )

@@ -1,0 +1,202 @@
+"""Models that read tensors in Python: what follows from the batch is decided for all of it, on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
+from shardwise.verify.verify import verify
+
+WIDTH, CLASSES = 6, 5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.down(torch.tanh(self.up(self.norm(x))))
+        if mask.any():
+            h = h.masked_fill(mask[..., None], 0.0)
+        return x + h
+
+
+class Deciding(nn.Module):
+    """It checks labels, skips a mask that hides nothing, cuts rows at the longest, and decides by a number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.register_buffer("most", torch.tensor(3))
+
+    def forward(self, x: Tensor, hidden: Tensor, label: Tensor) -> Tensor:
+        if label.max() >= CLASSES:
+            raise ValueError(f"a label of {int(label.max())}")
+        assert torch.isfinite(x).all().item()
+        longest = int((~hidden).sum(1).max())
+        x, hidden = x[:, :longest], hidden[:, :longest]
+        h = self.entry(x)
+        if (label == 0).sum() > self.most:
+            h = 2 * h
+        for layer in self.layers:
+            h = layer(h, hidden)
+        return F.cross_entropy(self.head(h.mean(1)), label)
+
+
+def batch(lengths: list[int], labels: list[int], seed: int = 0) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    hidden = torch.arange(7) >= torch.tensor(lengths)[:, None]
+    x = torch.randn(len(lengths), 7, 4, generator=own, dtype=torch.float64)
+    return {"x": x, "hidden": hidden, "label": torch.tensor(labels)}
+
+
+# What is decided differs from batch to batch, and on the rows of one rank from what it is on all rows.
+BATCHES = [
+    batch([7, 7, 7, 7, 7, 7], [1, 2, 3, 4, 1, 2], 0),
+    batch([7, 7, 7, 5, 4, 6], [0, 2, 3, 0, 1, 2], 1),
+    batch([3, 3, 3, 5, 5, 5], [0, 0, 3, 0, 0, 2], 2),
+    batch([7, 7, 7, 7, 7, 7], [1, 2, 0, 4, 1, 2], 3),
+    batch([5, 5, 2, 5, 5], [0, 0, 0, 4, 0], 4),
+    batch([7, 7, 7, 5, 4, 6], [0, 2, 3, 0, 1, 2], 5),
+]
+
+PLANS = {
+    "alone": Plan.of(),
+    "microbatches": Plan.of(microbatches=3),
+    "dp": data_parallel(Plan.of(microbatches=2), 2),
+    "zero3": data_parallel(Plan.of(), 3, zero=3),
+    "tp": Plan.of(Mesh.of(tp=2)),
+    "pp": Plan.of(Mesh.of(pp=2), microbatches=2, schedule="1f1b"),
+    "all": Plan.of(Mesh.of(pp=2, dp=2, tp=2), microbatches=2, schedule="1f1b"),
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_read_is_decided_for_the_whole_batch(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Deciding(), BATCHES, PLANS[plan])
+    assert report.passed, report
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+def test_a_model_that_reads_is_captured_once_for_each_way() -> None:
+    compiled = Compiled(Deciding(), Plan.of(precision="fp64"), BATCHES[0])
+    assert compiled.general.opaque is None
+    assert compiled.general.rows is None
+
+    def of(one: dict[str, Tensor]) -> Compiled:
+        return compiled.deciding(one, dict(compiled.module.named_buffers()))
+
+    assert of(BATCHES[0]) is compiled
+    second, third = of(BATCHES[1]), of(BATCHES[2])
+    assert of(BATCHES[3]) is compiled
+    assert of(BATCHES[4]) is third  # though it has fewer rows
+    assert of(BATCHES[5]) is second
+    assert len({id(one) for one in (compiled, second, third)}) == 3
+
+
+def test_what_forward_raises_for_a_batch_is_said() -> None:
+    wrong = batch([7, 7], [1, CLASSES])
+    with pytest.raises(ConfigError, match="its forward fails in a trial with 2 rows .*ValueError: a label of 5"):
+        verify(Deciding(), [BATCHES[0], wrong], Plan.of())
+
+
+def test_windows_of_batches_are_refused() -> None:
+    plan = Plan.of(Mesh.of(pp=2), schedule="pipedream", window=2)
+    with pytest.raises(ConfigError, match="schedule: batches overlap, and forward decides in Python by values of each"):
+        verify(Deciding(), BATCHES[:2], plan, clip_norm=None)
+
+
+class Numbered(nn.Module):
+    """It has a loss for each number of targets: a number that a Python function makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        factor = 1.0 if float((label > 0).sum()) < 2.5 else 2.0
+        return factor * F.cross_entropy(self.entry(x), label)
+
+
+@pytest.mark.slow
+def test_many_ways_are_told() -> None:
+    given = [{"x": torch.randn(12, 4), "label": (torch.arange(12) < n).long()} for n in range(11)]
+    compiled = Compiled(Numbered(), Plan.of(), given[0])
+    with pytest.warns(UserWarning, match="forward has decided by values of the batch in 8 ways beside the first"):
+        for one in given:
+            compiled.deciding(one, {})
+
+
+class OfActivations(nn.Module):
+    """It decides by what it computes with parameters, or by random numbers, or by what it has written."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.entry = kind, nn.Linear(4, CLASSES)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = self.entry(x)
+        if self.kind == "parameters" and h.sum() > 0:
+            h = 2 * h
+        if self.kind == "random" and torch.rand(3).sum() > 1.5:
+            h = 2 * h
+        if self.kind == "written":
+            if self.steps > 1:
+                h = 2 * h
+            self.steps += 1
+        return F.cross_entropy(h, label)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "random", "written"])
+def test_what_does_not_follow_from_the_batch_is_not_decided_beforehand(kind: str) -> None:
+    given = {"x": torch.randn(4, 4, dtype=torch.float64), "label": torch.tensor([0, 1, 2, 3])}
+    compiled = Compiled(OfActivations(kind).double(), Plan.of(precision="fp64"), given)
+    assert compiled.general.opaque is not None
+
+
+class Loads(nn.Module):
+    """It loops over the groups that a batch has, as code for experts does over those that were hit."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, CLASSES) for _ in range(parts)])
+
+    def forward(self, x: Tensor, group: Tensor, label: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape[0], CLASSES)
+        for number in range(int(group.max()) + 1):
+            if (group == number).any():
+                out = out + (1 + number) * self.parts[number % len(self.parts)](x) * (group == number)[:, None]
+        if torch.equal(group, torch.zeros_like(group)):
+            out = 3 * out
+        return F.cross_entropy(out, label)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+def test_a_loop_over_what_a_batch_has(plan: str) -> None:
+    assert verify(Loads(1), grouped(), PLANS[plan]).passed
+
+
+def test_parameters_that_only_some_batches_reach_are_refused() -> None:
+    with pytest.raises(ConfigError, match="parts.1.* has a gradient in one step and none in another"):
+        verify(Loads(3), grouped(), Plan.of())
+
+
+def grouped() -> list[dict[str, Tensor]]:
+    own = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 6, 4, generator=own, dtype=torch.float64)
+    groups = torch.tensor([[0, 1, 2, 0, 1, 2], [0] * 6, [2, 2, 2, 2, 2, 2], [0, 0, 0, 1, 1, 1], [1, 2, 0, 0, 0, 0]])
+    label = torch.tensor([0, 1, 2, 3, 4, 0])
+    return [{"x": one, "group": group, "label": label} for one, group in zip(x, groups, strict=True)]
