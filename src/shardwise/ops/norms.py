@@ -34,6 +34,17 @@ def batch_norm(
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 
+def group_norm(x: Tensor, each: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Compute GroupNorm of ``x`` (n, channels, ...) with ``each`` channels in a group; there may be none."""
+    groups = x.shape[1] // each
+    return F.group_norm(x, groups, weight, bias, eps) if groups else x.clone()
+
+
+def fixed_batch_norm(x: Tensor, *args: Any) -> Tensor:
+    """Compute ``aten.batch_norm`` of ``x`` (n, channels, ...) with fixed statistics; there may be no channels."""
+    return torch.ops.aten.batch_norm.default(x, *args) if x.shape[1] else x.clone()
+
+
 @own_op(communicates=True)
 def sync_batch_norm(
     env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,

@@ -161,6 +161,9 @@ class SplitPoints:
                 continue
             seen.add(one)
             for user, position, form in self.uses(value):
+                grain = form.grain.get(position)
+                if grain is not None and grain.dim == d and sizes[d] % grain.post == 0:
+                    found[parts, grain.post] = None
                 for i, result in enumerate(self.results(user)):
                     if result is None:
                         continue
