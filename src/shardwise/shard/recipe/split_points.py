@@ -123,7 +123,7 @@ class SplitPoints:
             list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found)
             and sum(sizes) == self.context.shape(value)[dim]
         )
-        return parts if tiled and len(set(sizes)) > 1 else []
+        return parts if tiled and all(sizes) and len(set(sizes)) > 1 else []
 
     def of_part(self, node: fx.Node, size: int, dim: int) -> Shard | None:
         """Return where to cut dim ``dim`` of a part of ``size`` elements."""
