@@ -351,8 +351,8 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2)
         + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2)
     ),
-    "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
-    "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
+    "image patches": lambda m, h, b: [F.unfold(h[:, None], (2, 2)), F.unfold(h[..., None], (2, 1), padding=(1, 0))],
+    "fold": lambda m, h, b: [F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)), F.fold(h.mT, (2, 3), (2, 1))],
     "of rows as channels": lambda m, h, b: [
         F.max_pool1d(h.flatten(1), 2),
         F.max_pool2d(h, 2),
@@ -510,6 +510,10 @@ PARAMETERS: dict[str, Op] = {  # parameters alone, and with the batch
         m.w.max(),
         F.layer_norm(m.w, (4,), m.p),
         m.w.sort(0).values,
+    ],
+    "weight norm of torch": lambda m, h, b: [
+        F.conv1d(h, torch._weight_norm(m.kernel, m.q[:2, :1].T.view(1, 1, 2), 2)),
+        F.linear(h, torch._weight_norm(m.w, m.p[:, None], 0)),
     ],
     "weight norm": lambda m, h, b: h @ (m.w / m.w.norm(dim=0, keepdim=True) * m.p),
     "generated weight": lambda m, h, b: h @ F.linear(F.gelu(m.w), m.w, m.p).softmax(-1),

@@ -1,4 +1,4 @@
-"""Norms whose statistics span several ranks: over the rows of a batch, or over a sharded last dim."""
+"""Norms whose statistics span several ranks: over the rows of a batch, or over a sharded dim of a row or a weight."""
 
 from __future__ import annotations
 
@@ -255,3 +255,31 @@ class _NormOfWidth(torch.autograd.Function):
         along, *mean = ctx.mean_of(torch.cat(sums, -1)).split(1, -1)
         dx = dy - normal * along
         return None, ((dx - mean[0] if mean else dx) * inverse).to(grads[0].dtype), None, None, None, None
+
+
+@own_op(communicates=True)
+def weight_norm(env: Env, v: Tensor, g: Tensor, dim: int, axes: Groups) -> Tensor:
+    """Compute ``g`` · v / ‖v‖ (Salimans and Kingma, arXiv 1602.07868), with a norm for each slice of ``v`` along
+    ``dim``; ``axes`` shard another dim of ``v``, and ``g``, of one element along all dims but ``dim``, is R."""
+    direction: Tensor = _Direction.apply(env, v, dim, axes)  # type: ignore[no-untyped-call]
+    return direction * g
+
+
+class _Direction(torch.autograd.Function):
+    """Divides ``v`` by the norm of its slices; forward and backward take an all-reduce each."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, v: Tensor, dim: int, axes: Groups) -> Tensor:
+        wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        rest = [d for d in range(v.dim()) if d != dim]
+        ctx.summed = lambda t: all_sum(env, t.sum(rest, keepdim=True), axes, "norm of a weight")
+        norm: Tensor = ctx.summed(wide.square()).sqrt()
+        direction = wide / norm
+        ctx.save_for_backward(direction, norm)
+        return direction.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        direction, norm = ctx.saved_tensors
+        dy = grads[0].to(direction.dtype)
+        return None, ((dy - direction * ctx.summed(dy * direction)) / norm).to(grads[0].dtype), None, None

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Experts
 from shardwise.graph.functional import Normal
@@ -29,6 +30,8 @@ from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.sizes import factored
+
+PRODUCTS = Fact.MATRIX_PRODUCT | Fact.GROUPED_PRODUCT | Fact.CONVOLUTION
 
 Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 """A rule describes a captured op; it returns None where it does not cover the op as it is used."""
@@ -63,6 +66,7 @@ class ShardingContext:
         self.decided: dict[str, dict[str, str]] = {}
         self.undivided: dict[str, None] = {}
         self._sizes: dict[fx.Node, tuple[tuple[int, ...], list[Any]]] = {}  # rules and walks ask again and again
+        self._learned: dict[fx.Node, bool] = {}
 
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
@@ -122,10 +126,13 @@ class ShardingContext:
         return found
 
     def learned(self, node: fx.Node) -> bool:
-        """Return whether a captured node is a parameter or is made of one by ops of one operand."""
-        while node.op == "call_function" and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        return node in self.parameters
+        """Return whether a captured node is a parameter or is made of parameters alone, without a product of them."""
+        found = self._learned.get(node)
+        if found is None:
+            inputs = node.all_input_nodes if node.op == "call_function" and not has(node, PRODUCTS) else []
+            found = node in self.parameters or (bool(inputs) and all(map(self.learned, inputs)))
+            self._learned[node] = found
+        return found
 
     @property
     def rows(self) -> Any:

@@ -63,7 +63,12 @@ def _gather(context: ShardingContext, node: fx.Node) -> Any:
     labels: list[Any] = [d if d != dim and all(s[d] == sizes[0][d] for s in sizes) else None for d in range(rank)]
     out = [d if d in labels else f"w{d}" for d in range(rank)]
     pairs: list[tuple[fx.Node, list[Any]]] = [(o, labels) for o in operands]
-    if op_name(node) == "scatter_add" and rank and sizes[1][dim] == sizes[2][dim]:
+    if (
+        op_name(node) == "scatter_add"
+        and rank
+        and sizes[1][dim] == sizes[2][dim]
+        and _adds_up(context, node.args[0], dim)
+    ):
         pairs[1:] = [(o, [*labels[:dim], "i", *labels[dim + 1 :]]) for o in operands[1:]]
     return context.labelled(node, pairs, out, added=ADDED)
 
@@ -77,9 +82,17 @@ def _index_add(context: ShardingContext, node: fx.Node) -> Any:
         return None
     dim = given(node, "dim") % rank
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    theirs = [d if d != dim else "i" for d in range(rank)]
+    name = "i" if _adds_up(context, x, dim) else None
+    theirs = [d if d != dim else name for d in range(rank)]
     out = [d if d != dim else "whole" for d in range(rank)]
-    return context.labelled(node, [(x, labels), (index, ["i"]), (source, theirs)], out, added=ADDED)
+    return context.labelled(node, [(x, labels), (index, [name]), (source, theirs)], out, added=ADDED)
+
+
+def _adds_up(context: ShardingContext, x: fx.Node, dim: int) -> bool:
+    """Return whether what ranks add to a tensor along a dim can be a partial sum: rows of the batch, which microbatches
+    have some of, take what is added from all of it."""
+    size = context.expressions(x)[dim]
+    return isinstance(size, int) and size != context.rows
 
 
 @RULES.rule("searchsorted")
@@ -171,7 +184,7 @@ def _indexed(
     names: list[Any] = [("i", d) for d in range(len(block))]
     if mine is not None:
         own[mine[0]] = names[mine[1]]
-    elif put and not adds:
+    elif put and not (adds and all(_adds_up(context, x, d) for d in indexed)):
         names = [None] * len(block)  # several rows may write to the same place
     first = min(indexed)
     at = first if max(indexed) - first + 1 == len(indexed) else 0

@@ -30,6 +30,7 @@ from shardwise.shard.rules.table import (
     pointwise,
     rank_of,
     tensors,
+    unary,
     whole_dims,
     with_rows,
 )  # fmt: skip
@@ -313,6 +314,31 @@ def _norm_by_statistics(
     return emitter.emit(node, (*args, value), {}, as_result(node, layouts), norms.batch_norm_by)
 
 
+@RULES.rule("_weight_norm")
+def _weight_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """Let ranks add up the squares of a weight that they share out along other dims than that which is kept."""
+    v, g = node.args[:2]
+    dim, labels = given(node, "dim", 0), list(range(rank_of(context, v)))
+    if dim < 0 or rank_of(context, g) != len(labels):
+        return None
+    form = context.labelled(node, [(v, labels), (g, [d if d == dim else None for d in labels])], labels)
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim == dim:
+            return form.by_label(position, place)
+        known = position == 0 and isinstance(context.size(v, place), int)
+        return Strategy((place, "R"), (place,)) if known else None
+
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes = tuple(axis for d in labels if d != dim for axis in sharding(strategies, d))
+        places = [q for s in strategies.values() if isinstance(q := s.operands[0], Shard)]
+        own = axes or any(may_be_empty(context, v, place) for place in places)  # torch's kernel fails without elements
+        return OwnCall(norms.weight_norm, (*values, dim, axes)) if own else None
+
+    form.moves, form.call, form.factors = moves, call, True
+    return form
+
+
 # ---- pooling and resampling ------------------------------------------------------------------------------------------
 
 
@@ -343,9 +369,22 @@ RULES["channel_shuffle"] = _sample
 
 @RULES.rule("im2col", "col2im")
 def _patches(context: ShardingContext, node: fx.Node) -> Any:
-    """Return the form of patches of a batch; a single image has channels in dim 0, and patches within them."""
-    batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
-    return _sample(context, node) if batched else None
+    """Return the form of patches of a batch, channel by channel; a single image has channels in dim 0, and patches
+    within them."""
+    taken, x = op_name(node) == "im2col", node.args[0]
+    if rank_of(context, x) != (4 if taken else 3):
+        return None
+    each = math.prod(given(node, "kernel_size"))
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim == 0:
+            return Strategy((place,), (place,))
+        after, rest = (place.post * each, 0) if taken else divmod(place.post, each)
+        if place.dim > 1 or rest or may_be_empty(context, x, place):
+            return None
+        return Strategy((place,), (place._replace(post=after),))
+
+    return unary(context, node, moves, lambda emitter, solved: emitter.plain(node, solved), factors=True)
 
 
 RULES.same(whole_dims(lambda n, r: range(r - 3, r), never_empty=True), "pixel_shuffle pixel_unshuffle")
