@@ -66,7 +66,6 @@ class ShardingContext:
         self.decided: dict[str, dict[str, str]] = {}
         self.undivided: dict[str, None] = {}
         self._sizes: dict[fx.Node, tuple[tuple[int, ...], list[Any]]] = {}  # rules and walks ask again and again
-        self._learned: dict[fx.Node, bool] = {}
 
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
@@ -127,11 +126,15 @@ class ShardingContext:
 
     def learned(self, node: fx.Node) -> bool:
         """Return whether a captured node is a parameter or is made of parameters alone, without a product of them."""
-        found = self._learned.get(node)
-        if found is None:
-            inputs = node.all_input_nodes if node.op == "call_function" and not has(node, PRODUCTS) else []
-            found = node in self.parameters or (bool(inputs) and all(map(self.learned, inputs)))
-            self._learned[node] = found
+        return node in self._learned
+
+    @cached_property
+    def _learned(self) -> set[fx.Node]:
+        found = set(self.parameters)
+        for node in self.normal.graph.nodes:
+            inputs = node.all_input_nodes if node.op == "call_function" else ()
+            if inputs and found.issuperset(inputs) and not has(node, PRODUCTS):
+                found.add(node)
         return found
 
     @property
