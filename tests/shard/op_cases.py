@@ -123,6 +123,13 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         * torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), m.p[:2].detach()))
     ).flatten(2),
     "fft": lambda m, h, b: torch.fft.fft(torch.fft.fft(h, dim=-1), dim=1).real,
+    "fft of several dims": lambda m, h, b: [
+        torch.fft.fftn(h, dim=(1, 2)).real,
+        torch.view_as_real(torch.fft.rfft2(h)),
+        torch.fft.irfft2(torch.fft.rfftn(h, s=(3, 4)), s=(3, 4)),
+        torch.fft.fftshift(h, 1) + torch.fft.ifftshift(h, (1, 2)),
+        torch.fft.hfft(torch.fft.ihfft(h), 4),
+    ],
     "atan2": lambda m, h, b: torch.atan2(h, m.q),
     "zeros_like": lambda m, h, b: h + torch.zeros_like(h) + torch.ones_like(h) + torch.full_like(h, 0.3),
     "clone and detach": lambda m, h, b: h.clone() * h.detach(),
@@ -171,6 +178,17 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "repeat_interleave": lambda m, h, b: h.repeat_interleave(2, 1),
     "repeat_interleave rows": lambda m, h, b: h.repeat_interleave(3, 0),
     "tile": lambda m, h, b: h.tile(2, 1, 1) + m.p.tile(1),
+    "repeat for each row": lambda m, h, b: [
+        h + m.q.repeat(h.shape[0], 1, 1),
+        m.q.repeat(h.shape[0], 2).view(h.shape[0], 3, 8),
+    ],
+    "diff": lambda m, h, b: [
+        h.diff(),
+        h.diff(2, 1),
+        torch.diff(h, prepend=h[..., :1], append=m.q[None, :, :2].expand(len(h), 3, 2)),
+        b["ids"].diff(dim=-1),
+    ],
+    "eye": lambda m, h, b: h @ torch.eye(4) + (h @ m.w) * torch.eye(3, 4) + h * torch.eye(3).sum(0)[:, None],
     "pad": lambda m, h, b: F.pad(h, (1, 2, 0, 1), value=0.3),
     "pad reflect": lambda m, h, b: F.pad(h, (1, 2), mode="reflect") + F.pad(h, (1, 2), mode="replicate"),
     "flip": lambda m, h, b: h.flip(-1, 1),
@@ -228,6 +246,14 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "conv1d strided": lambda m, h, b: F.conv1d(h, m.kernel, stride=2, dilation=2, padding="valid"),
     "conv1d same": lambda m, h, b: F.conv1d(h, m.kernel, padding="same"),
     "conv1d groups": lambda m, h, b: F.conv1d(h, m.kernel[:, :1], groups=3),
+    "conv1d groups with a bias": lambda m, h, b: F.conv1d(
+        h.transpose(1, 2), m.table[:6, :2, None].expand(6, 2, 2), m.table[:6, 0], padding="same", groups=2
+    ),
+    "conv2d of each channel": lambda m, h, b: F.conv2d(h[..., None], m.kernel[:3, :1, :, None], groups=3, stride=2),
+    "conv_transpose1d groups": lambda m, h, b: F.conv_transpose1d(
+        h.transpose(1, 2), m.kernel[:4], m.table[:6, 1], 2, 1, 1, 2, 1
+    ),
+    "conv1d groups of one sample": lambda m, h, b: F.conv1d(h.sum(0), m.kernel[:3, :1], groups=3) * h.sum(),
     "conv2d": lambda m, h, b: F.conv2d(h[:, None], m.kernel[:, None, :2], m.table[:6, 1], stride=(1, 2)),
     "conv_transpose1d": lambda m, h, b: F.conv_transpose1d(h, m.kernel[:3].expand(3, 3, 2), stride=2, output_padding=1),
     "conv3d": lambda m, h, b: F.conv3d(h[:, None, None], m.kernel[:2, None, None, :2]),
@@ -293,7 +319,9 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     # norms and pooling
     "layer_norm": lambda m, h, b: F.layer_norm(h, (4,), m.p, m.w[0]) + F.layer_norm(h, (3, 4), m.q),
     "rms_norm": lambda m, h, b: F.rms_norm(h, (4,), m.p) + F.rms_norm(h, (3, 4)),
-    "group_norm": lambda m, h, b: F.group_norm(h.transpose(1, 2), 2, m.p, m.w[0]),
+    "group_norm": lambda m, h, b: (
+        F.group_norm(h.transpose(1, 2), 2, m.p, m.w[0]) + F.group_norm(h.transpose(1, 2), 4) * m.w[1][:, None]
+    ),
     "instance_norm": lambda m, h, b: F.instance_norm(h, weight=m.q[:, 0]),
     "local_response_norm": lambda m, h, b: F.local_response_norm(h, 2),
     "batch_norm with fixed statistics": lambda m, h, b: F.batch_norm(h[:, 0], m.average, m.average + 1, m.p, m.w[0]),
@@ -314,12 +342,17 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         F.interpolate(h[:, None], scale_factor=2.0, mode="bicubic", align_corners=True),
         F.interpolate(h, 7, mode="linear"),
     ],  # fmt: skip
+    "pooling by channels": lambda m, h, b: [
+        F.max_pool2d(h[..., None].expand(-1, -1, -1, 2), 2),
+        F.adaptive_avg_pool2d(h[..., None], 1),
+        F.interpolate(h[..., None], scale_factor=2),
+    ],
     "pixel_shuffle": lambda m, h, b: (
         F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2)
         + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2)
     ),
-    "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
-    "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
+    "image patches": lambda m, h, b: [F.unfold(h[:, None], (2, 2)), F.unfold(h[..., None], (2, 1), padding=(1, 0))],
+    "fold": lambda m, h, b: [F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)), F.fold(h.mT, (2, 3), (2, 1))],
     "of rows as channels": lambda m, h, b: [
         F.max_pool1d(h.flatten(1), 2),
         F.max_pool2d(h, 2),
@@ -398,10 +431,20 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "two views": lambda m, h, b: _two_views(torch.cat([h[:, 0], h[:, 1] @ m.w])),
     "index by another row": lambda m, h, b: h[(rows_of(h) + 1) % h.shape[0]] * m.p,
     "index with data": lambda m, h, b: h[b["label"] % h.shape[0]],
-    "index_add": lambda m, h, b: torch.zeros(4, 3, 4).index_add(0, b["label"], h),
+    "index_add": lambda m, h, b: torch.zeros(4, 3, 4).index_add(0, b["label"], h) + m.p,
+    "index_add to parameters": lambda m, h, b: [
+        m.w.index_add(0, b["label"], h[:, 0], alpha=0.5),
+        h.index_add(-1, torch.tensor([2, 0, 2]), h[..., :3]),
+    ],
+    "scatter_add to parameters": lambda m, h, b: m.w.scatter_add(0, b["label"][:, None].expand(-1, 4), h[:, 0]),
     "counts by class": lambda m, h, b: F.one_hot(b["label"], 4).to(h.dtype).T @ h[:, 0],
     "scatter over rows": lambda m, h, b: torch.zeros(4, 4).scatter_add(0, b["label"][:, None].expand(-1, 4), h[:, 0]),
     "index_put": lambda m, h, b: torch.zeros(4, 4).index_put((b["label"],), h[:, 0], accumulate=True),
+    "index_put that adds": lambda m, h, b: [
+        m.w.index_put((b["label"],), h[:, 0], accumulate=True),
+        m.w.index_put((b["label"], b["ids"][:, 0] % 4), h[:, 0, 0], accumulate=True),
+        h.index_put((rows_of(h), b["label"] % 3), b["x"], accumulate=True),
+    ],
     "batch_norm without running statistics": lambda m, h, b: F.batch_norm(h, None, None, m.q[:, 0], m.q[:, 1], True),
     "batch_norm with running statistics": lambda m, h, b: F.batch_norm(
         h.transpose(1, 2), m.average, torch.ones(4), m.p, m.w[0], True
@@ -467,6 +510,10 @@ PARAMETERS: dict[str, Op] = {  # parameters alone, and with the batch
         m.w.max(),
         F.layer_norm(m.w, (4,), m.p),
         m.w.sort(0).values,
+    ],
+    "weight norm of torch": lambda m, h, b: [
+        F.conv1d(h, torch._weight_norm(m.kernel, m.q[:2, :1].T.view(1, 1, 2), 2)),
+        F.linear(h, torch._weight_norm(m.w, m.p[:, None], 0)),
     ],
     "weight norm": lambda m, h, b: h @ (m.w / m.w.norm(dim=0, keepdim=True) * m.p),
     "generated weight": lambda m, h, b: h @ F.linear(F.gelu(m.w), m.w, m.p).softmax(-1),

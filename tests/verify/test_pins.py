@@ -105,6 +105,15 @@ def test_megatrons_plan_follows_from_three_pins(tp: int) -> None:
     assert not any("pins" in note for note in pinned.general.notes)
 
 
+def test_megatrons_plan_has_positions_by_rows_where_they_are_many() -> None:
+    torch.manual_seed(0)
+    module = GPT(vocabulary=41, width=8, layers=1, heads=2, context=32)
+    batch = {name: torch.randint(0, 41, (4, 6)) for name in ("input_ids", "labels")}
+    recipe = Compiled(module, tensor_parallel(Plan.of(mesh=Mesh(())), 2, "1d"), batch)
+    pinned = Compiled(module, planned({**MEGATRON, "wpe.weight": "row"}, 2), batch)
+    assert layouts(pinned) == layouts(recipe) and layouts(recipe)["wpe.weight"] == "[2:tp*16, 8]"
+
+
 @pytest.mark.slow
 def test_megatrons_plan_follows_for_llama_too() -> None:
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), 
 KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 ROWS = (7, 5)
 WORDS = 67
-"""Enough for a table to be cut among 8 ranks (`shard/recipe/walk.py`, TABLE), and not a multiple."""
+"""Enough for a table to be cut among 8 ranks (`shard/recipe/weights.py`, TABLE), and not a multiple."""
 CLIP = 1.0
 ALONE = Plan.of(precision="fp64", mesh=Mesh(()))
 PLAIN = OptimizerChoice("sgd", lr=0.1)

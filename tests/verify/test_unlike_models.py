@@ -65,6 +65,18 @@ class Prefixed(nn.Module):
         return F.cross_entropy(self.out(both[:, -1]), y)
 
 
+class Parted(nn.Module):
+    """A projection into three parts, of which one has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.last = nn.Linear(6, 6), nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b, nothing = self.body(x).split([4, 2, 0], -1)
+        return F.cross_entropy(self.first(a) + self.last(b) + nothing.sum(), y)
+
+
 class Attention(nn.Module):
     """Attention over the edges of a graph (Velickovic et al., arXiv 1710.10903), whose nodes are the rows: dropout
     draws as many numbers as there are edges."""
@@ -129,6 +141,10 @@ def test_scripted_modules() -> None:
 @pytest.mark.parametrize("plan", ["dp", "tp", "tp-sp"])
 def test_a_dim_without_elements(plan: str) -> None:
     check(seeded(Prefixed), batch(), PLANS[plan])
+
+
+def test_a_part_without_elements() -> None:
+    check(seeded(Parted), batch(), PLANS["tp"])
 
 
 @pytest.mark.parametrize("plan", ["dp", "tp", "tp-sp"])

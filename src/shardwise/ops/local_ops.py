@@ -117,8 +117,27 @@ def convolution(
     return op(x, weight, bias, *args, **options).narrow(channels, 0, count)
 
 
-def _one_more(x: Tensor, dim: int) -> Tensor:
-    """Append one slice of zeros to ``dim``."""
+def convolution_of_groups(
+    op: Callable[..., Tensor],
+    each: tuple[int, int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    groups: int,
+    **options: Any,
+) -> Tensor:
+    """Return ``op(x, weight, bias, groups=groups, …)``, a torch convolution of this rank's groups, of which it may have
+    none. ``each`` has the dim of ``x``'s channels, and what one group has of these and of the weight's first dim."""
+    if groups:
+        return op(x, weight, bias, groups=groups, **options)
+    channels, inputs, rows = each
+    x, weight = _one_more(x, channels, inputs), _one_more(weight, 0, rows)
+    return op(x, weight, None, groups=1, **options).narrow(channels, 0, 0)
+
+
+def _one_more(x: Tensor, dim: int, number: int = 1) -> Tensor:
+    """Append one slice of zeros to ``dim``, or a ``number`` of them."""
     shape = list(x.shape)
-    shape[dim] = 1
+    shape[dim] = number
     return torch.cat([x, x.new_zeros(shape)], dim)

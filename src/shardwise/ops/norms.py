@@ -1,4 +1,4 @@
-"""Norms whose statistics span several ranks: over the rows of a batch, or over a sharded last dim."""
+"""Norms whose statistics span several ranks: over the rows of a batch, or over a sharded dim of a row or a weight."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ def batch_norm(
     if not len(mean):  # torch's kernel needs a channel, and a rank may have none of a sharded dim
         return x.clone(), mean, var
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
+
+
+def group_norm(x: Tensor, each: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Compute GroupNorm of ``x`` (n, channels, ...) with ``each`` channels in a group; there may be none."""
+    groups = x.shape[1] // each
+    return F.group_norm(x, groups, weight, bias, eps) if groups else x.clone()
+
+
+def fixed_batch_norm(x: Tensor, *args: Any) -> Tensor:
+    """Compute ``aten.batch_norm`` of ``x`` (n, channels, ...) with fixed statistics; there may be no channels."""
+    return torch.ops.aten.batch_norm.default(x, *args) if x.shape[1] else x.clone()
 
 
 @own_op(communicates=True)
@@ -244,3 +255,31 @@ class _NormOfWidth(torch.autograd.Function):
         along, *mean = ctx.mean_of(torch.cat(sums, -1)).split(1, -1)
         dx = dy - normal * along
         return None, ((dx - mean[0] if mean else dx) * inverse).to(grads[0].dtype), None, None, None, None
+
+
+@own_op(communicates=True)
+def weight_norm(env: Env, v: Tensor, g: Tensor, dim: int, axes: Groups) -> Tensor:
+    """Compute ``g`` · v / ‖v‖ (Salimans and Kingma, arXiv 1602.07868), with a norm for each slice of ``v`` along
+    ``dim``; ``axes`` shard another dim of ``v``, and ``g``, of one element along all dims but ``dim``, is R."""
+    direction: Tensor = _Direction.apply(env, v, dim, axes)  # type: ignore[no-untyped-call]
+    return direction * g
+
+
+class _Direction(torch.autograd.Function):
+    """Divides ``v`` by the norm of its slices; forward and backward take an all-reduce each."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, v: Tensor, dim: int, axes: Groups) -> Tensor:
+        wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        rest = [d for d in range(v.dim()) if d != dim]
+        ctx.summed = lambda t: all_sum(env, t.sum(rest, keepdim=True), axes, "norm of a weight")
+        norm: Tensor = ctx.summed(wide.square()).sqrt()
+        direction = wide / norm
+        ctx.save_for_backward(direction, norm)
+        return direction.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        direction, norm = ctx.saved_tensors
+        dy = grads[0].to(direction.dtype)
+        return None, ((dy - direction * ctx.summed(dy * direction)) / norm).to(grads[0].dtype), None, None

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Experts
 from shardwise.graph.functional import Normal
@@ -29,6 +30,8 @@ from shardwise.ops.env import ROWS
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.sizes import factored
+
+PRODUCTS = Fact.MATRIX_PRODUCT | Fact.GROUPED_PRODUCT | Fact.CONVOLUTION
 
 Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 """A rule describes a captured op; it returns None where it does not cover the op as it is used."""
@@ -122,10 +125,17 @@ class ShardingContext:
         return found
 
     def learned(self, node: fx.Node) -> bool:
-        """Return whether a captured node is a parameter or is made of one by ops of one operand."""
-        while node.op == "call_function" and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        return node in self.parameters
+        """Return whether a captured node is a parameter or is made of parameters alone, without a product of them."""
+        return node in self._learned
+
+    @cached_property
+    def _learned(self) -> set[fx.Node]:
+        found = set(self.parameters)
+        for node in self.normal.graph.nodes:
+            inputs = node.all_input_nodes if node.op == "call_function" else ()
+            if inputs and found.issuperset(inputs) and not has(node, PRODUCTS):
+                found.add(node)
+        return found
 
     @property
     def rows(self) -> Any:

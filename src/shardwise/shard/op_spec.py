@@ -10,7 +10,7 @@ needs its replicated operands as R*.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -111,7 +111,8 @@ class OpSharding:
     it is another one; ``call`` gives the function of shardwise's own that is called instead, where there is one: what
     it communicates is found by calling it.  ``divided`` gives the strategy of a layer of experts for the states of its
     operands, where tokens and experts are sharded.  ``suggested`` gives positions of operands with where these may be
-    sharded, where labels do not tell.
+    sharded, where labels do not tell.  ``grain`` has places by position of an operand: a dim there is made of
+    groups, of ``post`` elements each, within which the op does not take a cut.
     """
 
     node: fx.Node
@@ -130,6 +131,7 @@ class OpSharding:
     factors: bool = False
     divided: Callable[[Sequence[Placement]], Strategy | None] | None = None
     suggested: Callable[[], Sequence[tuple[int, Shard]]] | None = None
+    grain: Mapping[int, Shard] = field(default_factory=dict)
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:
         """Yield ways to take operand ``position`` sharded at ``place``, the one with fewest whole operands first."""

@@ -48,6 +48,11 @@ class Lookahead:
         added = self.added(reach)
         return bool(added) and spared > 2 * sum(map(self.size, added))
 
+    def widens(self, node: fx.Node) -> bool:
+        """Return whether products make of a value at least as much as it has: if it is cut, these are reduced; if it is
+        whole, it is gathered."""
+        return sum(map(self.size, self.reach(node).products)) >= self.size(node)
+
     def shrinks(self, first: OpSharding, position: int) -> bool:
         """Return whether a partial sum, an operand of an op, becomes smaller there or behind ops that nothing else
         reads, so that less is summed there; gradients of what it is multiplied by are partial sums then.

@@ -58,13 +58,15 @@ class OpenParameters(BatchWalk):
         Return whether ``node`` is as wanted."""
         if node not in self.origin:
             return self.found.states[node][0] == wanted
+        place = self.placed(node, wanted)
+        self.settle(self.origin[node], place)
+        return place is not None
+
+    def placed(self, node: fx.Node, wanted: Placement | None) -> Shard | None:
+        """Return where the open parameter under ``node`` is sharded if ``node`` is as wanted; None if it cannot be."""
         parameter = self.origin[node]
-        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Shard) else ():
-            if self.under(parameter, place).get(node, (None,))[0] == wanted:
-                self.settle(parameter, place)
-                return True
-        self.settle(parameter, None)
-        return False
+        places = self.candidates(parameter, node, wanted) if isinstance(wanted, Shard) else iter(())
+        return next((one for one in places if self.under(parameter, one).get(node, (None,))[0] == wanted), None)
 
     def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Shard) -> Iterator[Shard]:
         """Yield where a parameter might be sharded for a view of it to be sharded as wanted."""

@@ -35,15 +35,16 @@ class SplitPoints:
         found = self.best(form.node, result, self.context.shape(form.operands[weight][0])[dim])
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
-    def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Shard] | None:
+    def best(self, node: fx.Node, dim: int, size: int, grain: int = 1) -> tuple[int, Shard] | None:
         """Return how many elements have to be gathered, because what follows does not take the pieces, after the best
-        cut of a dim of ``size`` elements of a value, and where that cut is."""
+        cut of a dim of ``size`` elements of a value, between groups of ``grain`` of them, and where that cut is."""
         places: list[Shard] = []
         found = []
-        for pre, post in self.made_of(node, dim):
+        for pre, inner in self.made_of(node, dim):
+            post = math.lcm(inner, grain)
             if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
                 places.append(self.even(size, dim, pre, post))
-        joined = self.joined(node, dim)
+        joined = self.joined(node, dim) if grain == 1 else None
         for order, place in enumerate([*places, joined] if joined is not None else places):
             uneven = any(n % self.parts for n in place.parts or [size // (place.pre * place.post)])
             found.append((self.gathered(node, place), uneven, order, place))
@@ -123,7 +124,7 @@ class SplitPoints:
             list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found)
             and sum(sizes) == self.context.shape(value)[dim]
         )
-        return parts if tiled and len(set(sizes)) > 1 else []
+        return parts if tiled and all(sizes) and len(set(sizes)) > 1 else []
 
     def of_part(self, node: fx.Node, size: int, dim: int) -> Shard | None:
         """Return where to cut dim ``dim`` of a part of ``size`` elements."""
@@ -161,6 +162,9 @@ class SplitPoints:
                 continue
             seen.add(one)
             for user, position, form in self.uses(value):
+                grain = form.grain.get(position)
+                if grain is not None and grain.dim == d and sizes[d] % grain.post == 0:
+                    found[parts, grain.post] = None
                 for i, result in enumerate(self.results(user)):
                     if result is None:
                         continue
@@ -217,13 +221,18 @@ class SplitPoints:
 
 def _factors(source: list[Any], dim: int, goal: list[Any]) -> list[tuple[int, int]]:
     """Return (pre, post) of the dims into which a row-major view of ``source`` as ``goal`` sizes splits dim ``dim``,
-    where these are several."""
+    where these are several; the first may be one with the rows of the batch."""
     if not all(isinstance(s, int) for s in source[dim + 1 :]):
         return []
     size, behind = source[dim], math.prod(source[dim + 1 :])
     found, inner = [], 1
     for extent in reversed(goal):
-        if not isinstance(extent, int) or inner >= behind * size:
+        if inner >= behind * size:
+            break
+        if not isinstance(extent, int):
+            post, rest = divmod(inner, behind)
+            if 1 < post < size and not rest and size % post == 0:
+                found.append((1, post))
             break
         post, rest = divmod(inner, behind)
         if post and not rest and 1 < extent < size and size % (post * extent) == 0:

@@ -18,6 +18,9 @@ from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_nam
 aten = torch.ops.aten
 RULES = Table()
 
+ADDED = frozenset({0})
+"""The first operand of an op that adds others to it."""
+
 
 @RULES.rule("embedding")
 def _embedding(context: ShardingContext, node: fx.Node) -> Any:
@@ -59,7 +62,37 @@ def _gather(context: ShardingContext, node: fx.Node) -> Any:
         return None
     labels: list[Any] = [d if d != dim and all(s[d] == sizes[0][d] for s in sizes) else None for d in range(rank)]
     out = [d if d in labels else f"w{d}" for d in range(rank)]
-    return context.labelled(node, [(o, labels) for o in operands], out)
+    pairs: list[tuple[fx.Node, list[Any]]] = [(o, labels) for o in operands]
+    if (
+        op_name(node) == "scatter_add"
+        and rank
+        and sizes[1][dim] == sizes[2][dim]
+        and _adds_up(context, node.args[0], dim)
+    ):
+        pairs[1:] = [(o, [*labels[:dim], "i", *labels[dim + 1 :]]) for o in operands[1:]]
+    return context.labelled(node, pairs, out, added=ADDED)
+
+
+@RULES.rule("index_add")
+def _index_add(context: ShardingContext, node: fx.Node) -> Any:
+    """Add slices where their numbers say: those of some are a partial sum."""
+    x, index, source = tensors(node)
+    rank = rank_of(context, x)
+    if rank == 0 or rank_of(context, index) != 1 or rank_of(context, source) != rank:
+        return None
+    dim = given(node, "dim") % rank
+    labels: list[Any] = [d if d != dim else None for d in range(rank)]
+    name = "i" if _adds_up(context, x, dim) else None
+    theirs = [d if d != dim else name for d in range(rank)]
+    out = [d if d != dim else "whole" for d in range(rank)]
+    return context.labelled(node, [(x, labels), (index, [name]), (source, theirs)], out, added=ADDED)
+
+
+def _adds_up(context: ShardingContext, x: fx.Node, dim: int) -> bool:
+    """Return whether what ranks add to a tensor along a dim can be a partial sum: rows of the batch, which microbatches
+    have some of, take what is added from all of it."""
+    size = context.expressions(x)[dim]
+    return isinstance(size, int) and size != context.rows
 
 
 @RULES.rule("searchsorted")
@@ -110,8 +143,6 @@ def _index(context: ShardingContext, node: fx.Node) -> Any:
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
         return _masked_put(context, node) if put else _selected(context, node)
     mine = _own_rows(context, x, present)
-    if put and given(node, "accumulate", False) and mine is None:
-        return None
     apart, together = _indexed(context, node, present, put, None), _indexed(context, node, present, put, mine)
 
     def moves(position: int, place: Shard) -> Strategy | None:
@@ -146,14 +177,14 @@ def _indexed(
     mine: tuple[int, int, fx.Node] | None,
 ) -> OpSharding:
     """Return the form of ``x[i, j]``, where rows index themselves if ``mine`` says so."""
-    x = node.args[0]
+    x, adds = node.args[0], put and given(node, "accumulate", False)
     block = broadcast(context, [i for _, i in present])
     indexed = {d for d, _ in present}
     own: list[Any] = [("x", d) if d not in indexed else None for d in range(rank_of(context, x))]
     names: list[Any] = [("i", d) for d in range(len(block))]
     if mine is not None:
         own[mine[0]] = names[mine[1]]
-    elif put:
+    elif put and not (adds and all(_adds_up(context, x, d) for d in indexed)):
         names = [None] * len(block)  # several rows may write to the same place
     first = min(indexed)
     at = first if max(indexed) - first + 1 == len(indexed) else 0
@@ -167,7 +198,8 @@ def _indexed(
     sizes = _result_sizes(context, x, indexed, block, at)
     ((_, labels),) = aligned(context, [values], sizes)
     operands.append((values, [result[lab] if lab is not None else None for lab in labels]))
-    return context.labelled(node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)])
+    out = [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)]
+    return context.labelled(node, operands, out, added=ADDED if adds else frozenset())
 
 
 @RULES.rule("masked_select")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,22 @@ from torch import fx
 
 from shardwise.core.mesh import Mesh
 from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.torch_private import schema
 from shardwise.ops import local_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission
-from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, pointwise, rank_of, tensors
+from shardwise.shard.op_spec import Emission, OpSharding, Shard, Strategy
+from shardwise.shard.rules.table import (
+    Table,
+    aligned,
+    broadcast,
+    given,
+    may_be_empty,
+    op_name,
+    pointwise,
+    rank_of,
+    tensors,
+)
 
 aten = torch.ops.aten
 RULES = Table()
@@ -141,14 +153,14 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
     spatial = rank_of(context, operands[1]) - 2
     lead = ["b"] if rank_of(context, operands[0]) == spatial + 2 else []
     inner: list[Any] = [None] * spatial
-    single = given(node, "groups", 1) == 1
-    n, c = ("n", "c") if single else (None, None)
+    if given(node, "groups", 1) > 1:
+        return _conv_of_groups(context, node, lead, inner)
     rows = 0 if op_name(node).startswith("conv_transpose") else 1
-    weight = [n, n]
-    weight[rows] = c
-    pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, c, *inner]), (operands[1], [*weight, *inner])]
-    pairs += [(o, [n]) for o in operands[2:]]
-    out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
+    weight = ["n", "n"]
+    weight[rows] = "c"
+    pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, "c", *inner]), (operands[1], [*weight, *inner])]
+    pairs += [(o, ["n"]) for o in operands[2:]]
+    out = [*lead, "n", *[f"s{i}" for i in range(spatial)]]
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         kernel, mesh = solved.values[1].meta["layout"], Mesh.spanned(context.tensor.axes)
@@ -157,9 +169,53 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
         args, options = emitter.filled(node, solved.values)
         return emitter.emit(node, (node.target, rows, *args), options, solved.layout, local_ops.convolution)
 
-    return context.labelled(
-        node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True
-    )
+    return context.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit, factors=True)
+
+
+def _conv_of_groups(context: ShardingContext, node: fx.Node, lead: list[Any], inner: list[Any]) -> OpSharding:
+    """Return the form of a convolution whose groups are convolutions by themselves: a rank may have some of them."""
+    operands, groups = tensors(node), given(node, "groups")
+    dim = len(lead)
+    pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, "g", *inner])]
+    pairs += [(operands[1], ["g", None, *inner]), *((o, ["g"]) for o in operands[2:])]
+    out = [*lead, "g", *[f"s{i}" for i in range(len(inner))]]
+    dims = [dim, *[0] * (len(operands) - 1)]
+    each = [context.shape(o)[d] // groups for o, d in zip(operands, dims, strict=True)]
+    wide = context.shape(node)[dim] // groups
+    form = context.labelled(node, pairs, out, factors=True)
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if form.operands[position][1][place.dim] != "g":
+            return form.by_label(position, place)
+        post, rest = divmod(place.post, each[position])
+        if rest:  # the cut is within groups
+            return None
+        states = [place._replace(dim=d, post=post * n) for d, n in zip(dims, each, strict=True)]
+        return Strategy(tuple(states), (place._replace(dim=dim, post=post * wide),))
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        weight = solved.values[1]
+        cuts = [q for s in solved.strategies.values() if isinstance(q := s.operands[1], Shard)]
+        if not cuts:
+            return emitter.plain(node, solved)
+        own = emitter.local_dim(weight.meta["layout"], context.shape(operands[1])[0], 0)
+        args, options = _by_name(node, emitter.filled(node, solved.values))
+        options["groups"] = emitter.sizes.fold(operator.floordiv, [own, each[1]])
+        if not any(may_be_empty(context, operands[1], place) for place in cuts):
+            return emitter.emit(node, args, options, solved.layout)
+        args = (node.target, (dim, each[0], each[1]), *args)
+        return emitter.emit(node, args, options, solved.layout, local_ops.convolution_of_groups)
+
+    form.moves, form.emit = moves, emit
+    form.grain = {i: Shard(d, 1, n) for i, (d, n) in enumerate(zip(dims, each, strict=True)) if n > 1}
+    return form
+
+
+def _by_name(node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a convolution with all behind the bias by name."""
+    args, options = given
+    names = [a.name for a in schema(node.target).arguments]
+    return args[:3], {**dict(zip(names[3:], args[3:], strict=False)), **options}
 
 
 @RULES.rule(*named(Fact.RECURRENT))

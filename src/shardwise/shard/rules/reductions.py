@@ -3,6 +3,7 @@ whole."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +25,14 @@ from shardwise.shard.rules.table import (
     dims_of,
     given,
     has_argument,
+    may_be_empty,
     op_name,
     pointwise,
     rank_of,
     tensors,
+    unary,
     whole_dims,
+    with_rows,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -114,7 +118,17 @@ _last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
 
 RULES.same(_named, "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
 RULES.same(_last, "sort argsort topk")
-RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), "fft_fft fft_ifft fft_rfft fft_irfft")
+RULES.same(
+    whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True),
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
+)
+RULES.same(
+    whole_dims(lambda n, r: dims_of(n, r, none=[-2, -1]), never_empty=True), "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
+)
+RULES.same(
+    whole_dims(lambda n, r: dims_of(n, r, none=range(-len(given(n, "s") or range(r)), 0)), never_empty=True),
+    "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift",
+)
 RULES["msort"] = whole_dims(lambda n, r: [0])
 
 FEW = 8
@@ -190,32 +204,52 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-@RULES.rule("group_norm", "batch_norm")
-def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """Return the form of a norm whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is
-    ``norms.batch_norm``.)"""
+@RULES.rule("batch_norm")
+def _fixed_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of a norm whose statistics are fixed.  (BatchNorm in training is ``norms.batch_norm``.)"""
     operands = tensors(node)
     rank = rank_of(context, node)
-    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
-    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]])
+    pairs = [(operands[0], ["b", "c", *[None] * (rank - 2)]), *((o, ["c"]) for o in operands[1:])]
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        places = [q for s in solved.strategies.values() if isinstance(q := s.operands[0], Shard) and q.dim == 1]
+        if not any(may_be_empty(context, operands[0], q) for q in places):
+            return emitter.plain(node, solved)
+        args, _ = emitter.filled(node, solved.values)
+        return emitter.emit(node, args, {}, solved.layout, norms.fixed_batch_norm)
+
+    return context.labelled(node, pairs, ["b", "c", *[f"w{d}" for d in range(2, rank)]], emit=emit, factors=True)
 
 
-@RULES.rule("instance_norm")
-def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """Return the form of a group norm with one channel per group, which takes a rank without rows."""
+@RULES.rule("group_norm", "instance_norm")
+def _group_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of a norm with statistics of each sample and group of channels; an instance norm has one channel
+    in each group."""
     operands = tensors(node)
     if given(node, "running_mean") is not None:
         return None
-    rank = rank_of(context, node)
-    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
+    rank, channels = rank_of(context, node), context.shape(node)[1]
+    each = channels // given(node, "num_groups", channels)
+    pairs = [(operands[0], ["b", "c", *[None] * (rank - 2)]), *((o, ["c"]) for o in operands[1:])]
+    form = context.labelled(node, pairs, ["b", "c", *[f"w{d}" for d in range(2, rank)]])
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        """Cut channels where groups begin."""
+        of_channels = form.operands[position][1][place.dim] == "c"
+        return None if of_channels and place.post % each else form.by_label(position, place)
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         feed = iter(solved.values[1:])
         weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
-        args = (solved.values[0], context.shape(node)[1], weight, bias, given(node, "eps"))
-        return emitter.emit(node, args, {}, solved.layout, aten.group_norm.default)
+        args = (solved.values[0], each, weight, bias, given(node, "eps", 1e-5))
+        if not any(isinstance(q := s.operands[0], Shard) and q.dim == 1 for s in solved.strategies.values()):
+            groups = (args[0], channels // each, *args[2:])
+            return emitter.emit(node, groups, {}, solved.layout, aten.group_norm.default)
+        return emitter.emit(node, args, {}, solved.layout, norms.group_norm)
 
-    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]], emit=emit)
+    form.moves, form.emit, form.factors = moves, emit, True
+    form.grain = {0: Shard(1, 1, each)} if each > 1 else {}
+    return form
 
 
 def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
@@ -280,33 +314,77 @@ def _norm_by_statistics(
     return emitter.emit(node, (*args, value), {}, as_result(node, layouts), norms.batch_norm_by)
 
 
+@RULES.rule("_weight_norm")
+def _weight_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """Let ranks add up the squares of a weight that they share out along other dims than that which is kept."""
+    v, g = node.args[:2]
+    dim, labels = given(node, "dim", 0), list(range(rank_of(context, v)))
+    if dim < 0 or rank_of(context, g) != len(labels):
+        return None
+    form = context.labelled(node, [(v, labels), (g, [d if d == dim else None for d in labels])], labels)
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim == dim:
+            return form.by_label(position, place)
+        known = position == 0 and isinstance(context.size(v, place), int)
+        return Strategy((place, "R"), (place,)) if known else None
+
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes = tuple(axis for d in labels if d != dim for axis in sharding(strategies, d))
+        places = [q for s in strategies.values() if isinstance(q := s.operands[0], Shard)]
+        own = axes or any(may_be_empty(context, v, place) for place in places)  # torch's kernel fails without elements
+        return OwnCall(norms.weight_norm, (*values, dim, axes)) if own else None
+
+    form.moves, form.call, form.factors = moves, call, True
+    return form
+
+
 # ---- pooling and resampling ------------------------------------------------------------------------------------------
 
 
-def _unbatched(node: fx.Node, rank: int) -> bool:
-    """Return whether a pooling takes dim 0 for channels, of which it needs some: rank 2 if one dim is pooled, etc."""
-    return rank == 1 + next(int(c) for c in op_name(node) if c.isdigit())
+def _channels(node: fx.Node, rank: int) -> int:
+    """Return the dim of channels: that before those which are pooled or resized, whose number is in the op's name."""
+    return rank - 1 - next(int(c) for c in op_name(node) if c.isdigit())
 
 
-RULES.same(
-    whole_dims(lambda n, r: range(1, r), never_empty=_unbatched),
-    """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices
-    max_pool2d_with_indices max_pool3d_with_indices""",
-)
+_within_channels = whole_dims(lambda n, r: range(_channels(n, r) + 1, r))
+
+
+@RULES.rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+            "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+            "adaptive_max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
+            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+            "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")  # fmt: skip
+def _pooling(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of an op on each channel by itself; its kernel needs at least one of them."""
+    form = _within_channels(context, node)
+    channels = _channels(node, rank_of(context, tensors(node)[0]))
+    form.emit = functools.partial(with_rows, node, needed=[channels])
+    return form
+
+
 _sample = whole_dims(lambda n, r: range(1, r))
-RULES.same(
-    _sample,
-    """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
-    upsample_trilinear3d channel_shuffle""",
-)
+RULES["channel_shuffle"] = _sample
 
 
 @RULES.rule("im2col", "col2im")
 def _patches(context: ShardingContext, node: fx.Node) -> Any:
-    """Return the form of patches of a batch; a single image has channels in dim 0, and patches within them."""
-    batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
-    return _sample(context, node) if batched else None
+    """Return the form of patches of a batch, channel by channel; a single image has channels in dim 0, and patches
+    within them."""
+    taken, x = op_name(node) == "im2col", node.args[0]
+    if rank_of(context, x) != (4 if taken else 3):
+        return None
+    each = math.prod(given(node, "kernel_size"))
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        if place.dim == 0:
+            return Strategy((place,), (place,))
+        after, rest = (place.post * each, 0) if taken else divmod(place.post, each)
+        if place.dim > 1 or rest or may_be_empty(context, x, place):
+            return None
+        return Strategy((place,), (place._replace(post=after),))
+
+    return unary(context, node, moves, lambda emitter, solved: emitter.plain(node, solved), factors=True)
 
 
 RULES.same(whole_dims(lambda n, r: range(r - 3, r), never_empty=True), "pixel_shuffle pixel_unshuffle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,17 @@ from shardwise.graph.aten_ops import Fact, named, permutation
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Shard, Strategy
-from shardwise.shard.rules.table import Table, aligned, given, op_name, rank_of, unary, whole_dims, with_rows
+from shardwise.shard.rules.table import (
+    Table,
+    aligned,
+    given,
+    op_name,
+    rank_of,
+    tensors,
+    unary,
+    whole_dims,
+    with_rows,
+)
 from shardwise.shard.sizes import regrouped
 
 aten = torch.ops.aten
@@ -123,19 +134,36 @@ def _expand(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("repeat", "tile")
 def _repeat(context: ShardingContext, node: fx.Node) -> Any:
-    x, times = node.args
-    if not all(isinstance(t, int) for t in times):
+    """Return the form of copies; where there are as many as rows, each rank may make those of its own."""
+    x, given_times = node.args
+    times = [1] * (rank_of(context, node) - len(given_times)) + [
+        t.meta["val"] if isinstance(t, fx.Node) else t for t in given_times
+    ]
+    of_rows = [d for d, t in enumerate(times) if not isinstance(t, int)]
+    if len(of_rows) > 1 or not all(context.is_rows(times[d]) for d in of_rows):
         return None
-    times = [1] * (rank_of(context, node) - len(times)) + list(times)
+    lead = len(times) - rank_of(context, x)
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        dim = place.dim + len(times) - rank_of(context, x)
-        return Strategy((place,), (Shard(dim, place.pre * times[dim], place.post),)) if times[dim] else None
+        dim = place.dim + lead
+        if dim in of_rows or not times[dim]:
+            return None
+        return Strategy((place,), (Shard(dim, place.pre * times[dim], place.post),))
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        return emitter.emit(node, (solved.values[0], times), {}, solved.layout, aten.repeat.default)
+        local = [emitter.sizes.node(t) for t in times]
+        for d in of_rows:
+            copies = emitter.local_dim(solved.layout, node.meta["val"].shape[d], d)
+            local[d] = emitter.sizes.fold(operator.floordiv, [copies, each(d)])
+        return emitter.emit(node, (solved.values[0], local), {}, solved.layout, aten.repeat.default)
 
-    return unary(context, node, moves, emit)
+    def each(dim: int) -> int:
+        """Return how many elements a dim has before it is repeated."""
+        return context.shape(x)[dim - lead] if dim >= lead else 1
+
+    form = unary(context, node, moves, emit)
+    form.fresh = next((Shard(d, 1, each(d)) for d in of_rows if each(d)), None)
+    return form
 
 
 @RULES.rule("repeat_interleave")
@@ -171,6 +199,16 @@ def _pad(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
+@RULES.rule("diff")
+def _diff(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    rank = rank_of(context, node)
+    dim = given(node, "dim", -1) % rank
+    labels: list[Any] = [d if d != dim else None for d in range(rank)]
+    out = [d if d != dim else "between" for d in range(rank)]
+    return context.labelled(node, [(o, labels) for o in operands], out, "add")
+
+
 RULES.same(whole_dims(lambda n, r: [-1, -2]), "tril triu")
 RULES.same(whole_dims(lambda n, r: given(n, "dims", range(r))), "flip")
 RULES.same(whole_dims(lambda n, r: given(n, "dims") or range(r)), "roll")
@@ -198,8 +236,9 @@ def _factory(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-@RULES.rule("arange")
-def _arange(context: ShardingContext, node: fx.Node) -> Any:
+@RULES.rule("arange", "eye")
+def _numbered(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of what is made of positions: each rank makes all of it, and takes its part."""
     fresh = node.target is aten.arange.default and context.is_rows(node.meta["val"].shape[0])
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
@@ -208,4 +247,4 @@ def _arange(context: ShardingContext, node: fx.Node) -> Any:
         emitter.annotate(whole, plain, dict.fromkeys(emitter.groups, "I"), False, node)
         return emitter.convert(whole, {g: s.results[0] for g, s in solved.strategies.items()})
 
-    return context.labelled(node, [], ["i"], fresh=Shard(0) if fresh else None, emit=emit)
+    return context.labelled(node, [], range(rank_of(context, node)), fresh=Shard(0) if fresh else None, emit=emit)

@@ -4,7 +4,8 @@ dims."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import fx
@@ -118,10 +119,12 @@ def whole_dims(
     return apply
 
 
-def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
-    """Emit an op of one operand whose kernel needs elements in each dim that is sharded, where a rank may have none."""
-    places = [strategy.operands[0] for strategy in solved.strategies.values()]
-    dims = sorted({place.dim for place in places if isinstance(place, Shard)})
+def with_rows(node: fx.Node, emitter: Emitter, solved: Emission, needed: Container[int] | None = None) -> fx.Node:
+    """Emit an op of one operand whose kernel needs elements in each dim that is sharded, or in those of them that are
+    ``needed``, where a rank may have none."""
+    x, context = tensors(node)[0], emitter.context
+    places = [q for strategy in solved.strategies.values() if isinstance(q := strategy.operands[0], Shard)]
+    dims = sorted({q.dim for q in places if (needed is None or q.dim in needed) and may_be_empty(context, x, q)})
     if not dims:
         return emitter.plain(node, solved)
     rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
@@ -129,7 +132,13 @@ def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
     return emitter.emit(node, (node.target, dims, solved.values[0], *rest), options, layouts, local_ops.never_empty)
 
 
+def may_be_empty(context: ShardingContext, node: fx.Node, place: Shard) -> bool:
+    """Return whether a rank may have no element of what is sharded at ``place``."""
+    size = context.size(node, place)
+    return not isinstance(size, int) or max(place.parts or (size,)) < math.prod(context.tensor.axes.values())
+
+
 __all__ = [
-    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors",
-    "unary", "whole_dims", "with_rows",
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "may_be_empty", "op_name", "pointwise",
+    "rank_of", "tensors", "unary", "whole_dims", "with_rows",
 ]  # fmt: skip
