@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.plan import Plan
+from shardwise.core.structure import check_alike
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.communicator import Communicator
@@ -53,6 +54,7 @@ class Choices:
 
         Otherwise ranks compare them, where the computation has dims that vary.  Raises :class:`ConfigError` on all
         where they differ and the ranks of a step have to have the same."""
+        compiled = compiled.of_constants(fields)
         if alike or self._parts == 1:
             return compiled.fitting(fields)
         if not compiled.varies:
@@ -73,6 +75,8 @@ class Choices:
     def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
         expected = compiled.example
+        check_alike(fields, expected, "batch", "the example")
+        compiled.check_constants(fields)
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:
