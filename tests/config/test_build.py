@@ -317,7 +317,7 @@ def test_functions_that_return_the_wrong_thing(code: Path) -> None:
     message = refusal(build_data, f"data.factory={code}:Net")
     assert "returned an object of type Net; legal: a map-style dataset" in message
     assert "list_iterator; legal: a map-style dataset" in refusal(build_data, f"data.factory={code}:stream")
-    assert "sample 0 is a tuple" in refusal(build_data, f"data.factory={code}:tuples")
+    assert build_data(load(f"data.factory={code}:tuples")).digest
     assert "empty" in refusal(build_data, f"data.factory={code}:data", "data.arguments.size=0")
 
 
