@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +151,20 @@ def ragged(samples: list[Any]) -> Any:
     return {"parts": [one[0] for one in samples], "y": torch.stack([one[1] for one in samples])}
 
 
+class Padded(Body):
+    """Its batches are as long as their longest sample."""
+
+    def forward(self, parts: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return self.loss((parts * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), y)
+
+
+def padded(samples: list[Any]) -> Any:
+    parts = [one[0] for one in samples]
+    mask = [torch.ones(len(one), dtype=torch.float64) for one in parts]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {"parts": pad(parts), "mask": pad(mask), "y": torch.stack([one[1] for one in samples])}
+
+
 def scaled(samples: list[Any]) -> Any:
     """Numbers and a word that follow from the rows: they change from batch to batch."""
     batch = {name: torch.stack([one[name] for one in samples]) for name in ("x", "y")}
@@ -199,6 +214,7 @@ KINDS = {
     "text": Kind(lambda i: {"x": x_of(i), "y": y_of(i), "name": text(i)}, Named, by_name),
     "text that is read": Kind(lambda i: {"x": x_of(i), "y": y_of(i), "name": text(i)}, Reading, by_name),
     "ragged": Kind(lambda i: (x_of(i).repeat(1 + i % 3, 1) + 0.01 * i, y_of(i)), Ragged, by_name, ragged),
+    "padded": Kind(lambda i: (x_of(i).repeat(1 + i % 5, 1) + 0.01 * i, y_of(i)), Padded, by_name, padded),
     "numbers": Kind(lambda i: {"x": x_of(i), "y": y_of(i)}, Scaled, by_name, scaled),
 }
 """Every kind of input."""
