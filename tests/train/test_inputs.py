@@ -31,6 +31,7 @@ from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.distribute import distribute
 from shardwise.train.trainer import Trainer
+from shardwise.verify.verify import verify
 
 SIZE, ROWS, STEPS = 14, 6, 4  # the last batch of an epoch has 2 rows
 
@@ -498,6 +499,48 @@ def test_a_window_of_one_program_has_one_word() -> None:
 
     for told in run_ranks(plan.mesh, rank, timeout=60):
         assert '"head" is' in told and "where batches are computed by one program" in told
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["tuple and loss", "nested", "text that is read", "ragged"])
+def test_verify_takes_them(name: str) -> None:
+    kind, plan = KINDS[name], PLANS["dp and microbatches"](Plan.of())
+    batches = [
+        fields_of((kind.collate or stacked)([kind.sample(i) for i in range(first, first + 6)])) for first in (0, 6)
+    ]
+    report = verify(model_of(kind), batches, plan, loss=kind.loss)
+    assert report.passed and report.largest < 1e-10
+
+
+class Classes(Dataset):
+    """Pairs of numbers and a class."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], index % 2
+
+
+def hits(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (output.argmax(1) == batch[1]).sum(), len(output)
+
+
+@pytest.mark.parametrize("data", ["dataset", "loader", "samples"])
+def test_metrics_of_tuples(data: str) -> None:
+    """A ready-made metric takes the last part for the labels, and one of the user gets the tuple."""
+
+    class Samples(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return (dataset[index] for index in range(SIZE))
+
+    dataset = Classes(KINDS["tuple"].sample)
+    kind = Kind(dataset.__getitem__, OutputAlone, through_loss, loss=lambda o, b: nn.functional.cross_entropy(o, b[1]))
+    trainer = alone(kind, stacked([dataset[i] for i in range(4)]))
+    given: dict[str, Any] = {"dataset": dataset, "loader": DataLoader(dataset, ROWS), "samples": Samples()}
+    found = trainer.evaluate(given[data], ["accuracy", hits], batch_size=ROWS)
+    x, y = stacked([dataset[i] for i in range(SIZE)])
+    output = model_of(kind)(x)
+    right = (output.argmax(1) == y).double().mean().item()
+    assert found.rows == SIZE and found.metrics == pytest.approx({"accuracy": right, "hits": right})
+    assert found.loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-10)
 
 
 def test_what_forward_takes_of_a_tuple() -> None:

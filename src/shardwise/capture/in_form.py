@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from shardwise.capture.casts import cast_field
 from shardwise.capture.computation import Computation
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import WHOLE
-from shardwise.core.structure import Fields, Node, Structure, parts_of, rebuilt
+from shardwise.core.structure import Fields, Node, Structure, objects_of, parts_of, rebuilt
 
 UserLoss = Callable[[Any, Any], Tensor] | Computation
 """What makes the loss of what the model returned and of the batch, or calls the model too."""
@@ -43,6 +43,14 @@ class InForm:
         found = InForm(loss.loss if isinstance(loss, InForm) else loss, fields.form, fields.objects)
         kinds = {name: kind for name, kind in fields.form.kinds.items() if kind == "objects"}
         found.first = {name: int(fields[name][0]) for name in kinds if len(fields[name])}
+        return found
+
+    @staticmethod
+    def of_all(loss: UserLoss | InForm | None, batches: Sequence[Mapping[str, Tensor]]) -> UserLoss | InForm | None:
+        """Return ``loss`` for these batches, whose constants are those of the first."""
+        found = InForm.of(loss, batches[0])
+        if isinstance(found, InForm):
+            found.objects = {number: one for batch in batches for number, one in objects_of(batch).items()}
         return found
 
     def batch(self, fields: Mapping[str, Tensor], captured: bool, precision: str = "fp32") -> Any:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from shardwise.backend import Backend
 from shardwise.capture.in_form import InForm
@@ -25,6 +26,7 @@ from shardwise.data.forming import fields_of, formed
 from shardwise.data.loader import Batch
 from shardwise.data.samples import Samples
 from shardwise.data.stream_loader import AnyLoader, open_loader, open_pass
+from shardwise.data.streams import is_dataset
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
@@ -347,7 +349,7 @@ class Trainer:
         """Return the loss and the metrics of ``data`` in evaluation mode; all ranks call it together.
 
         Args:
-            data: a map-style dataset of dicts of tensors; or an iterable of whole batches that every rank has (a
+            data: a map-style dataset or an ``IterableDataset``; or an iterable of whole batches that every rank has (a
                 DataLoader), or of batches of :meth:`one_pass`.
             metrics: names of ready-made metrics ("accuracy", "top-5", "perplexity", "f1", "f1-binary"), functions
                 ``metric(outputs, batch) -> (sum, count)`` or a dict of these by name, objects of torchmetrics, or a
@@ -358,8 +360,9 @@ class Trainer:
         found = metrics_of(metrics, self.compiled.module)
         if batches is not None:
             check_count("batches", batches)
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
-            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
+        if is_dataset(data) or isinstance(data, IterableDataset):
+            example = self._example_of(data) if is_dataset(data) else None
+            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, example)
         if not hasattr(data, "__iter__") or isinstance(data, Mapping):
             legal = "a dataset, a loader of whole batches, or batches of one_pass"
             raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")
