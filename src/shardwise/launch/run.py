@@ -40,8 +40,8 @@ from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.errors import LossScaleError, NonFiniteError
 from shardwise.train.expert_loads import expert_loads, in_metrics
-from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import facts, write_about
 from .begin import settle
