@@ -26,6 +26,7 @@ Collate = Callable[[list[Any]], Any]
 """It makes a batch of a list of samples."""
 
 LEGAL = "a map-style dataset (len(dataset) and dataset[index]), an IterableDataset or a DataLoader"
+BY_STATE = "it resumes by its own state_dict, and whether that brings the samples that were to come is not known here"
 AGAIN = "it resumes by reading again what came before in the epoch, which takes as long as it took then"
 
 
@@ -48,7 +49,7 @@ class Source(ABC):
     """What gives the whole batches of an epoch, the same on all ranks.
 
     ``theirs`` is the object of the user; ``state`` that object if it keeps its own position; ``note`` says how it
-    resumes, if it does not go on where it was."""
+    resumes, if it is not known to go on where it was at once."""
 
     theirs: Any
     state: Any = None
@@ -116,7 +117,7 @@ class Loaded(Source):
     def __init__(self, loader: Any, whole: tuple[str, ...]) -> None:
         self.theirs, self.whole = loader, whole
         self.state = loader if has_state(loader) else None
-        self.note = None if self.state is not None else f"data: {type(loader).__name__}: {AGAIN}"
+        self.note = f"data: {type(loader).__name__}: {AGAIN if self.state is None else BY_STATE}"
         if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler) and sampler.num_replicas > 1:
             wrong = f"its sampler is a DistributedSampler of {sampler.num_replicas} ranks"
             raise ConfigError.on("data", wrong, "the sampler of one device, for ranks take their rows of each batch")
@@ -163,7 +164,7 @@ class Iterated(Source):
     def __init__(self, samples: Iterable[Any], rows: int, collate: Collate | None, whole: tuple[str, ...]) -> None:
         self.theirs, self.rows, self.collate, self.whole = samples, rows, collate, whole
         self.state = samples if has_state(samples) else None
-        self.note = None if self.state is not None else f"data: {type(samples).__name__}: {AGAIN}"
+        self.note = f"data: {type(samples).__name__}: {AGAIN if self.state is None else BY_STATE}"
 
     @property
     def batch_size(self) -> int | None:
