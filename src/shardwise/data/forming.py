@@ -53,15 +53,13 @@ def fields_of(batch: Any, rows: int | None = None, whole: Collection[str] = (), 
 
 
 def formed(batch: Any, whole: Collection[str] = ()) -> Mapping[str, Tensor]:
-    """Return the fields of a batch, which are the batch itself if it is a dict of tensors with dims."""
-    flat = isinstance(batch, Mapping) and all(isinstance(v, Tensor) and v.dim() for v in batch.values())
-    flat = (
-        flat
-        and not whole
-        and len({len(value) for value in batch.values()}) == 1
-        and all(isinstance(name, str) for name in batch)
-    )
-    return batch if flat else fields_of(batch, whole=whole)
+    """Return the fields of a batch, which are the batch itself if it is a dict of tensors with as many rows each; a loop
+    under ``distribute`` says by their names which have none."""
+    flat = isinstance(batch, Mapping) and not whole and all(isinstance(name, str) for name in batch)
+    if not flat or not all(isinstance(one, Tensor) for one in batch.values()):
+        return fields_of(batch, whole=whole)
+    sizes = {one.shape[:1] for name, one in batch.items() if has_rows(name)}
+    return batch if len(sizes) == 1 and sizes != {()} else fields_of(batch)
 
 
 class _Made:
