@@ -53,8 +53,8 @@ def fields_of(batch: Any, rows: int | None = None, whole: Collection[str] = (), 
 
 
 def formed(batch: Any, whole: Collection[str] = ()) -> Mapping[str, Tensor]:
-    """Return the fields of a batch, which are the batch itself if it is a dict of tensors with as many rows each; of those
-    of a loop under ``distribute`` names say which have none."""
+    """Return the fields of a batch, which are the batch itself if it is a dict of tensors with as many rows each; of
+    those of a loop under ``distribute`` names say which have none."""
     flat = isinstance(batch, Mapping) and not whole and all(isinstance(name, str) for name in batch)
     if not flat or not all(isinstance(one, Tensor) for one in batch.values()):
         return fields_of(batch, whole=whole)
