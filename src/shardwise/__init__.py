@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shardwise.initial.values import Values
     from shardwise.train.checkpoints import Checkpoints
     from shardwise.train.distribute import distribute
-    from shardwise.train.trainer import LossScaleError, NonFiniteError, Trainer
+    from shardwise.train.errors import LossScaleError, NonFiniteError
+    from shardwise.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -21,8 +22,8 @@ _HOMES = {
     "Checkpoints": "shardwise.train.checkpoints",
     "distribute": "shardwise.train.distribute",
     "Mesh": "shardwise.core.mesh",
-    "LossScaleError": "shardwise.train.trainer",
-    "NonFiniteError": "shardwise.train.trainer",
+    "LossScaleError": "shardwise.train.errors",
+    "NonFiniteError": "shardwise.train.errors",
     "OptimizerChoice": "shardwise.core.optim",
     "ParameterGroup": "shardwise.core.parameter_groups",
     "Plan": "shardwise.core.plan",

@@ -25,6 +25,10 @@ from shardwise.data.windows import PackedWindows
 ONE = Mesh.of(dp=1)
 
 
+class Renamed(dict[str, Any]):
+    """A container of another type."""
+
+
 class Numbers:
     """Sample i is {"x": [i, 10 i], "y": i}."""
 
@@ -202,15 +206,16 @@ class Odd(Numbers):
         ({"x": torch.zeros(3)}, ["sample 7", 'no field "y"']),
         ({"x": torch.zeros(3), "y": 1, "mask": 1}, ["sample 7", '"mask"', "x, y"]),
         ({"x": torch.zeros(3), "y": 1, "yy": 1}, ["sample 7", '"yy"', 'Did you mean "y"?']),
-        ({"x": [0.0, 0.0, 0.0], "y": 1}, ["sample 7", '"x"', "a list"]),
-        ({"x": "text", "y": 1}, ["sample 7", '"x"', "a str"]),
-        ({"x": None, "y": 1}, ["sample 7", '"x"', "a NoneType"]),
+        ({"x": [0.0, 0.0, 0.0], "y": 1}, ["sample 7", '"x"', "a container", "a single value, as in sample 0"]),
+        ({"x": "text", "y": 1}, ["sample 7", '"x"', "an object, expected a tensor"]),
+        ({"x": None, "y": 1}, ["sample 7", '"x"', "an object, expected a tensor"]),
         ({"x": np.array([object()] * 3), "y": 1}, ["sample 7", '"x"', "no tensor"]),
         ({"x": torch.zeros(3), "y": 2**70}, ["sample 7", '"y"', "no tensor"]),
-        ({"x": torch.zeros(3), 3: 1}, ["sample 7", "field 3", "an int"]),
-        ((torch.zeros(3), 1), ["sample 7", "a tuple", "legal: a dict of tensors"]),
-        (torch.zeros(3), ["sample 7", "a Tensor", "legal: a dict of tensors"]),
-        (None, ["sample 7", "a NoneType", "legal: a dict of tensors"]),
+        ({"x": torch.zeros(3), 3: 1}, ["sample 7", '"3"', "x, y"]),
+        ((torch.zeros(3), 1), ["sample 7", '"0"', "x, y"]),
+        (torch.zeros(3), ["sample 7", '"batch"', "x, y"]),
+        (None, ["sample 7", "a NoneType", "legal: a dict, a tuple or a dataclass with tensors"]),
+        (Renamed(x=torch.zeros(3), y=1), ["sample 7", "containers of other types"]),
         ({}, ["sample 7", "an empty dict"]),
     ],
 )
@@ -264,9 +269,9 @@ def test_numbers_and_arrays_become_tensors() -> None:
         (Numbers(0), ["empty", "Numbers"]),
         (iter([1, 2]), ["len(dataset)", "list_iterator"]),
         ({1, 2}, ["dataset[index]", "set"]),
-        ([3, 4], ["sample 0 is an int", "a dict of tensors"]),
+        (["a", "b"], ["sample 0 is a str", "a dict, a tuple or a dataclass with tensors"]),
         ([{}], ["sample 0 is an empty dict"]),
-        ([{"x": "a"}], ["sample 0", '"x"', "a str"]),
+        ([{"x": "a"}], ["sample 0", "without any tensor"]),
     ],
 )
 def test_bad_datasets_are_refused_at_once(dataset: Any, words: list[str]) -> None:

@@ -17,7 +17,7 @@ from shardwise.launch.folder import look
 from shardwise.launch.ready import Surroundings
 from shardwise.launch.training import train
 from shardwise.runtime.progress import Progress, record_path
-from shardwise.train.trainer import NonFiniteError
+from shardwise.train.errors import NonFiniteError
 
 WATCH = """
 import json

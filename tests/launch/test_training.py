@@ -28,7 +28,7 @@ from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.runtime.whole_state import TensorSpec, WholeState, first_names
-from shardwise.train.trainer import NonFiniteError
+from shardwise.train.errors import NonFiniteError
 
 EXPLOSIVE = """
 import torch

@@ -20,7 +20,8 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.train.trainer import LossScaleError, Trainer
+from shardwise.train.errors import LossScaleError
+from shardwise.train.trainer import Trainer
 from shardwise.verify.verify import verify
 
 ROWS, LENGTH = 6, 8

@@ -16,7 +16,8 @@ from shardwise.data.loader import Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.train.trainer import LossScaleError, NonFiniteError, Trainer
+from shardwise.train.errors import LossScaleError, NonFiniteError
+from shardwise.train.trainer import Trainer
 from zoo import Blocks
 
 ROWS, RANKS = 8, 2

@@ -30,7 +30,8 @@ from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.train.trainer import NonFiniteError, Trainer
+from shardwise.train.errors import NonFiniteError
+from shardwise.train.trainer import Trainer
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.verify import OVERLAPPING_STEPS, TOLERANCE, verify, windows
 

@@ -38,7 +38,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.threads import run_ranks
-from shardwise.train.trainer import NonFiniteError
+from shardwise.train.errors import NonFiniteError
 from shardwise.verify.verify import Report, verify
 from timetables import SYNCHRONOUS, any_order
 

@@ -14,7 +14,8 @@ from shardwise.data.loader import AXES, Batch
 from shardwise.lower.compiled import Compiled
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.threads import run_ranks
-from shardwise.train.trainer import NonFiniteError, Trainer
+from shardwise.train.errors import NonFiniteError
+from shardwise.train.trainer import Trainer
 
 
 def rows_of(comm: Communicator, plan: Plan, fields: dict[str, Tensor]) -> Batch:

@@ -32,6 +32,7 @@ from shardwise.capture.warned import passed_on
 from shardwise.capture.wrapped import InOneNumber, LossFunction, Watched, WithLoss, WithOutputs, rows_in, set_mode
 from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
+from shardwise.core.structure import like
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import Assumed, assumed, exports_modules_unhooked, import_export
 from shardwise.initial.copies import copied
@@ -144,7 +145,8 @@ def _answered(
     for functions in (BRANCHES, BRANCHES | NUMBERS):
         try:
             asking = watched()
-            whole = {name: cast_field(value.detach().cpu(), asking.precision) for name, value in batch.items()}
+            own = {name: cast_field(value.detach().cpu(), asking.precision) for name, value in batch.items()}
+            whole = like(own, batch)
             reads = asked(asking, asking.module, whole, functions)
             if not reads:
                 continue

@@ -10,11 +10,12 @@ from torch import Tensor
 from shardwise.capture.casts import cast_field
 from shardwise.capture.wrapped import WithLoss
 from shardwise.core.fields import has_rows
+from shardwise.core.structure import like
 
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
-def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+def example_rows(batch: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
     """Return ``rows`` rows that repeat those of ``batch``, as distinct tensors, since export merges equal ones; a field
     without rows stays what it is."""
     out = {}
@@ -24,7 +25,7 @@ def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
             continue
         index = torch.arange(rows) % max(value.shape[0], 1)
         out[name] = value.detach().cpu()[index].clone()
-    return out
+    return like(out, batch)
 
 
 def example_of(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.fields import has_rows
+from shardwise.core.structure import like
 
 Form = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """What a capture depends on of a batch: the shape of a row of each field, or of all of one without rows, and dtypes."""
@@ -39,7 +40,7 @@ def differing(one: Form, other: Form) -> dict[str, frozenset[int]] | None:
     return found
 
 
-def resized(batch: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
+def resized(batch: Mapping[str, Tensor], form: Form) -> Mapping[str, Tensor]:
     """Return a batch of a form, with the values of ``batch`` again and again where it is larger."""
     out = dict(batch)
     for name, shape, _ in form:
@@ -47,4 +48,4 @@ def resized(batch: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
             here = out[name].shape[dim]
             if here != size:
                 out[name] = out[name].index_select(dim, torch.arange(size, device=out[name].device) % max(here, 1))
-    return out
+    return like(out, batch)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.in_form import InForm
 from shardwise.core.errors import ConfigError
 from shardwise.graph.sizes import expression
 
@@ -102,16 +103,28 @@ def rebuilt(structure: Structure, tensors: Sequence[T]) -> Any:
 def without_labels(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the fields without the labels, with which a module that returns its loss alone gives its outputs; raise
     :class:`ConfigError` where it cannot be called so."""
+    _check_optional(module, fields)
+    return {name: value for name, value in fields.items() if name != LABELS}
+
+
+def unlabelled(form: InForm, module: nn.Module) -> InForm:
+    """Return the same of batches in a form: what makes those without labels."""
+    tree = form.form.tree
+    _check_optional(module, () if isinstance(tree, str) else tree.keys)
+    return form.without(LABELS)
+
+
+def _check_optional(module: nn.Module, names: Collection[Any]) -> None:
+    """Raise :class:`ConfigError` unless the module can be called without the labels that are among these names."""
     parameters = inspect.signature(module.forward).parameters
     known = parameters.get(LABELS)
     optional = known is None or known.default is not inspect.Parameter.empty
-    if LABELS not in fields or not optional:
+    if LABELS not in names or not optional:
         legal = (
             f'a forward that returns an output with .loss and .logits, one that does without "{LABELS}", or '
             "model.loss = a function of (output, batch)"
         )
         raise ConfigError(f"model: forward returns its loss alone, so it has no outputs for metrics; legal: {legal}")
-    return {name: value for name, value in fields.items() if name != LABELS}
 
 
 def no_rows(output: Any, rows: Any) -> ConfigError:

@@ -34,6 +34,7 @@ from shardwise.capture.encoding import NotEncoded, decoded, encoded
 from shardwise.capture.example import example_of
 from shardwise.capture.forms import Dims, form_of, resized
 from shardwise.capture.hooks import RefuseTensorHooks
+from shardwise.capture.in_form import InForm
 from shardwise.capture.trial import runs
 from shardwise.capture.wrapped import Watched
 from shardwise.core.fields import has_rows
@@ -76,6 +77,9 @@ def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Di
 
 
 def _loss(loss: Any) -> Any:
+    if isinstance(loss, InForm):
+        form = loss.form
+        return _loss(loss.loss), repr(form.tree), sorted(form.kinds.items()), repr(form.key)
     if isinstance(loss, Computation):
         return [str(getattr(one, "function", one)) for one in getattr(loss, "calls", ())]
     if isinstance(loss, FunctionType):

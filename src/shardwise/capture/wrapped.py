@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
+from shardwise.capture.in_form import InForm, UserLoss
 from shardwise.capture.intercept import Intercept
-from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, without_labels
+from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
 from shardwise.capture.reads import Answering
 from shardwise.capture.state import Change, PythonState, assigned_buffers
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
+from shardwise.core.structure import like
 
-LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor] | Computation
+LossFunction = UserLoss | InForm
 
 
 class WithLoss(nn.Module):
@@ -28,16 +30,24 @@ class WithLoss(nn.Module):
 
     Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
     With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.  A
-    :class:`Computation` calls the module itself, and ``forward`` returns all that it does.
+    :class:`Computation` calls the module itself, and ``forward`` returns all that it does.  Under :class:`InForm` both
+    get the batch in the form that it had before it was fields.
     """
 
+    captured = False  # whether what runs is captured, and may read no values
+
     def __init__(
-        self, module: nn.Module, loss: LossFunction | None = None, ones: tuple[str, ...] = (), precision: str = "fp32"
+        self,
+        module: nn.Module,
+        loss: LossFunction | None = None,
+        ones: tuple[str, ...] = (),
+        precision: str = "fp32",
     ) -> None:
         super().__init__()
         self.module = module
-        self.loss = loss
-        self.precision = precision
+        self.form = loss if isinstance(loss, InForm) else None
+        self.loss: UserLoss | None = loss.loss if isinstance(loss, InForm) else loss
+        self.precision = self.fields_in = precision  # what computes, and in what fields come
         self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
 
     def __call__(self, fields: Mapping[str, Tensor]) -> Any:
@@ -54,26 +64,32 @@ class WithLoss(nn.Module):
                 return (loss, *kept) if kept else loss
             return self.loss_in(self.returned(seen), seen)
 
-    def seen(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def seen(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields as the module sees them."""
-        return {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
+        return like({k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}, fields)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Compute in the precision meanwhile."""
         return Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext()
 
-    def returned(self, seen: dict[str, Tensor]) -> Any:
-        """Return what the module returns."""
+    def returned(self, seen: Mapping[str, Tensor], labels: bool = True) -> Any:
+        """Return what the module returns, if asked without its labels."""
+        if self.form is not None:
+            form = self.form if labels else unlabelled(self.form, self.module)
+            return form.call(self.module, form.batch(seen, self.captured, self.fields_in))
+        if not labels:
+            return self.module(**without_labels(self.module, seen))
         return self.module(**(seen if self.loss is None else _accepted(self.module, seen)))
 
-    def loss_in(self, output: Any, seen: dict[str, Tensor]) -> Tensor:
+    def loss_in(self, output: Any, seen: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of what the module returned."""
         if self.loss is None:
             return loss_of(output)
         if isinstance(self.loss, Computation):
             legal = "model.eval(), and a call of the model"
             raise ConfigError(f"model: metrics of outputs where an own loop computes the loss; legal: {legal}")
-        return loss_of(self.loss(output, seen), f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
+        batch = seen if self.form is None else self.form.batch(seen, self.captured, self.fields_in)
+        return loss_of(self.loss(output, batch), f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
 
 
 Wrapped = TypeVar("Wrapped", bound=WithLoss)
@@ -89,6 +105,8 @@ class Noted:
 
 class Watched(WithLoss):
     """The same while it is captured: what forward assigns to a buffer is written, and what changes in Python noted."""
+
+    captured = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -142,7 +160,7 @@ class WithOutputs(Watched):
             structure, tensors = flatten(output, rows)
             loss = self.loss_in(output, seen) if self.wanted == "both" else None
             if structure is None and self.loss is None and is_one_number(output):
-                output = self.module(**without_labels(self.module, seen))
+                output = self.returned(seen, labels=False)
                 structure, tensors = flatten(output, rows)
         if structure is None:
             raise no_rows(output, rows)

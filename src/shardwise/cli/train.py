@@ -21,6 +21,7 @@ from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, build_metrics, build_plan, check_callbacks, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.data.progress import shown
+from shardwise.data.streams import samples_of
 from shardwise.launch.apart import prepare, train_apart
 from shardwise.launch.begin import begun, stage
 from shardwise.launch.devices import check_ranks, check_torch
@@ -158,7 +159,7 @@ def _with_data(config: Config, console: Console | None, phases: Phases) -> tuple
         nullcontext() if console is None else shown("reading the text", console) as progress,
     ):
         data = build_data(config, progress)
-        config = config.for_samples(len(data.train))
+        config = config.for_samples(samples_of(data.train, config.data.batch_size))
     return config, (*config.notices, *data.notices)
 
 

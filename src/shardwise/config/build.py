@@ -19,10 +19,12 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
 from shardwise.core.server_options import APART
 from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.data.forming import kind_of
 from shardwise.data.mixture import Joined, Mixture
 from shardwise.data.samples import Samples
 from shardwise.data.sft import Conversations, open_conversations
 from shardwise.data.split import split
+from shardwise.data.streams import LEGAL, Source, is_dataset, source_of
 from shardwise.data.tokenise import OnProgress
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.windows import DocumentFields
@@ -136,6 +138,9 @@ def _data(config: Config, progress: OnProgress | None) -> Data:
     if data.factory is not None:
         train = _factory_dataset("data.factory", data.factory, data.arguments or {})
         held_out: Any = own
+        if (source := source_of(train, data.batch_size)) is not None:
+            _check_stream(config, source)
+            return Data(train, held_out, None, None, "")
         if config.validation.share:
             Samples(train)  # checks it
             train, held_out = split(train, config.validation.share)
@@ -214,9 +219,22 @@ def _own_dataset(config: Config) -> Any:
     return None if own.factory is None else _factory_dataset("validation.factory", own.factory, own.arguments or {})
 
 
+def _check_stream(config: Config, source: Source) -> None:
+    """Raise :class:`ConfigError` for what only a map-style dataset allows, and for another batch size than its own."""
+    kind, rows = kind_of(source.theirs), config.data.batch_size
+    if source.batch_size not in (None, rows):
+        legal = f"{source.batch_size}, the rows of a step over all ranks"
+        raise ConfigError.on(f"data.batch_size = {rows}", f"{kind} gives {source.batch_size}", legal)
+    if config.validation.share:
+        raise ConfigError.on(f"validation.share = {config.validation.share:g}", f"of {kind}", "validation.factory")
+    if config.parallel.server in APART:
+        legal = "a map-style dataset, for the workers of servers take batches in any order"
+        raise ConfigError.on(f"data.factory = {shown(config.data.factory)}", f"it returned {kind}", legal)
+
+
 def _check_fields(train: Any, validation: Any) -> None:
     """Raise :class:`ConfigError` where samples to evaluate on have other fields than those to train on."""
-    if validation is None:
+    if validation is None or source_of(validation, 1) is not None:
         return
     here, there = Samples(validation).reference, Samples(train).reference
     if set(here) != set(there):
@@ -262,9 +280,9 @@ def _text_shape(config: Config) -> TextShape | None:
 
 def _factory_dataset(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
     dataset = call(key, reference, arguments)
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        legal = "a map-style dataset (len(dataset) and dataset[index]) of dicts of tensors"
-        raise ConfigError.on(f"{key} = {shown(reference)}", f"it returned {_kind(dataset)}", legal)
+    if hasattr(dataset, "__next__") or not (is_dataset(dataset) or hasattr(dataset, "__iter__")):
+        raise ConfigError.on(f"{key} = {shown(reference)}", f"it returned {_kind(dataset)}", LEGAL)
+    source_of(dataset, 1)  # raises for what cannot be read
     return dataset
 
 

@@ -18,6 +18,7 @@ from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.layout import rank_rows
 from shardwise.core.local_options import ISLANDS
 from shardwise.core.mesh import Mesh
+from shardwise.core.structure import Fields
 from shardwise.parallel.local import island_rows
 from shardwise.runtime.masks import all_ones
 
@@ -45,7 +46,7 @@ class Batch:
     says that the rows of all ranks are known to have one shape.
     """
 
-    fields: dict[str, Tensor]
+    fields: Mapping[str, Tensor]
     rows: int
     starts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -83,7 +84,7 @@ class _Source:
         start, stop = island_rows(mesh, self.rank, rows)
         ranges = rank_rows(stop - start, self.microbatches, mesh.axis_size(AXES), mesh.index(self.rank, AXES))
         order = np.concatenate([self._order(epoch, first + start + a, first + start + b) for a, b in ranges])
-        batch = _batch(self.samples.read(order), stop - start, ranges, self.pin, self.masks, rows)
+        batch = batch_of(self.samples.read(order), stop - start, ranges, self.pin, self.masks, rows)
         done = first + rows
         return batch, (epoch + 1, 0) if done == size else (epoch, done)
 
@@ -96,15 +97,15 @@ class _Source:
         return found
 
 
-def _batch(
-    fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None,
-    together: int = 0,
+def batch_of(
+    fields: Fields, rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None,
+    together: int = 0, alike: bool = False,
 ) -> Batch:  # fmt: skip
     """Return a rank's part of a batch; with ``pin`` it is page-locked, so that it is copied asynchronously."""
     ones = None if masks is None else all_ones(fields, masks)
     if pin:
-        fields = {name: value.pin_memory() for name, value in fields.items()}
-    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), ones, together)
+        fields = fields.like({name: value.pin_memory() for name, value in fields.items()})
+    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), ones, together, alike)
 
 
 def one_pass(
@@ -131,7 +132,7 @@ def one_pass(
         rows = min(batch_size, total - first)
         ranges = rank_rows(rows, microbatches, parts, index)
         places = np.concatenate([np.arange(first + a, first + b, dtype=np.int64) for a, b in ranges])
-        yield _batch(samples.read(_spread(places, samples.size, total)), rows, ranges, pin, masks)
+        yield batch_of(samples.read(_spread(places, samples.size, total)), rows, ranges, pin, masks)
 
 
 def _spread(places: NDArray[np.int64], size: int, total: int) -> NDArray[np.int64]:
@@ -217,7 +218,12 @@ class Loader:
     @property
     def example(self) -> dict[str, Tensor]:
         """Return sample 0, whose fields have no dim of rows."""
-        return dict(self._source.samples.reference)
+        return self._source.samples.reference
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know: nothing, for the position in the order is all that a run needs to resume."""
+        return []
 
     @property
     def samples(self) -> int:

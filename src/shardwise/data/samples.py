@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,25 +11,31 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, did_you_mean
+from shardwise.core.structure import Fields, Structure, flatten, same
 
-Fields = dict[str, Tensor]
+from .forming import kind_of, numbers_of, tensor_of
+
+NUMBERS = (bool, int, float, np.ndarray, np.generic)
 
 
 class Samples:
-    """This wraps a map-style dataset (``len`` and integer indexing) of dicts of tensors of equal shapes and dtypes.
+    """This wraps a map-style dataset (``len`` and integer indexing) of samples of one structure: dicts, tuples, named
+    tuples, dataclasses and lists of each other, of tensors of equal shapes and dtypes, and of other things.
 
-    Sample 0 sets the fields, their shapes and dtypes; any other sample that differs raises ConfigError naming the
-    sample, the field, what was found and what was expected. Numbers and numpy arrays become tensors.
+    Sample 0 sets the structure, the shapes and the dtypes; any other sample that differs raises ConfigError naming the
+    sample, the field, what was found and what was expected. Numbers and numpy arrays become tensors. Tensors of samples
+    are stacked; of text and other objects a batch has a list, with one for each row.
 
     A dataset with a method ``read_rows(indices)`` gives many samples at once, as fields of shape (rows, *shape), which
     are not checked. A string ``digest`` of a dataset identifies its data; without one its size and sample 0 do.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, where: str = "data") -> None:
+        self.where = where
         for method, use in (("__len__", "len(dataset)"), ("__getitem__", "dataset[index]")):
             if not hasattr(dataset, method):
                 wrong = f"a dataset must support {use}; {type(dataset).__name__} does not"
-                raise ConfigError.on("data", wrong, "a map-style dataset of dicts of tensors")
+                raise ConfigError.on("data", wrong, "a map-style dataset, an IterableDataset or a DataLoader")
         self.dataset = dataset
         self.size = len(dataset)
         if self.size < 1:
@@ -45,35 +51,53 @@ class Samples:
             whole.update(given.encode())
             return whole.hexdigest()
         for name, value in sorted(self.reference.items()):
+            if self._form.kinds[name] == "objects":
+                one = self.reference.objects[int(value)]
+                whole.update(f"{name} {one if isinstance(one, str) else type(one).__name__}".encode())
+                continue
             whole.update(f"{name} {tuple(value.shape)} {value.dtype} {value.cpu().tolist()}".encode())
         return whole.hexdigest()
+
+    @property
+    def _form(self) -> Structure:
+        assert self.reference.form is not None
+        return self.reference.form
 
     def read(self, indices: Iterable[int]) -> Fields:
         """Return the samples at ``indices`` as fields of shape (rows, *shape), also for no rows at all."""
         if hasattr(self.dataset, "read_rows"):
-            found: Fields = self.dataset.read_rows(np.fromiter(indices, np.int64))
-            return found
+            return self.reference.like(self.dataset.read_rows(np.fromiter(indices, np.int64)))
         rows = [self._checked(int(index)) for index in indices]
         if not rows:
-            return {name: value.new_empty((0, *value.shape)) for name, value in self.reference.items()}
-        return {name: torch.stack([row[name] for row in rows]) for name in self.reference}
+            return self.reference.like({n: value.new_empty((0, *value.shape)) for n, value in self.reference.items()})
+        objects = {number: one for row in rows for number, one in row.objects.items()}
+        return Fields({name: torch.stack([row[name] for row in rows]) for name in self.reference}, self._form, objects)
 
     def _checked(self, index: int) -> Fields:
         found = self._fields(index)
+        _check_containers(f"{self.where}: sample {index}", found, self.reference)
         for name in sorted(found.keys() ^ self.reference.keys()):
             extra = name in found
             what = f'a field "{name}", which sample 0 has not' if extra else f'no field "{name}", which sample 0 has'
             hint = did_you_mean(name, self.reference) if extra else ""
             legal = f"the same fields in every sample ({', '.join(self.reference)})."
-            raise ConfigError.on("data", f"sample {index} has {what}", legal, hint)
+            raise ConfigError.on(self.where, f"sample {index} has {what}", legal, hint)
+        assert found.form is not None
         for name, expected in self.reference.items():
-            value = found[name]
+            value, where = found[name], f'{self.where}: sample {index}, field "{name}"'
+            kinds = found.form.kinds[name], self._form.kinds[name]
+            if kinds[0] != kinds[1]:
+                words = ["an object" if kind == "objects" else "a tensor" for kind in kinds]
+                raise ConfigError(f"{where}: {words[0]}, expected {words[1]} as in sample 0")
             for what in ("shape", "dtype"):
                 here, there = getattr(value, what), getattr(expected, what)
                 if here != there:
                     here, there = (tuple(x) if what == "shape" else x for x in (here, there))
-                    where = f'data: sample {index}, field "{name}"'
-                    raise ConfigError(f"{where}: {what} {here}, expected {there} as in sample 0")
+                    hint = "; legal: one shape, or a collate_fn that makes batches of several" * (what == "shape")
+                    raise ConfigError(f"{where}: {what} {here}, expected {there} as in sample 0{hint}")
+        if not same(found.form.tree, self._form.tree):
+            wrong = f"sample {index} has containers of other types than sample 0"
+            raise ConfigError.on(self.where, wrong, "one structure for all samples")
         return found
 
     def _fields(self, index: int) -> Fields:
@@ -84,33 +108,28 @@ class Samples:
         except Exception as error:
             error.add_note(f"while reading sample {index} of the dataset ({type(self.dataset).__name__})")
             raise
-        if not isinstance(item, Mapping) or not item:
-            what = "an empty dict" if isinstance(item, Mapping) else _kind(item)
-            raise ConfigError(f"data: sample {index} is {what}; legal: a dict of tensors")
-        return {self._name(index, name): self._tensor(index, name, value) for name, value in item.items()}
-
-    @staticmethod
-    def _name(index: int, name: object) -> str:
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text"
-            )
-        return name
-
-    @staticmethod
-    def _tensor(index: int, name: object, value: object) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach()
-        if isinstance(value, bool | int | float | np.ndarray | np.generic):
-            try:
-                return torch.as_tensor(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise ConfigError(f'data: sample {index}, field "{name}" is no tensor: {error}') from error
-        raise ConfigError(
-            f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array'
-        )
+        tree, leaves = flatten(item, lambda part, name: False)
+        objects: dict[int, Any] = {}
+        where = f"{self.where}: sample {index}"
+        found = {name: _tensor(value, f'{where}, field "{name}"', objects) for name, value in leaves.items()}
+        kinds = {name: "rows" if isinstance(leaves[name], (Tensor, *NUMBERS)) else "objects" for name in leaves}
+        if "rows" not in kinds.values():
+            what = kind_of(item) if isinstance(tree, str) else "without any tensor" if leaves else "an empty dict"
+            raise ConfigError(f"{where} is {what}; legal: a dict, a tuple or a dataclass with tensors")
+        return Fields(found, Structure(tree, kinds), objects)
 
 
-def _kind(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+def _tensor(value: object, where: str, objects: dict[int, Any]) -> Tensor:
+    """Return what stands for a part of a sample: itself, or the number of an object, a tensor without dims."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tensor_of(value, where) if isinstance(value, NUMBERS) else numbers_of([value], objects)[0]
+
+
+def _check_containers(where: str, found: Fields, reference: Fields) -> None:
+    """Raise :class:`ConfigError` where a part is a container that was none in sample 0, or is none any more."""
+    ways = ((found, reference, "a container", "a single value"), (reference, found, "a single value", "a container"))
+    for inner, outer, is_now, was in ways:
+        for name in inner:
+            if above := next((one for one in outer if name.startswith(f"{one}.")), None):
+                raise ConfigError.on(f'{where}, field "{above}"', is_now, f"{was}, as in sample 0")

@@ -25,7 +25,8 @@ from shardwise.core.plan import Plan
 from shardwise.core.recording import RankStep
 from shardwise.core.schedules import AUTO
 from shardwise.core.timetable import Task, Timetable, read, to_texts
-from shardwise.data.loader import Batch, Loader
+from shardwise.data.loader import Batch
+from shardwise.data.stream_loader import open_loader
 from shardwise.estimate.order import Order, UnitCosts, order
 from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
@@ -165,7 +166,7 @@ def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str,
     compiled = forecast.compiled.under(plan)
     alone = AloneCommunicator(plan.mesh, comm.rank, comm.device)
     engine = Engine(compiled, alone, build_optimizer(forecast.config), seed=forecast.config.train.seed)
-    with Loader(
+    with open_loader(
         dataset, plan.mesh, comm.rank, forecast.config.data.batch_size, plan.microbatches, forecast.config.train.seed
     ) as loader:
         batch = next(loader)

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from shardwise import __version__
 from shardwise.backend import Backend
 from shardwise.core.metrics import LOSS, PERPLEXITY
-from shardwise.data.loader import Batch, Loader
+from shardwise.data.loader import Batch
+from shardwise.data.stream_loader import AnyLoader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady_batches
 from shardwise.report.files import (
@@ -39,8 +40,8 @@ from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.errors import LossScaleError, NonFiniteError
 from shardwise.train.expert_loads import expert_loads, in_metrics
-from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import facts, write_about
 from .begin import settle
@@ -135,7 +136,7 @@ class Run(Ready):
                 self.side.failed(error)
             raise
 
-    def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
+    def _steps(self, first: int, loader: AnyLoader, checkpoints: Checkpoints) -> None:
         """Take the steps from ``first`` on; one that is not finite ends the run after saving the weights before it."""
         trainer, step, steps = self.trainer, first, self.config.train.steps
         self._clock = time.perf_counter()
@@ -171,7 +172,7 @@ class Run(Ready):
     def _measures(self, step: int) -> bool:
         return 0 <= self._to_measure <= step
 
-    def _train(self, step: int, stop: int, loader: Loader, measuring: StepMemory | None) -> None:
+    def _train(self, step: int, stop: int, loader: AnyLoader, measuring: StepMemory | None) -> None:
         begun = deque[tuple[float, int]]()  # when each batch without a result began, and its number of rows
 
         def batches() -> Iterator[Batch]:
@@ -240,7 +241,7 @@ class Run(Ready):
         except OSError as error:
             self.side.tell(f"{self.folder / MEMORY} cannot be written: {error.strerror}; the run goes on")
 
-    def _after(self, done: int, checkpoints: Checkpoints, loader: Loader) -> bool:
+    def _after(self, done: int, checkpoints: Checkpoints, loader: AnyLoader) -> bool:
         """Do what is due after ``done`` steps (evaluate, sample, save), and return whether anything was."""
         train, every = self.config.train, self.config.checkpoint.every
         last = done == train.steps
@@ -258,7 +259,7 @@ class Run(Ready):
             self._save(checkpoints, loader)
         return evaluates or samples or saves
 
-    def _save(self, checkpoints: Checkpoints, loader: Loader, wait: bool = False) -> None:
+    def _save(self, checkpoints: Checkpoints, loader: AnyLoader, wait: bool = False) -> None:
         self.side.progress.phase(f"saving a checkpoint after step {self.trainer.engine.step_index - 1}")
         if self.metrics is not None:
             self.metrics.flush()  # a run killed after this checkpoint goes on after these steps

@@ -25,7 +25,8 @@ from .rank import rank_process, record_error
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.data.loader import Batch, Loader
+    from shardwise.data.loader import Batch
+    from shardwise.data.stream_loader import AnyLoader
 
     from .ready import Surroundings
     from .run import Run
@@ -81,7 +82,7 @@ def measure(config: Config, job: Job, folder: Path, side: Surroundings) -> Itera
         trainer.comm.barrier(what="the end of measuring")
 
 
-def _steps(run: Run, job: Job, loader: Loader) -> Iterator[MeasuredStep | None]:
+def _steps(run: Run, job: Job, loader: AnyLoader) -> Iterator[MeasuredStep | None]:
     from shardwise.runtime.recorder import Recorder
 
     from .results import peak_memory
@@ -104,7 +105,7 @@ def _steps(run: Run, job: Job, loader: Loader) -> Iterator[MeasuredStep | None]:
     trainer.finish()
 
 
-def _whole_batches(run: Run, loader: Loader) -> Iterator[Batch]:
+def _whole_batches(run: Run, loader: AnyLoader) -> Iterator[Batch]:
     """Yield the batches of a loader without the last ones of epochs that have fewer rows."""
     for batch in loader:
         if batch.rows == run.config.data.batch_size:

@@ -16,7 +16,7 @@ import torch
 from shardwise.backend import Backend
 from shardwise.config import Config, Hardware, build_data, build_plan, given_values, load_config
 from shardwise.core.errors import ConfigError
-from shardwise.data.samples import Samples
+from shardwise.data.streams import samples_of
 from shardwise.report.scaling import KINDS, Kind
 from shardwise.report.tables import plural
 
@@ -147,7 +147,7 @@ def _checked(config: Config) -> Config:
     with config.answering():
         build_plan(config).memory.check_device(backend.kind)
     check_ranks(config.train.devices, hardware.local or config.train.devices)
-    samples = Samples(build_data(config).train).size
+    samples = samples_of(build_data(config).train, config.data.batch_size)
     if samples < config.data.batch_size:
         wrong = f"{config.data.batch_size} rows, and the data has {samples}"
         raise ConfigError.on("data.batch_size", wrong, f"at most {samples}")

@@ -22,8 +22,11 @@ from shardwise.core.garbage import without_gc
 from shardwise.core.links import LEGAL_PROFILE, LinkProfile
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.data.loader import Loader
+from shardwise.core.structure import Fields
+from shardwise.data.forming import kind_of, rows_of
 from shardwise.data.samples import Samples
+from shardwise.data.stream_loader import open_loader, open_pass
+from shardwise.data.streams import samples_of, source_of
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
@@ -43,13 +46,17 @@ class LoadedModel:
     plan: Plan
     module: nn.Module
     loss: LossFunction | None
-    batches: list[dict[str, Tensor]]
+    batches: list[Mapping[str, Tensor]]
 
 
 def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
     """Load a config for a command that does not train: this machine's devices set defaults, and are no limit."""
     config = load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
-    return config if config.train.epochs is None else config.for_samples(len(build_data(config).train))
+    return config if config.train.epochs is None else config.for_samples(_samples(config))
+
+
+def _samples(config: Config) -> int:
+    return samples_of(build_data(config).train, config.data.batch_size)
 
 
 def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedModel:
@@ -59,7 +66,8 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> LoadedMode
     """
     constructor, loss = build_model(config)
     module = start_values(config, constructor).whole() if weights else initial_values(config, constructor).structure()
-    with Loader(build_data(config).train, Mesh.of(dp=1), 0, config.rows_of_step, seed=config.train.seed) as loader:
+    data, one = build_data(config).train, Mesh.of(dp=1)
+    with open_loader(data, one, 0, config.rows_of_step, 1, config.train.seed) as loader:
         return LoadedModel(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 
@@ -113,10 +121,16 @@ def compare_weights(config: Config) -> None:
         initial_values(config, build_model(config)[0])
 
 
-def example_of(dataset: Any) -> dict[str, Tensor]:
+def example_of(dataset: Any) -> Fields:
     """Return the first two rows of a dataset, or the only one; the model is captured with them."""
-    samples = Samples(dataset)
-    return samples.read(range(min(2, samples.size)))
+    if source_of(dataset, 2) is None:
+        samples = Samples(dataset)
+        return samples.read(range(min(2, samples.size)))
+    first = next(open_pass(dataset, Mesh.of(dp=1), 0, 2, batches=1), None)
+    if first is None:
+        raise ConfigError.on("data", f"{kind_of(dataset)} gave no batch", "one batch or more")
+    assert isinstance(first.fields, Fields)
+    return rows_of(first.fields, [(0, 2)])
 
 
 def compiled_here(

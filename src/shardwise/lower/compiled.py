@@ -20,6 +20,7 @@ from shardwise.backend import Backend, Kind
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_field
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
@@ -37,6 +38,7 @@ from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
+from shardwise.core.structure import Fields, changed_constant, check_alike, like, structure_of
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
@@ -55,6 +57,7 @@ from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
 MASKS = ("attention_mask",)
+MOST_CONSTANTS = 16  # the most combinations of constants in batches for each of which a model is captured
 
 
 FORMS = 32  # the most shapes of batches, and ways of forward, whose traces are kept at a time
@@ -104,6 +107,7 @@ class Compiled:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     wanted: Wanted = "loss"  # whether its units give the outputs of the model too
     _evaluations: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
+    _constants: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)  # for batches with other constants
     _stages: dict[str, int] = field(default_factory=dict)  # the stages of the training trace's units, by name
     buckets: list[Bucket] = field(default_factory=list)  # those of the training trace; evaluation uses their memory
     loss_weight: str | None = None  # of a model that is not captured, if a trial is not to find it
@@ -116,6 +120,7 @@ class Compiled:
 
     def __post_init__(self) -> None:
         refuse_unready(self.module)
+        self.loss = InForm.of(self.loss, self.example)
         if self.training:
             named_sizes.check_fields(self.varies, self.example)
         counts = {name: value.shape[:1] for name, value in self.example.items() if has_rows(name)}
@@ -169,7 +174,8 @@ class Compiled:
     def notes(self) -> list[str]:
         """What a user should know of the captured model and of what the plan makes of it."""
         pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
-        return [*self.general.notes, *self.general.notes_of_microbatches(self.plan.microbatches, pipelined)]
+        called = self.loss.notes(self.module) if isinstance(self.loss, InForm) else []
+        return [*called, *self.general.notes, *self.general.notes_of_microbatches(self.plan.microbatches, pipelined)]
 
     def release(self) -> None:
         """Release the parameters' values, which only the start of an engine needs, so that their memory is freed if
@@ -184,9 +190,9 @@ class Compiled:
     def evaluation(self, wanted: Wanted = "loss", example: Mapping[str, Tensor] | None = None) -> Compiled:
         """Return the same model in evaluation mode, under the same plan; it is captured when it is first needed.  It
         computes what is ``wanted`` of batches like ``example``, by default those that train."""
-        if example is None or form_of(example) == self.form:
+        if example is None or _key(example) == _key(self.example):
             example = self.example
-        key = (wanted, *form_of(example))
+        key = (wanted, *_key(example))
         with self._lock:
             if key not in self._evaluations:
                 alike = example is self.example
@@ -194,7 +200,8 @@ class Compiled:
                 self._evaluations[key] = replace(
                     self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
                     _lock=threading.RLock(), _evaluations={}, _captures=self._captures if alike else {},
-                    _forms=OrderedDict(), _varying=self._varying if alike else self._varying.again(), _decided=[],
+                    _forms=OrderedDict(), _constants={}, _varying=self._varying if alike else self._varying.again(),
+                    _decided=[],
                 )  # fmt: skip
             return self._evaluations[key]
 
@@ -206,7 +213,8 @@ class Compiled:
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
             self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _varying=Varying(), varies={}, _decided=[],
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _constants={}, _varying=Varying(),
+            varies={}, _decided=[],
         )  # fmt: skip
         if training and backward:
             self._check_learning(found)
@@ -258,7 +266,7 @@ class Compiled:
         found = replace(
             self, example=example, varies={}, like=None if self.like is None else self.like.fitting(example),
             _traces={}, _weights={}, _captures={}, _programs={}, _lock=threading.RLock(), _evaluations={},
-            _forms=OrderedDict(), _decided=[],
+            _forms=OrderedDict(), _constants={}, _decided=[],
         )  # fmt: skip
         if found.general.opaque is not None:
             wrong = f"rows of shapes {named_sizes.shown(example)} cannot be captured: {found.general.opaque}"
@@ -270,7 +278,7 @@ class Compiled:
         Python; itself if it decides as for the example.
 
         Raises :class:`ConfigError` where forward cannot be captured for the batch."""
-        fields = {name: cast_field(value, self.general.precision) for name, value in batch.items()}
+        fields = like({name: cast_field(value, self.general.precision) for name, value in batch.items()}, batch)
         with self._lock:
             for one in (self, *self._decided):
                 if one.general.checks is not None and one.general.checks.hold(fields, buffers):
@@ -278,6 +286,7 @@ class Compiled:
             found = replace(
                 self, example=batch, varies={}, _traces={}, _weights={}, _captures={}, _programs={},
                 _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _decided=[], _varying=Varying(),
+                _constants={},
             )  # fmt: skip
             if found.general.opaque is not None or found.general.checks is None:
                 why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
@@ -295,16 +304,50 @@ class Compiled:
 
     def apart_from(self, other: Compiled) -> bool:
         """Whether in a step some ranks may run this, and some ``other``, which is for rows of another shape."""
-        return counts_targets_alone(self.plan, self._every) and (
-            self is other
-            or over_batch(self.plan, self.programs(self.general, self.plan.microbatches))
-            == over_batch(self.plan, other.programs(other.general, self.plan.microbatches))
+        return (
+            self.general.checks is None
+            and counts_targets_alone(self.plan, self._every)
+            and (
+                self is other
+                or over_batch(self.plan, self.programs(self.general, self.plan.microbatches))
+                == over_batch(self.plan, other.programs(other.general, self.plan.microbatches))
+            )
         )
 
     @property
     def _every(self) -> list[Trace]:
         """The general trace, and the one for masks that are all ones."""
         return [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
+
+    # ---- batches with other constants --------------------------------------------------------------------------------
+
+    def of_constants(self, fields: Mapping[str, Tensor]) -> Compiled:
+        """Return the same computation for batches that have the constants of ``fields``; it is captured when these
+        first come.
+
+        Raises :class:`ConfigError` where a constant has had more than :data:`MOST_CONSTANTS` values."""
+        form = structure_of(fields)
+        if form is None or not isinstance(self.loss, InForm) or form.key == self.loss.form.key:
+            return self
+        check_alike(fields, self.example, "batch", "the example")
+        with self._lock:
+            if form.key not in self._constants:
+                if len(self._constants) + 1 >= MOST_CONSTANTS:
+                    name = changed_constant(form, self.loss.form)
+                    wrong = f'"{name}" has had {MOST_CONSTANTS} values, and the model is captured for each'
+                    raise ConfigError.on("batch", wrong, "a number or a tensor where it has many values")
+                example = Fields(self.example, form, self.loss.objects)
+                self._constants[form.key] = self.beside(self.loss, example, self.training, self.training)
+            return self._constants[form.key]
+
+    def check_constants(self, fields: Mapping[str, Tensor]) -> None:
+        """Raise :class:`ConfigError` where a batch has other constants than this was captured for."""
+        form = structure_of(fields)
+        if form is not None and isinstance(self.loss, InForm) and form.key != self.loss.form.key:
+            name = changed_constant(form, self.loss.form)
+            before, now = self.loss.form.constants[name], form.constants[name]
+            wrong = f'"{name}" is {now!r} after {before!r}, where batches are computed by one program'
+            raise ConfigError.on("batch", wrong, "one value in all batches, or a number or a tensor")
 
     def under(self, plan: Plan) -> Compiled:
         """Return the same model under another plan; both share captures, and traces if these do not depend on what
@@ -326,7 +369,7 @@ class Compiled:
         return replace(
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
             _stages={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _decided=[],
+            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _constants={}, _decided=[],
         )  # fmt: skip
 
     @cached_property
@@ -495,6 +538,12 @@ class Compiled:
                 raise ShardwiseError(
                     f"parameter {other.name} lies as {_lying(own)} in training, and as {_lying(other)} in another trace"
                 )
+
+
+def _key(example: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return what a capture depends on of an example."""
+    structure = structure_of(example)
+    return *(() if structure is None or structure.plain else (structure.tree, *structure.key)), *form_of(example)
 
 
 def _lying(one: Parameter) -> str:

@@ -36,7 +36,7 @@ def check_fields(varies: Mapping[str, int], example: Mapping[str, Tensor]) -> No
             raise ConfigError.on("varies", f'"{name}": the batch has no field "{field}"', ", ".join(dims) or "none")
 
 
-def enlarged(example: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+def enlarged(example: Mapping[str, Tensor], sizes: Sizes) -> Mapping[str, Tensor]:
     """Return an example with the largest sizes of the dims that vary."""
     form: Form = tuple(
         (name, tuple(sizes.get(name, {}).get(dim, size) for dim, size in enumerate(shape, 1)), dtype)

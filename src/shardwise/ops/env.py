@@ -49,6 +49,7 @@ class Env:
     meanwhile: Callable[[], None] | None = None  # work of a backward that can run during a collective
     lane: str = "compute"  # the lane of collectives
     posts: bool = False  # whether moves do not wait, but are returned as they are under way
+    objects: Mapping[int, Any] = field(default_factory=dict)  # the batch's objects, of which fields have numbers
 
     def of_exchange(self, microbatches: int) -> Env:
         """Return where an exchange runs, given the place of one of ``microbatches``: it has the rows of all of them."""

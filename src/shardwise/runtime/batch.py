@@ -14,6 +14,7 @@ from shardwise.capture.casts import cast_field
 from shardwise.core.fields import has_rows, is_output
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
+from shardwise.core.structure import objects_of
 from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime import collect
@@ -178,6 +179,7 @@ class BatchState:
             owner.comm, owner.axes, self.parts, self.index, rows, offset, window,
             seed=owner.seed + self.given.turn * TURN,
             step=self.given.step, counts=() if self.sums is None else self.sums.of(m), tensor=owner.place,
+            objects=objects_of(self.given.fields),
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:

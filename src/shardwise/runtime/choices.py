@@ -14,6 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.plan import Plan
+from shardwise.core.structure import check_alike, like
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.communicator import Communicator, host_gather_bytes
@@ -65,11 +66,11 @@ class Choices:
             raise ConfigError.on("local", wrong, "one rank for each island, or no islands")
         return found.deciding(self._whole(fields, rows), self.buffers())
 
-    def _whole(self, fields: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def _whole(self, fields: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
         """Return all rows of a batch, on the host; all ranks call it together."""
         own = {name: value.detach().cpu() for name, value in fields.items()}
         if self._parts == 1:
-            return own
+            return like(own, fields)
         file = io.BytesIO()
         torch.save({name: value.clone() for name, value in own.items() if has_rows(name)}, file)
         every = host_gather_bytes(self.comm, file.getvalue(), "a batch by which forward decides")
@@ -78,16 +79,18 @@ class Choices:
         ranges = [rank_rows(rows, self._plan.microbatches, self._parts, index) for index in range(self._parts)]
         places = torch.tensor([i for one in ranges for start, stop in one for i in range(start, stop)])
         order = places.argsort()
-        return {
+        whole = {
             name: torch.cat([part[name] for part in parts])[order] if has_rows(name) else value
             for name, value in own.items()
         }  # fmt: skip
+        return like(whole, fields)
 
     def _of_shapes(self, fields: Mapping[str, Tensor], compiled: Compiled, alike: bool) -> Compiled:
         """Return a computation for batches of the shapes of ``fields``; ``alike`` says that all ranks have these.
 
         Otherwise ranks compare them, where the computation has dims that vary.  Raises :class:`ConfigError` on all
         where they differ and the ranks of a step have to have the same."""
+        compiled = compiled.of_constants(fields)
         if alike or self._parts == 1:
             return compiled.fitting(fields)
         if not compiled.varies:
@@ -108,6 +111,8 @@ class Choices:
     def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
         expected = compiled.example
+        check_alike(fields, expected, "batch", "the example")
+        compiled.check_constants(fields)
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from shardwise.capture.state import PythonState
 from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD
 from shardwise.core.errors import ShardwiseError
+from shardwise.data.checksum import checksum
 from shardwise.graph.torch_private import module_hooks, without_torch_functions
-from shardwise.train.own_rows import checksum
 
 
 class _Awaiting:

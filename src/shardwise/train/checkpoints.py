@@ -12,7 +12,7 @@ from typing import Any, Self
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError
-from shardwise.data.loader import Loader
+from shardwise.data.stream_loader import AnyLoader
 from shardwise.runtime.background import Background
 from shardwise.runtime.call import CommunicationError
 from shardwise.train import state
@@ -87,7 +87,7 @@ class Checkpoints:
         No save takes more."""
         return self._writer.prepare(state.owned(self.trainer.engine))
 
-    def save(self, loader: Loader | None = None) -> None:
+    def save(self, loader: AnyLoader | None = None) -> None:
         """Save the state after the last step: return as soon as it is copied, and write in the background.
 
         The loader's position is that after the last batch it handed out.
@@ -103,14 +103,14 @@ class Checkpoints:
         self._step = step
         self._writer.save(step, state.owned(self.trainer.engine), self._meta(step, loader))
 
-    def _meta(self, step: int, loader: Loader | None) -> dict[str, Any]:
+    def _meta(self, step: int, loader: AnyLoader | None) -> dict[str, Any]:
         meta = {"step": step, "seed": self.trainer.seed, "plan": self.trainer.plan.to_toml(), **self.meta}
         meta["model"] = {"aliases": state.aliases(self.trainer.engine), **self.meta.get("model", {})}
         if loader is not None:
             meta["data"] = loader.state_dict()
         return meta
 
-    def restore(self, loader: Loader | None = None, path: Path | None = None) -> int | None:
+    def restore(self, loader: AnyLoader | None = None, path: Path | None = None) -> int | None:
         """Resume from the newest checkpoint of the folder (or from ``path``); return its step, or None without one.
 
         Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError,

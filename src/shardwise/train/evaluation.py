@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.example import example_rows
+from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted, number_of, rebuilt
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import rank_rows
 from shardwise.core.local_options import ISLANDS
+from shardwise.core.structure import like
 from shardwise.core.tensor_options import NON_TENSOR_AXES
-from shardwise.data.loader import AXES, Batch
+from shardwise.data.forming import formed
+from shardwise.data.loader import Batch
+from shardwise.data.stream_loader import part_of
 from shardwise.graph.torch_private import version
 from shardwise.runtime.communicator import host_gather_bytes, host_sum
 from shardwise.runtime.engine import Engine
@@ -68,7 +72,8 @@ def evaluate(
         rows += batch.rows
         if leads(engine, found.outputs) and any(batch.counts):
             structure, outputs = compiled.general.outputs, found.outputs or []
-            fields = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
+            there = {name: Backend.of(device).to_device(value, device) for name, value in batch.fields.items()}
+            fields = like(there, batch.fields)
             with torch.no_grad():
                 states = [
                     _added(one, state, structure, outputs, fields) if one.of_outputs else state
@@ -100,7 +105,7 @@ def _added(metric: Metric, state: Any, structure: Any, outputs: Sequence[Tensor]
     changes tensors that other metrics see, too."""
     tensors = [*outputs, *fields.values()]
     before = [version(one) for one in tensors]
-    state = metric.add(state, rebuilt(structure, outputs), dict(fields))
+    state = metric.add(state, rebuilt(structure, outputs), like(dict(fields), fields))
     if [version(one) for one in tensors] != before:
         wrong = "it writes in place to the outputs or the batch, which other metrics see, too"
         raise ConfigError.on(f"metric {metric.name}", wrong, "a write to a clone()")
@@ -115,8 +120,7 @@ def evaluate_loader(engine: Engine, given: Iterator[Any], metrics: Sequence[Metr
     every = chain([first], given)
     if isinstance(first, Batch):
         return evaluate(engine, every, metrics)
-    _rows_of(first)
-    example = {name: value[:1].expand(2, *value.shape[1:]) for name, value in first.items()}
+    example = example_rows(_fields(engine, first), 2)
     return evaluate(engine, own_rows(engine, every), metrics, example)
 
 
@@ -202,12 +206,17 @@ def _rows_of(batch: Any) -> int:
     return next(iter(sizes.values()))
 
 
-def own_rows(engine: Engine, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Batch]:
-    """Yield this rank's part of whole batches, dicts of tensors that every rank has."""
-    mesh = engine.comm.mesh
-    parts, index = mesh.axis_size(AXES), mesh.index(engine.comm.rank, AXES)
-    for whole in batches:
-        rows = _rows_of(whole)
-        ranges = rank_rows(rows, engine.compiled.plan.microbatches, parts, index)
-        fields = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
-        yield Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), alike=True)
+def own_rows(engine: Engine, batches: Iterable[Any]) -> Iterator[Batch]:
+    """Yield this rank's part of whole batches that every rank has."""
+    mesh, microbatches = engine.comm.mesh, engine.compiled.plan.microbatches
+    for given in batches:
+        yield part_of(_fields(engine, given), mesh, engine.comm.rank, microbatches)
+
+
+def _fields(engine: Engine, whole: Any) -> Mapping[str, Tensor]:
+    """Return the fields of a whole batch; a model that trains on dicts of tensors is evaluated on such ones."""
+    if isinstance(engine.compiled.loss, InForm):
+        return formed(whole)
+    _rows_of(whole)
+    fields: Mapping[str, Tensor] = whole
+    return fields

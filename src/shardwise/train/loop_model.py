@@ -31,6 +31,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.shard.op_spec import Shard
 from shardwise.train.awaited import Awaited, tensors_of
+from shardwise.train.boxes import Boxes
 from shardwise.train.habits import Watch
 from shardwise.train.kept import KeptValue
 from shardwise.train.other_names import agreed, with_other_names
@@ -77,6 +78,7 @@ class Model(Owner):
         self.unseen = False  # whether the loop may write to it without autograd's knowledge
         self.made: Trainer | None = None
         self.when_made: list[Callable[[Trainer], object]] = []  # calls that may set its state
+        self.boxes = Boxes(rows)
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
         # Those of a plot's key differ in what they keep; the keys are in the order of their last use.
         self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
@@ -165,6 +167,7 @@ class Model(Owner):
 
     def entry(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module as the loop calls it; with a loss function return the loss, which sees all arguments."""
+        args, kwargs = self.boxes.unboxed((tuple(args), dict(kwargs)))
         if self.loss is None:
             return module(*args, **kwargs)
         bound = inspect.signature(module.forward).bind_partial(*args)
@@ -174,6 +177,7 @@ class Model(Owner):
         """Return what the model gives for arguments, recorded in training, computed in evaluation mode."""
         training = self.module.training
         self.watch.check(training)
+        args, kwargs = self.boxes.boxed(args, kwargs)
         names = self._names(args, kwargs)
         if training and not torch.is_grad_enabled():
             raise ShardwiseError(f"model(...) without gradients in training mode{at_line()}; legal: after model.eval()")

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.in_form import InForm
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import PERPLEXITY, READY, RESERVED, is_ready, top
+from shardwise.core.structure import objects_of, structure_of
 from shardwise.data.windows import IGNORED
 
 Fields = Mapping[str, Tensor]
@@ -96,7 +98,7 @@ class FunctionMetric(Sums):
     function: Callable[[Any, Fields], Any]
 
     def sums(self, outputs: Any, batch: Fields) -> Mapping[str, Any]:
-        found = self.function(outputs, batch)
+        found = self.function(outputs, as_given(batch))
         each = found if isinstance(found, Mapping) else {self.name: found}
         out: dict[str, Any] = {}
         for name, pair in each.items():
@@ -217,10 +219,11 @@ def logits_and_labels(name: str, outputs: Any, batch: Fields, shift: bool) -> tu
         found = ", ".join(outputs) if isinstance(outputs, Mapping) else kind(outputs)
         legal = "outputs with .logits, a tuple that begins with them, or a metric of yours (file.py:function)"
         raise ConfigError.on(f"metric {name}", f"the model's outputs are {found}", legal)
-    field = next((one for one in LABELS if one in batch), None)
+    field = label_of(batch)
     if field is None:
         wrong = f"the batch has the fields {', '.join(batch)}"
-        raise ConfigError.on(f"metric {name}", wrong, f"one of {', '.join(LABELS)}, or a metric of yours")
+        legal = f"one of {', '.join(LABELS)}, a tuple that ends with the labels, or a metric of yours"
+        raise ConfigError.on(f"metric {name}", wrong, legal)
     labels = batch[field]
     if shift and logits.dim() == labels.dim() + 1 and labels.dim() >= 2:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -230,6 +233,23 @@ def logits_and_labels(name: str, outputs: Any, batch: Fields, shift: bool) -> tu
     if logits.dim() == labels.dim() + 1 and logits.shape[-1] == 1:  # one logit is for class 1
         logits = logits.squeeze(-1)
     return logits, labels
+
+
+def label_of(batch: Fields) -> str | None:
+    """Return the field that has the labels: one of :data:`LABELS`, or the last part of a tuple; None where none has."""
+    form = structure_of(batch)
+    if form is not None and not isinstance(form.tree, str) and form.tree.kind in (list, tuple) and form.tree.parts:
+        last = form.tree.parts[-1]
+        return last if isinstance(last, str) and form.kinds[last] == "rows" else None
+    return next((one for one in LABELS if one in batch), None)
+
+
+def as_given(batch: Fields) -> Any:
+    """Return a batch in the form that it had, on the device of its fields."""
+    form = structure_of(batch)
+    if form is None or form.plain:
+        return batch
+    return InForm(None, form, objects_of(batch)).batch(batch, False)
 
 
 def _counts(logits: Tensor, labels: Tensor) -> Tensor:

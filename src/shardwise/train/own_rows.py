@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import rank_rows
+from shardwise.core.local_options import ISLANDS
 from shardwise.core.plan import Plan
+from shardwise.core.structure import like, structure_of
+from shardwise.data.checksum import checksum_of
 from shardwise.data.loader import AXES, Batch
-from shardwise.graph.torch_private import without_torch_functions
 from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 
 
 def check_fields(batch: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigError` unless all fields are tensors with the same number of rows."""
     for name, value in batch.items():
+        if not has_rows(name):
+            continue
         if not isinstance(value, Tensor) or value.dim() == 0:
             what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
             raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
-    sizes = {name: value.shape[0] for name, value in batch.items()}
+    sizes = {name: value.shape[0] for name, value in batch.items() if has_rows(name)}
     if len(set(sizes.values())) != 1:
         raise ConfigError(
             f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field"
         )
 
 
-def checksum(tensor: Tensor, word: int = 0) -> int:
-    """Return the checksum of a tensor's bytes, on from ``word``."""
-    with without_torch_functions():
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy().data, word)
-
-
 def check_same(plan: Plan, comm: Communicator, batch: Mapping[str, Tensor]) -> None:
     """Raise :class:`ConfigError` on all ranks unless all have read the same batch, by a checksum of its bytes."""
+    if plan.mesh.size > 1:
+        check_word(plan, comm, checksum_of(batch))
+
+
+def check_word(plan: Plan, comm: Communicator, word: int) -> None:
+    """Raise :class:`ConfigError` on all ranks unless all have read a batch with this checksum."""
     if plan.mesh.size == 1:
         return
-    word = 0
-    for name in sorted(batch):
-        word = checksum(batch[name], word)
     word %= 1 << 20  # so that the sums below stay within 64 bits
-    total, squares = host_sum(comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
-    if total * total != plan.mesh.size * squares:  # equal only if all words are
+    # Islands that train apart do not wait for each other.
+    axes = tuple(name for name in comm.mesh.names if name != ISLANDS) if plan.local.steps else comm.mesh.names
+    numbers = torch.tensor([word, word * word])
+    total, squares = host_sum(comm, numbers, "the comparison of the batch", axes).tolist()
+    if total * total != comm.mesh.axis_size(axes) * squares:  # equal only if all words are
         raise ConfigError(
-            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
+            "the ranks have read different batches (a dataset that divides itself by rank gives such, and one with "
+            "random numbers of its own); legal: the same on all, for example after torch.manual_seed(0); rows that a "
+            "rank reads by itself go to trainer.step(batch)"
         )
 
 
@@ -72,14 +78,19 @@ class OwnRows:
         check_fields(fields)
         mesh, microbatches = self._plan.mesh, self._plan.microbatches
         parts, index = mesh.axis_size(AXES), mesh.index(self._comm.rank, AXES)
-        rows = next(iter(fields.values())).shape[0]
+        rows, form = rows_in(fields), structure_of(fields)
+        if form is not None and set(form.kinds.values()) - {"rows", "objects"}:  # what is for all rows
+            alike = {name: value for name, value in fields.items() if not has_rows(name)}
+            check_same(self._plan, self._comm, like(alike, fields))
         if mesh.size > 1:
             self._compare(rows, use)
         if parts > 1 and rows % microbatches:
             legal = f"a multiple of the plan's microbatches = {microbatches}, or the batches of trainer.loader"
             raise ConfigError.on("batch", f"{rows} rows on each of {parts} ranks", legal)
         ranges = rank_rows(rows * parts, microbatches, parts, index)
-        return Batch(dict(fields), rows * parts, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        return Batch(
+            like(dict(fields), fields), rows * parts, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)
+        )
 
     def _compare(self, rows: int, use: str) -> None:
         """Raise :class:`ConfigError` unless all ranks have so many rows."""

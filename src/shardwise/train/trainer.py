@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from shardwise.backend import Backend
+from shardwise.capture.in_form import InForm
 from shardwise.capture.running import noting_batch
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ConfigError, ShardwiseError, check_count
 from shardwise.core.instruction import Instruction
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.data.forming import fields_of, formed
+from shardwise.data.loader import Batch
 from shardwise.data.samples import Samples
+from shardwise.data.stream_loader import AnyLoader, open_loader, open_pass
+from shardwise.data.streams import is_dataset
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
@@ -28,42 +35,14 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine, exactly
 from shardwise.runtime.progress import Progress
-from shardwise.train.own_rows import OwnRows
+from shardwise.train.errors import LossScaleError, NonFiniteError
+from shardwise.train.own_rows import OwnRows, check_word
 
 from .evaluation import Evaluation, evaluate, evaluate_loader, joined, predictions
 from .given_metrics import metrics_of
 
 Unseen = tuple[int, Batch, StepResult, Compiled | None]
 """A step that the host has not looked at: its number, its batch, its result, and what it computed if not as usual."""
-
-
-class NonFiniteError(ShardwiseError):
-    """A step's loss or gradients were not finite; weights and state are as before it, unless stages update alone."""
-
-    cause = "non-finite"
-
-    def __init__(self, step: int, unit: str, what: str, alone: bool = False) -> None:
-        self.step, self.unit, self.what = step, unit, what
-        weights = (
-            "other stages have gone on: go back to a checkpoint" if alone else "the weights are as before this step"
-        )
-        super().__init__(f"step {step}: {what} not finite, first in unit {unit}; {weights}")
-
-
-class LossScaleError(ShardwiseError):
-    """The gradients of step after step overflow in fp16, whatever the loss scale; weights and state are as before."""
-
-    cause = "overflow"
-
-    def __init__(self, step: int, steps: int, scale: float, unit: str, what: str) -> None:
-        self.step, self.steps, self.scale, self.unit, self.what = step, steps, scale, unit, what
-        super().__init__(
-            f"step {step}: gradients have overflowed in fp16 for {steps} steps in a row, the loss scale is down to "
-            f"{scale:g}; first not "
-            f"finite is {what} in unit {unit}; the weights are as before these steps. It is not the scale: lower the "
-            "learning rate, "
-            'look at the data and at this unit, or use precision = "bf16", which has the range of fp32'
-        )
 
 
 class Trainer:
@@ -76,7 +55,8 @@ class Trainer:
             made beforehand: capture is not thread-safe.
         optimizer: the optimizer, its hyperparameters and its schedule.
         plan: the division of the step; its mesh has as many ranks as there are processes.
-        example: a batch of at least one row, as a dict of tensors with rows in their first dim.
+        example: a batch of at least one row, such as a dict of tensors with rows in their first dim, or a tuple
+            (:func:`shardwise.data.forming.fields_of`).
         varies: the dims of fields whose size is not the same in all batches, with the largest, as
             ``{"tokens.1": 512}``: memory is predicted for these sizes.  A plan without data parallelism takes batches
             of any shape, named or not; ranks that have different rows in a step compare the sizes that are named.
@@ -85,6 +65,7 @@ class Trainer:
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         loss_weight: for a model that cannot be captured, what its loss is of its rows, if a trial does not show that:
             "rows" (a mean over them), "sum", or "targets:FIELD" (a mean over that field's, but for those of -100).
+        whole: the names of tensors of a batch that have no rows, but are the same for all of them.
         clip_norm: the gradient norm to clip to.
         seed: the key of dropout and other random ops, and of the loader's order.
         loss_scale: the factor of the loss under fp16; by default it is dynamic.
@@ -100,19 +81,21 @@ class Trainer:
         module: nn.Module | Compiled,
         optimizer: OptimizerChoice,
         plan: Plan,
-        example: Mapping[str, Tensor],
+        example: Any,
         *,
         initial: Mapping[str, Tensor] | None = None,
         loss: LossFunction | None = None,
         loss_weight: str | None = None,
         varies: Mapping[str, int] | None = None,
+        whole: tuple[str, ...] = (),
         clip_norm: float | None = None,
         seed: int = 0,
         loss_scale: ScaleChoice | None = None,
         comm: Communicator | None = None,
         progress: Callable[[int, Instruction], None] | None = None,
     ) -> None:
-        self.plan, self.seed = plan, seed
+        self.plan, self.seed, self.whole = plan, seed, whole
+        self._of_data: list[str] = []  # notes on the last loader
         self._owns_comm = comm is None
         self._record = Progress.from_environment() if progress is None and comm is None else None
         if self._record is not None:
@@ -125,7 +108,7 @@ class Trainer:
         shared = isinstance(module, Compiled)
         self.compiled = (
             module if isinstance(module, Compiled)
-            else self._compiled(module, example, loss, loss_weight, initial, varies or {})
+            else self._compiled(module, formed(example, whole), loss, loss_weight, initial, varies or {})
         )  # fmt: skip
         self.engine = Engine(
             self.compiled,
@@ -158,10 +141,11 @@ class Trainer:
 
     @property
     def notes(self) -> list[str]:
-        """Return what a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
+        """Return what a user should know of how the model was captured: static dims, ops on every rank, fall-backs; and
+        of how the data of the last :meth:`loader` resumes."""
         general = self.compiled.general
         slow = general.notes_without_rule(self.compiled.microbatch_rows)
-        notes = [*self.compiled.values.notes, *self.compiled.notes, *slow]
+        notes = [*self._of_data, *self.compiled.values.notes, *self.compiled.notes, *slow]
         asynchronous = Backend.of(self.comm.device).asynchronous
         if asynchronous and not self.compiled.alike_over_batch:
             notes.append(
@@ -180,36 +164,54 @@ class Trainer:
     def _rows(self) -> int:
         return rows_in(self.compiled.example)
 
-    def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
-        """Return endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors).
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        seed: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> AnyLoader:
+        """Return endless batches of this rank's rows of ``dataset``: a map-style one, an ``IterableDataset``, a
+        ``DataLoader``, or an iterable of samples (:func:`shardwise.data.streams.source_of`).
 
         Ranks of one tp or pp group get the same rows.  ``batch_size`` is the number of rows of the whole step, over all
-        ranks and microbatches; by default it is the example's.
+        ranks and microbatches; by default it is the example's, and for a ``DataLoader`` its own.  ``collate_fn`` makes
+        a whole batch of a list of samples.  With one, and for all but map-style datasets, every rank reads the whole
+        batches, which are compared, and takes its rows.
         """
-        size = self._rows if batch_size is None else batch_size
-        seed = self.seed if seed is None else seed
-        pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
-        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin, masks=masks)
+        found = open_loader(
+            dataset, *self._place, self._rows if batch_size is None else batch_size, self.plan.microbatches,
+            self.seed if seed is None else seed, collate=collate_fn, check=partial(check_word, self.plan, self.comm),
+            **self._reading,
+        )  # fmt: skip
+        self._of_data = found.notes
+        return found
+
+    @property
+    def _place(self) -> tuple[Mesh, int]:
+        return self.plan.mesh, self.comm.rank
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        return {"whole": self.whole, "pin": Backend.of(self.comm.device).pins, "masks": self.compiled.masks}
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
         """Return an iterator over this rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`;
         with ``batches`` there are no more than that number."""
         size = self._rows if batch_size is None else batch_size
-        pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
-        return one_pass(
-            dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
-        )  # fmt: skip
+        return open_pass(dataset, *self._place, size, self.plan.microbatches, batches=batches, **self._reading)
 
     def step(
         self,
-        batch: Batch | Mapping[str, Tensor],
+        batch: Any,
         compiled: Compiled | None = None,
         part: Part = STEP,
         turn: int = 0,
     ) -> StepResult:
         """Run forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
-        ``batch`` is one of :meth:`loader`, or a dict of tensors: the rows that this rank has read.  Then every rank
+        ``batch`` is one of :meth:`loader`, or one like the example: the rows that this rank has read.  Then every rank
         passes the same number of rows, in every step (:class:`OwnRows`); ranks that differ only in other axes than
         ``dp_replicate`` and ``dp`` pass the same rows.  ``compiled`` is another computation with the same parameters
         (:meth:`Compiled.beside`); ``part`` and ``turn`` are as in :meth:`Engine.step`.
@@ -293,7 +295,7 @@ class Trainer:
         """
         self._asked_to_stop = True
 
-    def evaluate_batch(self, batch: Batch | Mapping[str, Tensor]) -> StepResult:
+    def evaluate_batch(self, batch: Any) -> StepResult:
         """Return the loss of a batch in evaluation mode; all ranks call it with their part of the same batch, which is
         what :meth:`step` takes.
 
@@ -303,11 +305,13 @@ class Trainer:
         with noting_batch(lambda: batch.fields):
             return self.engine.evaluate(batch.fields, batch.rows, batch.ones, alike=batch.alike)
 
-    def _batch(self, given: Batch | Mapping[str, Tensor], use: str) -> Batch:
+    def _batch(self, given: Any, use: str) -> Batch:
         if isinstance(given, Batch):
             return given
+        if isinstance(self.compiled.loss, InForm):
+            return self._own_rows.batch(fields_of(given, whole=self.whole), use)
         if not isinstance(given, Mapping):
-            legal = "a batch of trainer.loader(...), or a dict of tensors: this rank's rows"
+            legal = "a batch of trainer.loader(...), or one like the example, a dict of tensors: this rank's rows"
             raise ShardwiseError(f"Trainer.{use}(...) of a {type(given).__name__}; legal: {legal}")
         return self._own_rows.batch(given, use)
 
@@ -317,7 +321,7 @@ class Trainer:
         """Return the loss and the metrics of ``data`` in evaluation mode; all ranks call it together.
 
         Args:
-            data: a map-style dataset of dicts of tensors; or an iterable of whole batches that every rank has (a
+            data: a map-style dataset or an ``IterableDataset``; or an iterable of whole batches that every rank has (a
                 DataLoader), or of batches of :meth:`one_pass`.
             metrics: names of ready-made metrics ("accuracy", "top-5", "perplexity", "f1", "f1-binary"), functions
                 ``metric(outputs, batch) -> (sum, count)`` or a dict of these by name, objects of torchmetrics, or a
@@ -328,8 +332,9 @@ class Trainer:
         found = metrics_of(metrics, self.compiled.module)
         if batches is not None:
             check_count("batches", batches)
-        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
-            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, self._example_of(data))
+        if is_dataset(data) or isinstance(data, IterableDataset):
+            example = self._example_of(data) if is_dataset(data) else None
+            return evaluate(self.engine, self.one_pass(data, batch_size, batches), found, example)
         if not hasattr(data, "__iter__") or isinstance(data, Mapping):
             legal = "a dataset, a loader of whole batches, or batches of one_pass"
             raise ConfigError(f"Trainer.evaluate(...) of a {type(data).__name__}; legal: {legal}; one: evaluate_batch")

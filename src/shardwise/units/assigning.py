@@ -41,6 +41,8 @@ class Assigning(WithLoss):
 class AssigningOutputs(WithOutputs, Assigning):
     """The same, whose forward returns ``(loss, *outputs)``."""
 
+    captured = False
+
     def forward(self, fields: Mapping[str, Tensor]) -> Any:
         """Return the loss of a batch, and its outputs."""
         return self.keeping(self.results, fields)

@@ -26,9 +26,10 @@ from shardwise.capture.outputs import Found, Wanted
 from shardwise.capture.running import fields_in_words, running_module
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import generators_kept
-from shardwise.capture.wrapped import LossFunction, WithLoss, WithOutputs, set_mode
+from shardwise.capture.wrapped import LossFunction, WithLoss, WithOutputs, rows_in, set_mode
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.core.fields import has_rows
+from shardwise.core.structure import Fields
 from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
 from shardwise.ops import collectives, norms
@@ -59,6 +60,7 @@ def opaque_unit(
     own = _skeleton(module)
     made = Assigning(own, loss) if wanted == "loss" else AssigningOutputs(own, loss, (), "fp32", wanted)
     wrapped: WithLoss = set_mode(made, training)
+    wrapped.fields_in = precision
     call = OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
     return Unit(
         index=0,
@@ -104,7 +106,7 @@ def first_run(
         leaves.append((_shaken(value, index) if shaken else value).requires_grad_(p.requires_grad))
     before = [told(leaf) for leaf in leaves]
     buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
-    rows = next(iter(batch.values())).shape[0]
+    rows = rows_in(batch)
     call = call_of(unit)
     try:
         with (
@@ -238,7 +240,7 @@ class OpaqueCall:
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, self.norms or bool(self.met), met)
         writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
         with Intercept(writes, random, norms_layer, *self.layers):
-            result = functional_call(wrapped, values, (fields,))
+            result = functional_call(wrapped, values, (Fields(fields, objects=env.objects),))
         writes.check()
         if isinstance(norms_layer, _SyncBatchNorms):
             norms_layer.end()
@@ -252,7 +254,7 @@ class OpaqueCall:
         """Return the batch dim of each random call; it is found once, by running the forward with more rows."""
         with self.lock:
             if self.batches is None:
-                every = next(iter(fields.values())).shape[0]
+                every = rows_in(fields)
                 few = min(max(every, 2), TRIED_ROWS)  # BatchNorm refuses a single row
                 self.batches = batch_dims(partial(self.drawn, values, fields), (few, every))
             return self.batches
@@ -260,7 +262,7 @@ class OpaqueCall:
     def drawn(self, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:
         """Return the random calls of a forward of ``rows`` rows, which repeat or cut those of ``fields``."""
         given = {
-            k: torch.cat([v, v[:1].expand(max(rows - len(v), 0), *v.shape[1:])])[:rows].clone()
+            k: torch.cat([v, v[:1].expand(max(rows - len(v), 0), *v.shape[1:])])[:rows].clone() if has_rows(k) else v
             for k, v in fields.items()
         }
         copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}

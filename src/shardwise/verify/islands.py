@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.wrapped import rows_in
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import shard_range
 from shardwise.core.local_options import LocalOptions
 from shardwise.verify.oracle import Oracle, OracleStep, Settings, on_host
@@ -68,7 +69,7 @@ class Islands:
         """Return the rows of each island."""
         ranges = [shard_range(rows_in(batch), len(self.oracles), i) for i in range(len(self.oracles))]
         return [
-            {name: value[start:stop] if value.dim() else value for name, value in batch.items()}
+            {name: value[start:stop] if has_rows(name) else value for name, value in batch.items()}
             for start, stop in ranges
         ]
 

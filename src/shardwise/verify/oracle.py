@@ -27,6 +27,7 @@ from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
@@ -193,7 +194,7 @@ class Oracle:
                 self._show({name: self._history[self.version(name, at)][name] for name in self.masters})
             with self._modes():
                 value, targets = self._forward(
-                    self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start, self.parts
+                    self.module, {k: v[start:stop] if has_rows(k) else v for k, v in fields.items()}, start, self.parts
                 )
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
@@ -266,7 +267,7 @@ class Oracle:
     def _draws(self, fields: Fields, rows: int) -> list[Draw]:
         """Return the random calls of a forward of ``rows`` rows."""
         index = torch.arange(rows) % _rows(fields)
-        some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
+        some = {k: v[index.to(v.device)] if has_rows(k) else v for k, v in fields.items()}
         module = copy.deepcopy(self.module, kept_tensors(self.module))
         with self._modes():
             self._forward(module, some, 0)
@@ -334,7 +335,7 @@ class Oracle:
 
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
         fields = {k: cast_field(v.to(self.device), self.precision) for k, v in batch.items()}
-        sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
+        sizes = {k: v.shape[0] for k, v in fields.items() if has_rows(k)}
         if not sizes or len(set(sizes.values())) > 1:
             raise ShardwiseError(f"the fields of a batch must have one number of rows; found {sizes}")
         return fields
@@ -393,4 +394,4 @@ def _groups(parameters: Mapping[str, Tensor], group_of: Callable[[str, tuple[int
 
 
 def _rows(fields: Fields) -> int:
-    return next(v.shape[0] for v in fields.values() if v.dim())
+    return next(v.shape[0] for k, v in fields.items() if has_rows(k))

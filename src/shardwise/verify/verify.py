@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.in_form import InForm
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.fields import has_rows
 from shardwise.core.instruction import OP_INFO
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.local_options import ISLANDS
@@ -28,6 +30,7 @@ from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
+from shardwise.core.structure import like
 from shardwise.data.loader import AXES
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.outer import fragments
@@ -122,6 +125,9 @@ def verify(
     share this one device, each in a stream of its own.
     """
     start = time.perf_counter()
+    loss = InForm.of_all(loss, batches)
+    if captured is not None and isinstance(captured.loss, InForm) and isinstance(loss, InForm):
+        captured.loss.objects = loss.objects  # of all batches
     optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
     optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
     if plan.serving.apart:
@@ -295,7 +301,8 @@ def run_steps(
             first, last = island_rows(comm.mesh, comm.rank, rows_in(batch))
             ranges = rank_rows(last - first, compiled.plan.microbatches, parts, index)
             own = [first + i for a, b in ranges for i in range(a, b)]
-            given.append(({name: value[own] for name, value in batch.items()}, last - first, False))
+            mine = {name: value[own] if has_rows(name) else value for name, value in batch.items()}
+            given.append((like(mine, batch), last - first, False))
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients, engine.interpreter.needs_gradients = kept, needed
         many = len(given) > 1
@@ -363,12 +370,13 @@ def _trained(oracle: Islands, batches: Batches, optimizer: OptimizerChoice) -> l
     return [list(steps) for steps in zip(*every, strict=True)]
 
 
-def _turned(batch: Mapping[str, Tensor], pieces: Pieces, islands: int) -> dict[str, Tensor]:
+def _turned(batch: Mapping[str, Tensor], pieces: Pieces, islands: int) -> Mapping[str, Tensor]:
     """Return a batch with the rows of each piece, of each island, in the opposite order."""
     each = shard_sizes(rows_in(batch), islands)
     sizes = [size for rows in each for size in shard_sizes(rows, pieces.microbatches * pieces.parts)]
     order = torch.cat([piece.flip(0) for piece in torch.split(torch.arange(sum(sizes)), sizes)])
-    return {name: value[order.to(value.device)] for name, value in batch.items()}
+    turned = {n: value[order.to(value.device)] if has_rows(n) else value for n, value in batch.items()}
+    return like(turned, batch)
 
 
 def compare_all(

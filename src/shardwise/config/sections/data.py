@@ -91,8 +91,8 @@ class DataConfig:
         otherwise="`$XDG_CACHE_HOME/shardwise/tokens`, else `~/.cache/shardwise/tokens`",
     )
     factory: str | None = key(
-        reference("a function that returns a map-style dataset of dicts of tensors,"),
-        does="a function that returns a map-style dataset of dicts of tensors",
+        reference("a function that returns a map-style dataset, an IterableDataset or a DataLoader,"),
+        does="a function that returns a map-style dataset, an `IterableDataset` or a `DataLoader`",
         otherwise="none",
         legal="as `model.factory`",
     )
@@ -105,7 +105,7 @@ class DataConfig:
     batch_size: int = key(
         integer(1),
         16,
-        does="the number of rows in a step, over all ranks and microbatches",
+        does="the number of rows in a step, over all ranks and microbatches; of a `DataLoader` it has to be its own",
         legal="a multiple of `parallel.dp` × `parallel.microbatches`",
     )
     sequence_length: int = key(

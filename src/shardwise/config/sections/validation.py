@@ -43,7 +43,7 @@ class ValidationConfig:
         legal='as `data.source`: `"stdlib"`, a file, a folder, a glob, or a list of these; with `data.sft` as that',
     )
     factory: str | None = key(
-        reference("a function that returns a map-style dataset of dicts of tensors,"),
+        reference("a function that returns a map-style dataset, an IterableDataset or a DataLoader,"),
         does="a function that returns the map-style dataset to evaluate on",
         otherwise="none",
         legal="as `model.factory`",
