@@ -19,6 +19,7 @@ from shardwise.config.defaults import EXPERTS
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
 from shardwise.core.errors import ConfigError
+from shardwise.core.learning_rates import OPTIONS
 from shardwise.core.tensor_options import TensorOptions
 
 CPU = Hardware(cores=2)
@@ -235,7 +236,8 @@ REFUSED = [
     ("optimizer.lr=-1e-3", ["optimizer.lr", "-0.001", "at least 0"]),
     ("optimizer.betas=[0.9, 1]", ["optimizer.betas", "below 1"]),
     ("optimizer.weight_decay=-1", ["optimizer.weight_decay", "at least 0"]),
-    ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
+    ("optimizer.schedule=lineal", ["optimizer.schedule", '"constant", "linear", "cosine"', 'Did you mean "linear"']),
+    ("optimizer.milestones=[0]", ["optimizer.milestones", "integer of at least 1"]),
     ("parallel.recompute=some", ["parallel.recompute", '"none", "selective", "full"']),
     ("parallel.zero=4", ["parallel.zero", "4", "At most 3"]),
     ("parallel.reduce=fp64", ["parallel.reduce", '"fp64"', '"fp32", "bf16" or "fp16"']),
@@ -400,6 +402,13 @@ TOGETHER = [
     (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
     (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
     (["train.steps=10", "optimizer.warmup_steps=9", "optimizer.schedule=wsd"], ["optimizer.warmup_steps", "at most 8"]),
+    (["train.steps=10", "optimizer.warmup_steps=7", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.4"],
+     ["optimizer.warmup_steps", "at most 6"]),
+    (["optimizer.schedule=multistep", "optimizer.milestones=[5, 5]"], ["optimizer.milestones", "rising integers"]),
+    (["optimizer.gamma=0.5"], ["optimizer.gamma", 'schedule = "step", "multistep"', "cosine"]),
+    (["optimizer.schedule=step"], ["optimizer.step_size", "the number of steps after which", "needs it"]),
+    (["optimizer.schedule=one_cycle", "optimizer.warmup_steps=5"], ["optimizer.warmup_steps", "legal: 0"]),
+    (["optimizer.schedule=one_cycle", "optimizer.name=sgd"], ["optimizer.cycle_momentum", "legal: false", "momentum"]),
     (["parallel.dp=1", "parallel.zero=3"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
@@ -563,7 +572,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
-        "layer_decay",
+        "layer_decay min_lr_ratio decay_fraction power cycle_steps cycle_mult step_size milestones gamma timescale "
+        "pct_start anneal_strategy div_factor final_div_factor three_phase cycle_momentum base_momentum max_momentum",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
@@ -831,7 +841,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.pretrained",
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
-        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay")),
+        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay", *OPTIONS)),
         "data.mix",
         "data.sft",
         "data.end_token",
