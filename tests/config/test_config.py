@@ -405,6 +405,8 @@ TOGETHER = [
     (["train.steps=10", "optimizer.warmup_steps=7", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.4"],
      ["optimizer.warmup_steps", "at most 6"]),
     (["optimizer.schedule=multistep", "optimizer.milestones=[5, 5]"], ["optimizer.milestones", "rising integers"]),
+    (["train.clip_value=0.1", "train.clip_norm=2"], ["train.clip_value", "train.clip_norm = 0", "which comes first"]),
+    (["train.clip_value=0.1", "parallel.server=async", "train.devices=3"], ["train.clip_value", '"sync"']),
     (["optimizer.gamma=0.5"], ["optimizer.gamma", 'schedule = "step", "multistep"', "cosine"]),
     (["optimizer.schedule=step"], ["optimizer.step_size", "the number of steps after which", "needs it"]),
     (["optimizer.schedule=one_cycle", "optimizer.warmup_steps=5"], ["optimizer.warmup_steps", "legal: 0"]),
@@ -578,7 +580,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
         "zero gathered prefetch reduced reduce sparse_gradients offload microbatches rows recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
+        "train": "steps seed devices threads clip_norm clip_value run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every best goal staging_mib",
@@ -595,6 +597,15 @@ def test_tf32_belongs_to_float32() -> None:
         with pytest.raises(ConfigError, match='train.tf32.*parallel.precision = "fp32"'):
             load("train.tf32=true", f"parallel.precision={precision}")
         assert not load(f"parallel.precision={precision}").train.tf32
+
+
+def test_gradients_are_clipped_to_a_norm_of_1_but_by_value() -> None:
+    assert load().train.clip_norm == 1.0
+    auto = load("train.devices=2", "parallel.pp=2", "parallel.schedule=auto", "parallel.microbatches=4")
+    assert auto.train.clip_norm == 1.0  # as with the other schedules
+    assert load("train.clip_value=0.1").train.clip_norm == 0.0
+    assert load("train.clip_value=0.1", "train.clip_norm=0").train.clip_value == 0.1
+    assert load("train.devices=2", "parallel.pp=2", "parallel.schedule=pipedream").train.clip_norm == 0.0
 
 
 def test_epochs_stand_for_steps() -> None:
@@ -848,6 +859,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.factory",
         "data.arguments",
         "train.epochs",
+        "train.clip_value",
         "parallel.links",
         "parallel.gathered",
         "parallel.prefetch",

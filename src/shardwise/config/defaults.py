@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from shardwise.core.clipping import BOTH
 from shardwise.core.errors import ConfigError, divisors
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
@@ -67,6 +68,7 @@ def complete(draft: ConfigDraft, hardware: Hardware, samples: int | None = None)
     ):
         step(draft)
     _devices(draft, hardware)
+    _clipping(draft)
     _batch(draft)
 
 
@@ -309,9 +311,18 @@ def _pipeline(draft: ConfigDraft) -> None:
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
         draft.refuse("parallel.stages", _one_each(wanted))
-    alone = SCHEDULES[name].stages_alone and pp > 1
-    draft.default("train.clip_norm", 0.0 if alone else 1.0)
-    if alone and draft["train.clip_norm"]:
+
+
+def _clipping(draft: ConfigDraft) -> None:
+    """Gradients are clipped to a norm of 1, unless no stage knows the norm, or they are clipped by value."""
+    name, by_value = draft["parallel.schedule"], draft["train.clip_value"] is not None
+    alone = name in SCHEDULES and SCHEDULES[name].stages_alone and draft["parallel.pp"] > 1
+    draft.default("train.clip_norm", 0.0 if alone or by_value else 1.0)
+    if not draft.sound("train.clip_value", "train.clip_norm") or not draft["train.clip_norm"]:
+        return
+    if by_value:
+        draft.refuse("train.clip_value", "left out, or train.clip_norm = 0", BOTH)
+    elif alone and draft.sound("parallel.schedule", "parallel.pp"):
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
 
 

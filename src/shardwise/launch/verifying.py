@@ -55,6 +55,7 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
             plan,
             loss=found.loss,
             clip_norm=config.train.clip_norm or None,
+            clip_value=config.train.clip_value,
             seed=config.train.seed,
             run=None if comm is None else _one_rank(comm),
             captured=captured,

@@ -320,12 +320,12 @@ class BatchState:
         """Take the optimizer's step of the buckets ``together``: the instruction's own, several, or none where an
         earlier STEP has updated it.
         """
-        bucket = self.memory.buckets[one.bucket]
+        bucket, value = self.memory.buckets[one.bucket], self.owner.clip_value
         if bucket.table is not None:
-            bucket.update_rows(self.given.settings, self.coefficient, self.skip)
+            bucket.update_rows(self.given.settings, self.coefficient, self.skip, value)
             return
         if len(together) > 1:
-            self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip)
+            self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip, value)
         elif together:
             self._update_alone(bucket)
         bucket.publish()
@@ -338,7 +338,7 @@ class BatchState:
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             factor = None if coefficient is None else coefficient.to(gradient.device)
-            optimizer.step(self.given.settings, factor, skip.to(gradient.device))
+            optimizer.step(self.given.settings, factor, skip.to(gradient.device), self.owner.clip_value)
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

@@ -213,14 +213,16 @@ class BucketMemory:
             own.copy_(self.master)
 
     @torch.no_grad()
-    def update_rows(self, settings: Settings, coefficient: Tensor | None, skip: Tensor) -> None:
+    def update_rows(
+        self, settings: Settings, coefficient: Tensor | None, skip: Tensor, clip_value: float | None = None
+    ) -> None:
         """Take the optimizer's step of the held rows of a table that have a gradient, and publish them."""
         assert self.table is not None
         held, width, own = self.held, self.bucket.width, self.held_parameters
         rows = self.table.rows.between(held)
         for optimizer, _ in self.updates:
             assert isinstance(optimizer, TableOptimizer)
-            optimizer.step_rows(settings, rows, coefficient, skip)
+            optimizer.step_rows(settings, rows, coefficient, skip, clip_value)
         if self.table.touched is not None:
             self.table.touched.append(rows.numbers)
         if own.data_ptr() != self.master.data_ptr():

@@ -15,6 +15,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.forms import differing, form_of
 from shardwise.capture.hooks import UserHooks
+from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.local_options import ISLANDS
@@ -55,6 +56,7 @@ class Engine:
         comm: this rank's communicator, over the plan's mesh.
         optimizer: the choice of optimizer and learning rate.
         clip_norm: the gradient norm to clip to, or None for no clipping.
+        clip_value: the most that an element of the gradient may be away from 0, or None; not beside ``clip_norm``.
         seed: the key of the random ops.
         progress: a function that is called with (position, instruction) before each instruction.
         loss_scale: the loss scaling under fp16, by default ``ScaleChoice()``, which is dynamic.
@@ -70,6 +72,7 @@ class Engine:
         optimizer: OptimizerChoice,
         *,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         seed: int = 0,
         progress: Callable[[int, Instruction], None] | None = None,
         strict: bool = False,
@@ -93,11 +96,7 @@ class Engine:
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.memory.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.memory.offloads_optimizer else comm.device)
-        if plan.stages_alone and clip_norm is not None:
-            why = "whose stages do not wait for the norm of all"
-            raise ConfigError.on(
-                "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
-            )
+        check_clipping(plan, clip_norm, clip_value)
         if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
             wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
             raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')
@@ -140,8 +139,8 @@ class Engine:
         hooks.check()
         self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
-            per_parameter=per_parameter,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, clip_value,
+            progress, per_parameter=per_parameter,
             strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if given.parameters else None,
             runs=PostValidatedRun if plan.post_validates else Run,
             servers=self._at_servers(servers, plan),

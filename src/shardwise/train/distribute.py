@@ -59,7 +59,7 @@ def distribute(
         optimizer: one of torch's, over all parameters of the model, in any groups; learning rates, betas and weight
             decay are read at every step, so that torch's schedules over it work.
         plan: the division of the step; by default it is data parallel over all ranks.
-        options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
+        options: further arguments of :class:`Trainer`: ``clip_norm``, ``clip_value``, ``seed``, ``loss``.
     """
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
@@ -206,6 +206,10 @@ class Optimizer(torch.optim.Optimizer):
         """Let the step clip the gradients of all parameters to a norm, without putting them together; return their norm
         before that, a tensor whose value is known after the step."""
         return self._steps.clip(max_norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Let the step clip each element of the gradients of all parameters, without putting them together."""
+        self._steps.clip_by_value(clip_value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""

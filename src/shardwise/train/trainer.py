@@ -86,6 +86,7 @@ class Trainer:
         loss_weight: for a model that cannot be captured, what its loss is of its rows, if a trial does not show that:
             "rows" (a mean over them), "sum", or "targets:FIELD" (a mean over that field's, but for those of -100).
         clip_norm: the gradient norm to clip to.
+        clip_value: the most that each element of the gradient may be away from 0, in place of ``clip_norm``.
         seed: the key of dropout and other random ops, and of the loader's order.
         loss_scale: the factor of the loss under fp16; by default it is dynamic.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
@@ -107,6 +108,7 @@ class Trainer:
         loss_weight: str | None = None,
         varies: Mapping[str, int] | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         seed: int = 0,
         loss_scale: ScaleChoice | None = None,
         comm: Communicator | None = None,
@@ -132,6 +134,7 @@ class Trainer:
             self.comm,
             optimizer,
             clip_norm=clip_norm,
+            clip_value=clip_value,
             seed=seed,
             progress=progress,
             loss_scale=loss_scale,

@@ -107,6 +107,7 @@ class Oracle:
         precision: Precision = "fp64",
         seed: int = 0,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         group_of: Callable[[str, tuple[int, ...]], int] = lambda name, shape: len(shape) < 2,
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
@@ -117,7 +118,7 @@ class Oracle:
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.precision = precision
-        self.clip_norm, self.loss_scale = clip_norm, loss_scale
+        self.clip_norm, self.clip_value, self.loss_scale = clip_norm, clip_value, loss_scale
         self.step_index = 0
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
@@ -323,6 +324,8 @@ class Oracle:
         assert self.optimizer is not None
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.clip_norm)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(list(self.masters.values()), self.clip_value)
         for group in self.optimizer.param_groups:
             if given is not None:
                 group.update({"lr": given} if isinstance(given, float | int) else given[group["number"]])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.capture.wrapped import LossFunction, rows_in
+from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
 from shardwise.core.layout import rank_rows, shard_sizes
@@ -102,6 +103,7 @@ def verify(
     loss: LossFunction | None = None,
     optimizer: OptimizerChoice | None = None,
     clip_norm: float | None = 1.0,
+    clip_value: float | None = None,
     seed: int = 0,
     tolerance: float = TOLERANCE,
     run: Runner | None = None,
@@ -114,6 +116,7 @@ def verify(
     compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
     Under an asynchronous schedule one device uses the old weights that the programs say.  Islands that train apart are
     compared with as many runs on one device, which meet as they do.  ``module`` is not changed.
+    With ``clip_value`` gradients are clipped element by element, in place of ``clip_norm``.
     ``optimizer`` is by default AdamW, or Adagrad where tables have gradients by rows.
     ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
     is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
@@ -124,6 +127,8 @@ def verify(
     start = time.perf_counter()
     optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
     optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
+    clip_norm = clip_norm if clip_value is None else None
+    check_clipping(plan, clip_norm, clip_value)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
@@ -135,7 +140,8 @@ def verify(
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
     mesh, islands = exact.mesh, exact.mesh.axis_size(ISLANDS)
     only = only if islands == 1 else None
-    ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
+    steps = functools.partial(run_steps, compiled, clip_value=clip_value, only=only)
+    ours = run(compiled, lambda comm: steps(comm, batches, optimizer, clip_norm, seed))
     pieces = in_pieces(compiled)
     oracle_of = functools.partial(
         Oracle,
@@ -144,6 +150,7 @@ def verify(
         plain_optimizer(optimizer),
         seed=seed,
         clip_norm=clip_norm,
+        clip_value=clip_value,
         group_of=optimizer.group_of,
         version=versions(compiled, len(batches), pieces.microbatches) if exact.asynchronous else None,
         device=device,
@@ -279,13 +286,16 @@ def run_steps(
     seed: int,
     scale: ScaleChoice | None = None,
     only: int | None = None,
+    clip_value: float | None = None,
 ) -> list[VerifiedStep]:
     """Train one rank on its rows of each of the batches, and return what it has after each.
 
     With ``only``, the other ranks return parameters and buffers of the last step alone, and gradients only if that
     rank is on their pipeline.
     """
-    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
+    engine = Engine(
+        compiled, comm, optimizer, clip_norm=clip_norm, clip_value=clip_value, seed=seed, strict=True, loss_scale=scale
+    )
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     needed = only is None or only in comm.mesh.group(comm.rank, PIPELINE)  # stages send each other their gradients
     out = []
