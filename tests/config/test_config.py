@@ -18,6 +18,7 @@ from shardwise.config.build import build_plan
 from shardwise.config.defaults import EXPERTS
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
+from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ConfigError
 from shardwise.core.learning_rates import OPTIONS
 from shardwise.core.tensor_options import TensorOptions
@@ -405,6 +406,11 @@ TOGETHER = [
     (["train.steps=10", "optimizer.warmup_steps=7", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.4"],
      ["optimizer.warmup_steps", "at most 6"]),
     (["optimizer.schedule=multistep", "optimizer.milestones=[5, 5]"], ["optimizer.milestones", "rising integers"]),
+    (["optimizer.ema_start=5"], ["optimizer.ema_start", "optimizer.ema as well"]),
+    (["validation.ema=true"], ["validation.ema", "there is no optimizer.ema"]),
+    (["optimizer.ema=0.9", "parallel.server=async", "train.devices=3"], ["optimizer.ema", '"sync"']),
+    (["optimizer.ema=0.9", "train.devices=2", "parallel.dp_replicate=2", "parallel.local_steps=2"],
+     ["optimizer.ema", "local_steps = 0"]),
     (["train.clip_value=0.1", "train.clip_norm=2"], ["train.clip_value", "train.clip_norm = 0", "which comes first"]),
     (["train.clip_value=0.1", "parallel.server=async", "train.devices=3"], ["train.clip_value", '"sync"']),
     (["optimizer.gamma=0.5"], ["optimizer.gamma", 'schedule = "step", "multistep"', "cosine"]),
@@ -574,8 +580,9 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
-        "layer_decay min_lr_ratio decay_fraction power cycle_steps cycle_mult step_size milestones gamma timescale "
-        "pct_start anneal_strategy div_factor final_div_factor three_phase cycle_momentum base_momentum max_momentum",
+        "layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps cycle_mult "
+        "step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
+        "cycle_momentum base_momentum max_momentum",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
@@ -584,7 +591,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every best goal staging_mib",
-        "validation": "share source factory arguments every batches metrics patience watch goal",
+        "validation": "share source factory arguments every batches ema metrics patience watch goal",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
         section: set(keys.split()) for section, keys in expected.items()
@@ -853,6 +860,8 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
         *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay", *OPTIONS)),
+        *(f"optimizer.{one.name}" for one in fields(Averaging)),
+        "validation.ema",
         "data.mix",
         "data.sft",
         "data.end_token",

@@ -10,6 +10,7 @@ from shardwise.core.learning_rates import DECAY_FRACTION, LR_SCHEDULES, decay_st
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.optimizers import APPLIES
 from shardwise.core.parameter_groups import ParameterGroup
+from shardwise.core.server_options import APART
 
 from .draft import ConfigDraft, reworded
 from .sections import rules
@@ -28,6 +29,7 @@ def complete_optimizer(draft: ConfigDraft) -> None:
                 )
         if name in APPLIES["betas"]:
             draft.default("optimizer.betas", (0.9, 0.99) if name == "lion" else (0.9, 0.95))
+    _average(draft)
     schedule, steps = draft["optimizer.schedule"], draft["train.steps"]
     draft.default("optimizer.warmup_steps", steps // 10 if LR_SCHEDULES[schedule].warms else 0)
     if draft["train.epochs"]:
@@ -46,6 +48,16 @@ def complete_optimizer(draft: ConfigDraft) -> None:
                 draft.refuse(error.field, *reworded(error))
             else:
                 draft.problems.append(("", str(error)))
+
+
+def _average(draft: ConfigDraft) -> None:
+    """Refuse an average of weights where there is no step of all."""
+    if draft["optimizer.ema"] is None or not draft.sound("optimizer.ema"):
+        return
+    if draft.sound("parallel.server") and draft["parallel.server"] in APART:
+        draft.refuse("optimizer.ema", 'left out, or parallel.server = "sync"', "Workers apart have no steps together")
+    elif draft.sound("parallel.local_steps") and draft["parallel.local_steps"]:
+        draft.refuse("optimizer.ema", "left out, or parallel.local_steps = 0", "Islands have weights each")
 
 
 def optimizer_choice(given: Mapping[str, Any], steps: int) -> OptimizerChoice:

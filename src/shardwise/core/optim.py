@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_value
 from shardwise.core.learning_rates import LearningRates
 from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, OPTIMIZERS, SAME_KIND
@@ -32,7 +33,7 @@ BY_ROWS = '"adagrad", or "sgd" without momentum, neither with weight decay'
 
 
 @dataclass(frozen=True)
-class OptimizerChoice(LearningRates):
+class OptimizerChoice(LearningRates, Averaging):
     """An optimizer choice has a name in :mod:`torch.optim`, hyperparameters and a learning rate for every step.
 
     The hyperparameters have the meaning that they have in :mod:`torch.optim`, and where they are None its defaults;
@@ -47,6 +48,8 @@ class OptimizerChoice(LearningRates):
     The learning rate rises linearly over ``warmup_steps`` to ``lr``; what it does then, until the last of
     ``total_steps``, is ``schedule``.  ``docs/optimizers.md`` has a row for each schedule with the options that belong
     to it, and :class:`~shardwise.core.learning_rates.LearningRates` says what each computes.
+
+    ``ema`` is the decay of a moving average of the weights, :class:`~shardwise.core.averaging.Averaging`.
 
     :class:`ConfigError` names the field, its value and what is legal.
     """
@@ -84,6 +87,7 @@ class OptimizerChoice(LearningRates):
         self._check_groups()
         self.check_schedule()
         self._check_cycle()
+        self.check_averaging()
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update ``step``, counted from 0, for the parameters in no group; it is ``lr`` at

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_field
+from shardwise.core.averaging import Averages
 from shardwise.core.fields import has_rows, is_output
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
@@ -43,6 +44,7 @@ class StepInput:
     step: int
     settings: Settings
     stop: bool = False
+    averages: Averages = ""  # what the update does to the average of the weights
     turn: int = 0  # of several batches of a step, which have other random numbers
 
 
@@ -323,12 +325,19 @@ class BatchState:
         bucket, value = self.memory.buckets[one.bucket], self.owner.clip_value
         if bucket.table is not None:
             bucket.update_rows(self.given.settings, self.coefficient, self.skip, value)
+            self._average(bucket)
             return
         if len(together) > 1:
             self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip, value)
         elif together:
             self._update_alone(bucket)
+        self._average(bucket)
         bucket.publish()
+
+    def _average(self, bucket: BucketMemory) -> None:
+        """Let the average of a bucket take up its new masters, also those of parameters that nothing has reached."""
+        if bucket.average is not None:
+            bucket.average.update(self.given.averages, self.skip)
 
     def _update_alone(self, bucket: BucketMemory) -> None:
         coefficient, gradient = self.coefficient, bucket.optimizer_gradient

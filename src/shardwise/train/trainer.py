@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Self
 
@@ -389,6 +390,14 @@ class Trainer:
         one bucket.
         """
         return self.engine.state_dict(rank)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are their moving average, for :meth:`evaluate`, :meth:`predict` and
+        :meth:`state_dict`; all ranks enter it together.  Buffers, such as running statistics, are the model's own.
+
+        The optimizer must have an ``ema``; :class:`ShardwiseError` otherwise, and where a step is taken inside.
+        """
+        return self.engine.averaged()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from a single-device state, such as ``module.state_dict()``."""

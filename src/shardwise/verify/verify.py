@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.capture.wrapped import LossFunction, rows_in
+from shardwise.core.averaging import check_average
 from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
@@ -68,6 +69,7 @@ class VerifiedStep:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)  # of the parameters, if the optimizer has any
     repeated: bool | None = None  # whether the update was made again by the norm over all stages
 
 
@@ -113,7 +115,8 @@ def verify(
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
     The loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the step are
-    compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
+    compared step by step, with the average of every parameter if the ``optimizer`` has an ``ema``; where batches
+    overlap, what a step leaves is compared where the pipeline is empty.
     Under an asynchronous schedule one device uses the old weights that the programs say.  Islands that train apart are
     compared with as many runs on one device, which meet as they do.  ``module`` is not changed.
     With ``clip_value`` gradients are clipped element by element, in place of ``clip_norm``.
@@ -125,10 +128,11 @@ def verify(
     share this one device, each in a stream of its own.
     """
     start = time.perf_counter()
-    optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
+    optimizer = optimizer or optimizer_for(plan)
     optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
     clip_norm = clip_norm if clip_value is None else None
     check_clipping(plan, clip_norm, clip_value)
+    check_average(plan, optimizer)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
@@ -151,6 +155,7 @@ def verify(
         seed=seed,
         clip_norm=clip_norm,
         clip_value=clip_value,
+        averaging=optimizer,
         group_of=optimizer.group_of,
         version=versions(compiled, len(batches), pieces.microbatches) if exact.asynchronous else None,
         device=device,
@@ -207,6 +212,11 @@ def verify(
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
         max(pieces) if compiled.general.meets else pieces.microbatches,
     )  # fmt: skip
+
+
+def optimizer_for(plan: Plan) -> OptimizerChoice:
+    """Return the optimizer of a comparison that names none: AdamW, or Adagrad where tables have gradients by rows."""
+    return OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS
 
 
 def _verify_apart(
@@ -318,12 +328,16 @@ def run_steps(
                 on_host(engine.everywhere(gradients)) if needed else {},
                 {},
                 {},
-                result.repeated,
+                repeated=result.repeated,
             )
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers if name in values}
         steps[-1].parameters = values
+        if optimizer.ema is not None:
+            with engine.averaged():
+                values = dict(engine.whole.collect(only if stop < len(batches) else None))
+            steps[-1].averages = {name: value for name, value in values.items() if name in steps[-1].parameters}
         out += steps
     return out
 
@@ -405,6 +419,7 @@ def compare(ours: Sequence[VerifiedStep | OracleStep], truth: Sequence[OracleSte
         if mine.parameters:  # the pipeline is empty
             comparison.add(right.step, "parameter", mine.parameters, right.parameters)
             comparison.add(right.step, "buffer", mine.buffers, right.buffers)
+            comparison.add(right.step, "average", mine.averages, right.averages)
     return comparison
 
 
@@ -466,7 +481,7 @@ def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> fl
 
 def _same(a: VerifiedStep, b: VerifiedStep) -> bool:
     """Return whether two ranks have exactly the same parameters and buffers."""
-    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers)]
+    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers), (a.averages, b.averages)]
     return all(
         mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine) for mine, theirs in pairs
     )

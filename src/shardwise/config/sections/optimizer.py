@@ -105,6 +105,30 @@ class OptimizerConfig:
         otherwise="no such factor",
         legal="above 0 and at most 1",
     )
+    ema: float | None = key(
+        number(0, below=1),
+        does="how much of a [moving average](optimizers.md#averages-of-the-weights) of the weights a step keeps",
+        otherwise="no average",
+        legal="from 0 to below 1, such as 0.999; not with servers apart or `parallel.local_steps`",
+    )
+    ema_start: int | None = key(
+        integer(0),
+        does="the number of steps before the average begins; until then it is the weights",
+        otherwise="0",
+        legal="0 or more, with `ema`",
+    )
+    ema_every: int | None = key(
+        integer(1),
+        does="the number of steps from one weights that the average takes up to the next",
+        otherwise="1",
+        legal="1 or more, with `ema`",
+    )
+    ema_warmup: bool | None = key(
+        switch(),
+        does="whether the decay is at most (1 + n) / (10 + n), with n the number of steps in the average",
+        otherwise="`false`",
+        legal="with `ema`",
+    )
     schedule: Schedule = key(
         choice(*LR_SCHEDULES),
         "cosine",
