@@ -68,6 +68,14 @@ def test_the_average_is_torchs(plan: str, average: str) -> None:
     assert report.summary["average"] < 1e-10
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["ddp", "zero-1"])
+def test_of_a_model_that_is_not_captured(plan: str) -> None:
+    """A parameter that nothing reaches takes no step, and its average still moves to it."""
+    report = check(PLANS[plan], OptimizerChoice("sgd", lr=0.1, ema=0.8), "data-dependent")
+    assert report.passed, (report.largest, report.worst[:3])
+
+
 def test_an_average_that_counts_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Average.update
 
@@ -185,6 +193,35 @@ def test_evaluations_and_states_of_the_average(zero: int) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(averaged[name], right[name], rtol=1e-10, atol=1e-12)
         assert (averaged["first.weight"] - state["first.weight"]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_computes_in_bf16_is_the_average(zero: int) -> None:
+    """Parameters in lower precision follow the masters, in and out of the context."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
+    plan = data_parallel(Plan.of(precision="bf16"), 2, zero)
+    compiled = Compiled(Normed(), plan, batch)
+
+    def rank(comm: Any) -> list[list[float]]:
+        engine, other = (Engine(compiled, comm, OptimizerChoice("sgd", lr=2.0, ema=0.9)) for _ in range(2))
+        own = {name: value[3 * comm.rank : 3 * comm.rank + 3] for name, value in batch.items()}
+        for _ in range(4):
+            engine.step(own, 6)
+        found = [[float(engine.evaluate(own, 6).loss)]]
+        plain = engine.state_dict()
+        with engine.averaged():
+            found.append([float(engine.evaluate(own, 6).loss)])
+            averages = engine.state_dict()
+        found[0].append(float(engine.evaluate(own, 6).loss))
+        for losses, state in zip(found, (plain, averages), strict=True):
+            other.load_state_dict(state)
+            losses.append(float(other.evaluate(own, 6).loss))
+        return found
+
+    for weights, averages in run_ranks(plan.mesh, rank):
+        assert len(set(weights)) == len(set(averages)) == 1
+        assert weights[0] != averages[0]
 
 
 REFUSED = {

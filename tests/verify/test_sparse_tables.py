@@ -74,6 +74,13 @@ def test_rows_are_clipped_element_by_element(kind: str) -> None:
     check(planned(kind, 3, 2), SGD, clip_value=3e-3, users=5)
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["dp", "zero1", "server 2"])
+def test_the_average_of_a_table_moves_in_all_its_rows(kind: str) -> None:
+    """A row that is not looked up stays as it is, and its average still moves to it."""
+    check(planned(kind, 3, 2), OptimizerChoice("adagrad", lr=0.5, ema=0.7), users=5)
+
+
 KINDS = ("dp", "zero1", "zero2", "zero3", "replicas", "server 1", "server 2", "pp")
 PRODUCT = list(itertools.product(KINDS, (1, 3), (ADAGRAD, SGD), (None, 0.5), (2, 4)))
 
