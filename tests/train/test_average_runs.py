@@ -61,7 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_goes_on_under_another_plan(tmp_path: Path, plan: str) -> None:
     """What another plan loads and saves again is the same, bit for bit; and training goes on as on one device."""
@@ -81,6 +81,7 @@ def test_it_goes_on_under_another_plan(tmp_path: Path, plan: str) -> None:
     assert max(float((value - averages[name]).abs().max()) for name, value in weights.items()) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_to_average_and_cease_to(tmp_path: Path) -> None:
     """A checkpoint without an average begins one where the weights are; one with an average serves a run without."""
     made, plain = compiled("gpt", 2, "fp64", 1), OptimizerChoice("adamw", lr=1e-2)
@@ -118,7 +119,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_loop_reads_and_evaluates_the_average(microbatches: int) -> None:
     """`model.averaged()` is torch's `AveragedModel` of the same loop; what the loop writes does not end it."""
     batches = [(torch.randn(6, 4).double(), torch.randint(0, 3, (6,))) for _ in range(4)]

@@ -58,7 +58,7 @@ def check(plan: Plan, choice: OptimizerChoice, model: str = "gpt") -> Any:
     return verify(one.module, batches, plan, loss=loss, optimizer=choice, captured=one, clip_norm=0.5)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("plan", "average"), list(covering(list(itertools.product(PLANS, AVERAGES)))))
 def test_the_average_is_torchs(plan: str, average: str) -> None:
     name: Any = ("adamw", "sgd", "rmsprop")[len(plan) % 3]
@@ -68,7 +68,7 @@ def test_the_average_is_torchs(plan: str, average: str) -> None:
     assert report.summary["average"] < 1e-10
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "zero-1"])
 def test_of_a_model_that_is_not_captured(plan: str) -> None:
     """A parameter that nothing reaches takes no step, and its average still moves to it."""
@@ -76,6 +76,7 @@ def test_of_a_model_that_is_not_captured(plan: str) -> None:
     assert report.passed, (report.largest, report.worst[:3])
 
 
+@pytest.mark.slow
 def test_an_average_that_counts_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Average.update
 
@@ -150,6 +151,7 @@ class Normed(nn.Module):
         return nn.functional.cross_entropy(self.last(torch.tanh(self.norm(self.first(x))) + self.frozen), y)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_evaluations_and_states_of_the_average(zero: int) -> None:
     """In a context the weights are the average, buffers the model's own; afterwards training goes on as before."""
@@ -195,7 +197,8 @@ def test_evaluations_and_states_of_the_average(zero: int) -> None:
         assert (averaged["first.weight"] - state["first.weight"]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("zero", [1, 0, 3])
 def test_what_computes_in_bf16_is_the_average(zero: int) -> None:
     """Parameters in lower precision follow the masters, in and out of the context."""
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_element_of_the_batchs_gradient_is_clipped(plan: str) -> None:
     one, make, loss = captured("own-llama" if plan == "pipedream" else "gpt")  # which ties no stages

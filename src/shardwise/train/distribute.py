@@ -187,7 +187,8 @@ class DistributedModel:
         self._steps.shapes.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        legal = "a copy of the module before distribute(), which takes model.state_dict()"
+        copied = "a copy of the module before distribute(), which takes model.state_dict()"
+        legal = f"{copied}; for an average of the weights distribute(..., ema=0.999)"
         raise ShardwiseError(f"copy.deepcopy(model) under distribute(); legal: {legal}")
 
     def _without_gradient(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
