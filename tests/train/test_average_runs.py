@@ -165,6 +165,10 @@ def test_a_loop_reads_and_evaluates_the_average(microbatches: int) -> None:
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, own[name], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(state[name], right[name], rtol=1e-10, atol=1e-12)
+    with pytest.raises(ZeroDivisionError), model.averaged():
+        _ = measured(model) / 0
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, own[name], rtol=1e-10, atol=1e-12)
     optimizer.zero_grad()
     functional.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
     with pytest.raises(ShardwiseError, match=r"averaged\(\) after loss.backward\(\) without"), model.averaged():

@@ -141,7 +141,10 @@ class DistributedModel:
         steps.push()
         with steps.trainer.averaged():
             steps.changed()
-            yield
+            try:
+                yield
+            finally:  # what was seen of the state inside is no longer so, even if an error ends the context
+                steps.version, steps.known_state = steps.version + 1, None
         steps.changed()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
