@@ -128,7 +128,9 @@ def train(one: zoo.Model, plan: Plan, device: torch.device, rank: int, compiled:
     with card.watched() as waits:
         waits.since = WARM
         comm = AloneCommunicator(plan.mesh, rank, device)
-        trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-3), plan, one.batch, clip_norm=1.0, comm=comm)
+        trainer = Trainer(
+            compiled, OptimizerChoice("adamw", lr=1e-3, ema=0.9), plan, one.batch, clip_norm=1.0, comm=comm
+        )
         metrics = MetricsWriter(io.StringIO(), trainer.engine.optimizer, 1, device)
         nothing: Any = None
         config: Any = SimpleNamespace(train=SimpleNamespace(expert_load_every=0))  # all that a step looks at

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.folder import checkpoints, step_of
+from shardwise.checkpoint.weights import read_weights
 from shardwise.config import build_data, load_config
 from shardwise.config.hardware import Hardware
 from shardwise.core.errors import ConfigError
@@ -98,6 +99,28 @@ def base(tmp_path: Path) -> list[str]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("averaged", [True, False])
+def test_evaluations_are_of_the_average_unless_they_are_not(base: list[str], tmp_path: Path, averaged: bool) -> None:
+    """The last evaluation is the loss of what an export with or without --ema has."""
+    mine, run = tmp_path / "mine.py", tmp_path / "run"
+    shardwise(
+        "train", *base, f"validation.factory={mine}:data", "validation.arguments={size = 11, seed = 3}",
+        "train.steps=6", "parallel.zero=1", "optimizer.ema=0.8", *([] if averaged else ["validation.ema=false"]),
+    )  # fmt: skip
+    shardwise("checkpoint", "export", str(run), str(tmp_path / "out"), *(["--ema"] if averaged else []))
+    weights = read_weights(tmp_path / "out")
+    made: dict[str, Any] = {}
+    exec(SCRIPT, made)
+    net = made["Net"]()
+    net.load_state_dict({name: weights.read(name) for name in weights.names})
+    samples = made["data"](11, 3)
+    batch = {name: torch.stack([torch.as_tensor(one[name]) for one in samples]) for name in samples[0]}
+    found = lines(run / "evaluations.jsonl")[-1]
+    assert found["step"] == 6
+    assert found["validation_loss"] == pytest.approx(net(**batch)["loss"].item(), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ from shardwise.config.build import build_plan
 from shardwise.config.defaults import EXPERTS
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
+from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ConfigError
+from shardwise.core.learning_rates import OPTIONS
 from shardwise.core.tensor_options import TensorOptions
 
 CPU = Hardware(cores=2)
@@ -235,7 +237,8 @@ REFUSED = [
     ("optimizer.lr=-1e-3", ["optimizer.lr", "-0.001", "at least 0"]),
     ("optimizer.betas=[0.9, 1]", ["optimizer.betas", "below 1"]),
     ("optimizer.weight_decay=-1", ["optimizer.weight_decay", "at least 0"]),
-    ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
+    ("optimizer.schedule=lineal", ["optimizer.schedule", '"constant", "linear", "cosine"', 'Did you mean "linear"']),
+    ("optimizer.milestones=[0]", ["optimizer.milestones", "integer of at least 1"]),
     ("parallel.recompute=some", ["parallel.recompute", '"none", "selective", "full"']),
     ("parallel.zero=4", ["parallel.zero", "4", "At most 3"]),
     ("parallel.reduce=fp64", ["parallel.reduce", '"fp64"', '"fp32", "bf16" or "fp16"']),
@@ -400,6 +403,20 @@ TOGETHER = [
     (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
     (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
     (["train.steps=10", "optimizer.warmup_steps=9", "optimizer.schedule=wsd"], ["optimizer.warmup_steps", "at most 8"]),
+    (["train.steps=10", "optimizer.warmup_steps=7", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.4"],
+     ["optimizer.warmup_steps", "at most 6"]),
+    (["optimizer.schedule=multistep", "optimizer.milestones=[5, 5]"], ["optimizer.milestones", "rising integers"]),
+    (["optimizer.ema_start=5"], ["optimizer.ema_start", "optimizer.ema as well"]),
+    (["validation.ema=true"], ["validation.ema", "there is no optimizer.ema"]),
+    (["optimizer.ema=0.9", "parallel.server=async", "train.devices=3"], ["optimizer.ema", '"sync"']),
+    (["optimizer.ema=0.9", "train.devices=2", "parallel.dp_replicate=2", "parallel.local_steps=2"],
+     ["optimizer.ema", "local_steps = 0"]),
+    (["train.clip_value=0.1", "train.clip_norm=2"], ["train.clip_value", "train.clip_norm = 0", "which comes first"]),
+    (["train.clip_value=0.1", "parallel.server=async", "train.devices=3"], ["train.clip_value", '"sync"']),
+    (["optimizer.gamma=0.5"], ["optimizer.gamma", 'schedule = "step", "multistep"', "cosine"]),
+    (["optimizer.schedule=step"], ["optimizer.step_size", "the number of steps after which", "needs it"]),
+    (["optimizer.schedule=one_cycle", "optimizer.warmup_steps=5"], ["optimizer.warmup_steps", "legal: 0"]),
+    (["optimizer.schedule=one_cycle", "optimizer.name=sgd"], ["optimizer.cycle_momentum", "legal: false", "momentum"]),
     (["parallel.dp=1", "parallel.zero=3"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
@@ -563,16 +580,18 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
-        "layer_decay",
+        "layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps cycle_mult "
+        "step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
+        "cycle_momentum base_momentum max_momentum",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
         "zero gathered prefetch reduced reduce sparse_gradients offload microbatches rows recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale "
+        "train": "steps seed devices threads clip_norm clip_value run_dir dropout hang_timeout loss_scale "
         "sample_every expert_load_every "
         "max_restarts trace_steps epochs sample_prompt loggers callbacks tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every best goal staging_mib",
-        "validation": "share source factory arguments every batches metrics patience watch goal",
+        "validation": "share source factory arguments every batches ema metrics patience watch goal",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
         section: set(keys.split()) for section, keys in expected.items()
@@ -585,6 +604,15 @@ def test_tf32_belongs_to_float32() -> None:
         with pytest.raises(ConfigError, match='train.tf32.*parallel.precision = "fp32"'):
             load("train.tf32=true", f"parallel.precision={precision}")
         assert not load(f"parallel.precision={precision}").train.tf32
+
+
+def test_gradients_are_clipped_to_a_norm_of_1_but_by_value() -> None:
+    assert load().train.clip_norm == 1.0
+    auto = load("train.devices=2", "parallel.pp=2", "parallel.schedule=auto", "parallel.microbatches=4")
+    assert auto.train.clip_norm == 1.0  # as with the other schedules
+    assert load("train.clip_value=0.1").train.clip_norm == 0.0
+    assert load("train.clip_value=0.1", "train.clip_norm=0").train.clip_value == 0.1
+    assert load("train.devices=2", "parallel.pp=2", "parallel.schedule=pipedream").train.clip_norm == 0.0
 
 
 def test_epochs_stand_for_steps() -> None:
@@ -831,13 +859,16 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.pretrained",
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
-        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay")),
+        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay", *OPTIONS)),
+        *(f"optimizer.{one.name}" for one in fields(Averaging)),
+        "validation.ema",
         "data.mix",
         "data.sft",
         "data.end_token",
         "data.factory",
         "data.arguments",
         "train.epochs",
+        "train.clip_value",
         "parallel.links",
         "parallel.gathered",
         "parallel.prefetch",

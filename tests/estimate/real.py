@@ -111,6 +111,7 @@ def measured(
             engine = Engine(subject, Unseen(comm, [tracker]), optimizer, clip_norm=clip)  # type: ignore[arg-type]
             for bucket in engine.memory.buckets.values():
                 bucket.updates  # noqa: B018, otherwise made by the first step
+                bucket.average  # noqa: B018
             made = tracker.mark()
 
             precision = subject.plan.numeric.precision

@@ -256,7 +256,9 @@ def held_before(subject: Compiled, batch: dict[str, Tensor]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "optimizer", [OptimizerChoice("adamw"), OptimizerChoice("nadam", weight_decay=0.1)], ids=lambda c: c.name
+    "optimizer",
+    [OptimizerChoice("adamw"), OptimizerChoice("adamw", ema=0.9), OptimizerChoice("nadam", weight_decay=0.1)],
+    ids=["adamw", "adamw with an average", "nadam"],
 )
 def test_a_whole_step_with_model_states(optimizer: OptimizerChoice, precision: str) -> None:
     """From before the engine is made: AdamW's peak is in backward, NAdam's in the update, which copies what it may

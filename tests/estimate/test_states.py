@@ -30,11 +30,12 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
-from shardwise.estimate.states import bucket_states, step_peak, widths
+from shardwise.estimate.states import average_peak, bucket_states, step_peak, widths
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.parallel.data import ZERO, data_parallel
+from shardwise.runtime.average import Average
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
 from shardwise.runtime.threads import run_ranks
@@ -43,7 +44,8 @@ from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
 CHOICES = (
-    OptimizerChoice("adamw"), OptimizerChoice("adam", weight_decay=0.1), OptimizerChoice("sgd"), OptimizerChoice("sgd",
+    OptimizerChoice("adamw"), OptimizerChoice("adamw", ema=0.9), OptimizerChoice("adam", weight_decay=0.1),
+    OptimizerChoice("sgd"), OptimizerChoice("sgd",
     momentum=0.9), OptimizerChoice("adagrad"), OptimizerChoice("rmsprop"), OptimizerChoice("rmsprop", momentum=0.9,
     weight_decay=0.1), OptimizerChoice("nadam"), OptimizerChoice("nadam", weight_decay=0.1), OptimizerChoice("radam"),
     OptimizerChoice("radam", weight_decay=0.1), OptimizerChoice("adamw", amsgrad=True), OptimizerChoice("rmsprop",
@@ -107,6 +109,7 @@ def allocated(
     for b in buckets.values():
         param, grad = (storage_sizes([t] if t is not None else []) for t in (b.param, b.grad))
         states = [t for u in b.updates for _, state in u.optimizer.states() for t in state.values()]
+        states += [] if b.average is None else [b.average.average, b.average.count]
         taken = {
             k: v
             for k, v in storage_sizes([] if b.optimizer_gradient is None else [b.optimizer_gradient]).items()
@@ -164,7 +167,7 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening}"
+    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening} {c.ema}"
 )
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
     """Also with one optimizer for each parameter, as of a model that could not be captured."""
@@ -228,7 +231,7 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(1 << 12,), (1 << 12, 1 << 10), (1 << 10, 1 << 12)])
 @pytest.mark.parametrize(
-    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening}"
+    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening} {c.ema}"
 )
 def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[int, ...]) -> None:
     param, grad = torch.randn(sum(sizes)), torch.randn(sum(sizes))
@@ -246,6 +249,17 @@ def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[in
     ours = step_peak(choice, spans, widths(choice, 4, 4), 4, "cpu")
     scalars = 0 if choice.fused_on("cpu") else 12  # of the update: the flag, corrections of the bias
     assert 0 <= tracker.peak - given - ours <= scalars
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_average_takes_what_is_predicted(dtype: torch.dtype, warmup: bool) -> None:
+    choice, tracker = OptimizerChoice("sgd", ema=0.9, ema_warmup=warmup), StorageTracker()
+    average = Average(torch.randn(1 << 10, dtype=dtype), choice)
+    skip = torch.zeros(())
+    with tracker:
+        average.update("average", skip)
+    assert tracker.peak == average_peak(1 << 10, widths(choice, 4, dtype.itemsize))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

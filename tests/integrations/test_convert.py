@@ -55,9 +55,15 @@ def test_a_deepspeed_config(tmp_path: Path) -> None:
         "data.batch_size": 16, "parallel.microbatches": 2, "train.clip_norm": 0.5, "parallel.precision": "fp16",
         "train.loss_scale": "dynamic", "parallel.zero": 2, "parallel.offload": "optimizer", "optimizer.name": "adamw",
         "optimizer.betas": [0.8, 0.9], "optimizer.weight_decay": 0.2, "optimizer.schedule": "cosine",
-        "optimizer.warmup_steps": 5, "train.steps": 50, "parallel.reduce": "fp16",
+        "optimizer.min_lr_ratio": 1e-4, "optimizer.warmup_steps": 5, "train.steps": 50, "parallel.reduce": "fp16",
         "train.loggers": ["tensorboard", "wandb"],
     }  # fmt: skip
+    params = {"warmup_num_steps": 5, "total_num_steps": 50, "cos_min_ratio": 0.05}
+    own = made(tmp_path, "own.json", {"train_batch_size": 8, "scheduler": {"type": "WarmupCosineLR", "params": params}})
+    assert own["optimizer.min_lr_ratio"] == 0.05
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}
+    linear = made(tmp_path, "linear.json", {"train_batch_size": 8, "scheduler": scheduler})
+    assert (linear["optimizer.schedule"], linear["optimizer.min_lr_ratio"]) == ("linear", 0.0)
     plain = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
     assert made(tmp_path, "plain.json", plain)["optimizer.name"] == "adam"
     without = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}

@@ -60,20 +60,19 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_the_same_as_lightning(tmp_path: Path, accumulated: int) -> None:
+@pytest.mark.parametrize(("accumulated", "by"), [(1, None), (3, "norm"), (1, "value")])
+def test_the_same_as_lightning(tmp_path: Path, accumulated: int, by: str | None) -> None:
+    clips: dict[str, Any] = {"gradient_clip_val": 0.02 if by == "value" else 0.5, "gradient_clip_algorithm": by}
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     theirs, seen = net(), Loss()
     trainer = lightning.Trainer(
-        max_epochs=3, accumulate_grad_batches=accumulated, gradient_clip_val=0.5, precision="64-true",
+        max_epochs=3, accumulate_grad_batches=accumulated, precision="64-true", **clips,
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, callbacks=[seen], default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(theirs, *loaders())
     ours = net()
-    found = fit(
-        ours, *loaders(), max_epochs=3, accumulate_grad_batches=accumulated, gradient_clip_val=0.5, precision="64-true"
-    )
+    found = fit(ours, *loaders(), max_epochs=3, accumulate_grad_batches=accumulated, precision="64-true", **clips)
     # Lightning's are those of each batch, divided by their number in a step
     sums = [sum(seen.losses[i : i + accumulated]) for i in range(0, len(seen.losses), accumulated)]
     assert found.losses == pytest.approx(sums, rel=1e-10)
@@ -84,6 +83,11 @@ def test_the_same_as_lightning(tmp_path: Path, accumulated: int) -> None:
 
 def test_max_steps_end_in_an_epoch() -> None:
     assert len(fit(net(), loaders()[0], max_steps=8, precision="64-true").losses) == 8
+
+
+def test_another_clipping_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient_clip_algorithm: 'length' is not legal"):
+        fit(net(), loaders()[0], max_steps=1, gradient_clip_val=0.1, gradient_clip_algorithm="length")
 
 
 def test_what_is_not_called_is_refused() -> None:

@@ -230,6 +230,20 @@ def test_the_callers_tensors_keep_their_gradients() -> None:
     assert torch.allclose(param, torch.full((8,), -0.1), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adamw", "nadam", "sgd"])
+def test_a_cycle_of_momentum_reaches_the_update(name: str) -> None:
+    """OneCycle moves the learning rate and the momentum; the rest of a step is what it was."""
+    own = {"momentum": 0.5} if name == "sgd" else {"betas": (0.6, 0.9)}
+    flat = Flat(OptimizerChoice(name, lr=0.1, schedule="one_cycle", total_steps=12, **own))  # type: ignore[arg-type]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(flat.torch, max_lr=0.1, total_steps=12)
+    for step in range(12):
+        flat.draw_gradients()
+        flat.optimizer.step(flat.choice.settings(step))
+        flat.torch.step()
+        schedule.step() if step < 11 else None
+    assert flat.error() < 1e-12
+
+
 def rates(**numbers: object) -> list[float]:
     choice = OptimizerChoice(lr=2.0, **numbers)  # type: ignore[arg-type]
     return [choice.learning_rate(step) for step in range(25)]

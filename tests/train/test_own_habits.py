@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardwise import Plan
 from shardwise.core.errors import ShardwiseError
@@ -103,6 +104,31 @@ def gradients_clipped_by_the_optimizers_groups(wrap: Wrap, log: Log) -> None:
         optimizer.step()
         schedule.step()
         log += [loss.item(), norm.item(), optimizer.param_groups[0]["lr"]]
+
+
+def an_average_by_torchs_class(wrap: Wrap, log: Log) -> None:
+    """Of a copy from before, which takes what the distributed model shows after each step."""
+    average = AveragedModel(module := net(), multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    model, optimizer = wrap(module, sgd(module, momentum=0.9))
+    for x, y in batches():
+        loss = step(model, optimizer, x, y)
+        average.update_parameters(model)
+        log += [loss, *(float(p.square().sum()) for p in average.parameters())]
+
+
+def gradients_clipped_by_value(wrap: Wrap, log: Log) -> None:
+    """By torch's function, which looks at the gradients, and by the optimizer, which lets the step do it."""
+    model, optimizer = wrap(module := net(), sgd(module, momentum=0.9))
+    for number, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        if number % 2 and hasattr(optimizer, "clip_grad_value_"):
+            optimizer.clip_grad_value_(0.02)
+        else:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        log += [loss.item()]
 
 
 def clipped_weights_of_another_model(wrap: Wrap, log: Log) -> None:
@@ -223,7 +249,7 @@ def written_through_numpy(wrap: Wrap, log: Log) -> None:
 
 
 LOOPS = [
-    gradients_clipped_by_the_optimizers_groups,
+    gradients_clipped_by_the_optimizers_groups, gradients_clipped_by_value, an_average_by_torchs_class,
     sharpness_aware, decay_between_backward_and_step, a_look_after_a_write, clipped_weights_of_another_model,
     frozen_before_the_first_step, frozen_for_another_model, an_attribute_and_a_method_that_returns_the_model,
     a_metric_before_backward, tensors_made_of_values, noise_like_the_output,

@@ -54,13 +54,31 @@ def batch(rows: int, seed: int, users: int = 101) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def check(plan: Plan, optimizer: OptimizerChoice = ADAGRAD, clip_norm: float | None = 0.5, **fields: Any) -> None:
+def check(
+    plan: Plan, optimizer: OptimizerChoice = ADAGRAD, clip_norm: float | None = 0.5, clip_value: float | None = None,
+    **fields: Any,
+) -> None:  # fmt: skip
     torch.manual_seed(plan.mesh.size)
     batches = [batch(rows, rows, **fields) for rows in (13, 12, 7, 5)]
     plan = plan.replace(sparse_gradients="rows")
-    report = verify(Clicks(), batches, plan, loss=clicked, optimizer=optimizer, clip_norm=clip_norm)
+    clips = {"clip_norm": clip_norm, "clip_value": clip_value}
+    report = verify(Clicks(), batches, plan, loss=clicked, optimizer=optimizer, **clips)
     assert report.passed, (report.largest, report.worst[:3])
     assert report.compared > 20 and report.ranks_agree
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["dp", "zero2", "server 2"])
+def test_rows_are_clipped_element_by_element(kind: str) -> None:
+    """What is clipped is the sum of a row's gradients over lookups, microbatches and ranks."""
+    check(planned(kind, 3, 2), SGD, clip_value=3e-3, users=5)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["dp", "zero1", "server 2"])
+def test_the_average_of_a_table_moves_in_all_its_rows(kind: str) -> None:
+    """A row that is not looked up stays as it is, and its average still moves to it."""
+    check(planned(kind, 3, 2), OptimizerChoice("adagrad", lr=0.5, ema=0.7), users=5)
 
 
 KINDS = ("dp", "zero1", "zero2", "zero3", "replicas", "server 1", "server 2", "pp")

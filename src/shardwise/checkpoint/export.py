@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from .container import write_file
 from .folder import sync_folder
 from .manifest import TensorRecord
 from .reader import Checkpoint
-from .weights import INDEX, MODEL, SINGLE, aliases_of, model_tensors
+from .weights import EMA, INDEX, MODEL, SINGLE, aliases_of, model_tensors
 
 SHARD_BYTES = 5 * 2**30  # the most bytes of one file
 
@@ -32,10 +32,12 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype | None = None,
     adapter: bool = False,
+    average: bool = False,
 ) -> list[Path]:
     """Write the model of a checkpoint into the new folder ``out`` and return the paths of its files.
 
     What adapters add (``model.lora``) is added to the weights; with ``adapter`` they alone are written, as peft does.
+    With ``average`` the weights are their moving averages, ``optimizer.ema``; frozen ones and buffers have none.
 
     A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once,
     unless that config turns tying off.  The metadata of any other model map the other names of a tied tensor to the one
@@ -45,7 +47,8 @@ def export(
     is written.
 
     Raises:
-        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a failed write.
+        ConfigError: a damaged checkpoint, one without a model or without the ``average``, an ``out`` that is not empty,
+            or a failed write.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -54,12 +57,19 @@ def export(
         raise ConfigError(f"{out}: is the current folder; legal: a new folder, or another empty one")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes: {shard_bytes} is not legal; legal: 1 or more")
+    if average and not any(name.startswith(EMA) for name in checkpoint.tensors):
+        wrong = "has no average of the weights, for the run has trained without optimizer.ema"
+        raise ConfigError(f"{checkpoint.path}: {wrong}")
     checkpoint.verify()
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir()
-        files = _write_adapter(checkpoint, part, dtype) if adapter else _write(checkpoint, part, shard_bytes, dtype)
+        value = partial(_value, checkpoint, average)
+        if adapter:
+            files = _write_adapter(checkpoint, part, dtype, value)
+        else:
+            files = _write(checkpoint, part, shard_bytes, dtype, value)
         sync_folder(part)
         part.rename(out)
         sync_folder(out.parent)
@@ -70,7 +80,9 @@ def export(
     return [out / file for file in files]
 
 
-def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
+def _write(
+    checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dtype | None, whole: Callable[[str], Tensor]
+) -> list[str]:
     """Write all files into ``part`` and return their names."""
     transformers, adapters = _transformers(checkpoint), Adapters.of_meta(checkpoint.meta)
     tensors = _tensors(checkpoint, dtype or dtype_of(transformers))
@@ -89,7 +101,6 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
     )
 
     def value(name: str) -> Tensor:
-        whole = partial(_value, checkpoint)
         return whole(name) if adapters is None else adapters.merged(name, whole)
 
     def read(name: str) -> Tensor:
@@ -108,11 +119,15 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
     return names
 
 
-def _value(checkpoint: Checkpoint, name: str) -> Tensor:
-    return checkpoint.read(MODEL + name)
+def _value(checkpoint: Checkpoint, average: bool, name: str) -> Tensor:
+    """Return a tensor of the model, or its ``average`` where it has one."""
+    averaged = f"{EMA}{name}.average"
+    return checkpoint.read(averaged if average and averaged in checkpoint.tensors else MODEL + name)
 
 
-def _write_adapter(checkpoint: Checkpoint, part: Path, dtype: torch.dtype | None) -> list[str]:
+def _write_adapter(
+    checkpoint: Checkpoint, part: Path, dtype: torch.dtype | None, whole: Callable[[str], Tensor]
+) -> list[str]:
     """Write the adapters alone into ``part``, as peft does, and return the names of the files."""
     adapters = Adapters.of_meta(checkpoint.meta)
     if adapters is None:
@@ -121,7 +136,7 @@ def _write_adapter(checkpoint: Checkpoint, part: Path, dtype: torch.dtype | None
     held = {key: name for name in tensors if (key := adapter_name(name)) is not None}
     described = [(key, tensors[name].shape, tensors[name].dtype) for key, name in held.items()]
     write_file(
-        part / ADAPTER_WEIGHTS, described, lambda key: _value(checkpoint, held[key]).to(tensors[held[key]].dtype),
+        part / ADAPTER_WEIGHTS, described, lambda key: whole(held[key]).to(tensors[held[key]].dtype),
         {"format": "pt"},
     )  # fmt: skip
     adapters.write_config(part)

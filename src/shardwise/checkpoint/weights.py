@@ -22,6 +22,7 @@ from .strict import Fields, FileError, parse_json, read_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL = "model."  # the prefix of the model's tensors in a checkpoint
+EMA = "ema."  # the prefix of the averages of its parameters, and of the numbers of steps in them
 LISTED = 12  # the most names in one error
 
 

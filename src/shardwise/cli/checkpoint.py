@@ -70,6 +70,9 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapter of model.lora alone, for peft.")
     ] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the average of the weights (optimizer.ema) in place of the weights.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write the model as safetensors, for `from_pretrained` if it is one of transformers; an adapter is merged."""
@@ -83,7 +86,9 @@ def export(
 
         opened = _open(checkpoint)
         chosen = getattr(torch, dtype) if dtype else None
-        files = write(opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen, adapter=adapter)
+        files = write(
+            opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen, adapter=adapter, average=ema
+        )
         files += _companions(opened, out_folder)
         if json:
             print_json({"checkpoint": str(opened.path), "step": opened.step, "files": [str(file) for file in files]})
@@ -211,7 +216,7 @@ def _inspect(opened: Checkpoint, json: bool) -> None:
             size(one.nbytes),
         )
         for name, one in sorted(opened.tensors.items())
-        if not name.startswith(("optimizer.", "outer.", "island"))
+        if not name.startswith(("optimizer.", "ema.", "outer.", "island"))
     ]
     tables = pairs(str(opened.path), {**about, **{key: value for key, value in plain.items() if key != "step"}})
     show(make_console(), tables, grid("tensors", ("name", "shape", "dtype", ">size"), rows))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.metrics import is_ready
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.schedules import AUTO
@@ -46,6 +45,7 @@ from .config import Config
 from .defaults import EXPERTS, KEYS_OF_KIND
 from .factories import call, load_function
 from .lora import with_adapters
+from .optimizer import optimizer_choice
 from .pretrained import PretrainedFolder
 from .sections import ModelConfig
 from .toml import shown
@@ -372,9 +372,7 @@ def build_optimizer(config: Config, model: nn.Module | None = None) -> Optimizer
     """Return the optimizer and its learning rate over the steps of the run; with ``model`` its groups are those of this
     model's parameters."""
     given = {field.name: getattr(config.optimizer, field.name) for field in fields(config.optimizer)}
-    given["groups"] = tuple(ParameterGroup.of(**group) for group in given["groups"] or ())
-    numbers = {name: value for name, value in given.items() if value is not None}
-    chosen = OptimizerChoice(**numbers, total_steps=config.train.steps)
+    chosen = optimizer_choice(given, config.train.steps)
     return chosen if model is None else chosen.resolved(name for name, _ in model.named_parameters())
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 
+from shardwise.core.clipping import BOTH
 from shardwise.core.errors import ConfigError, divisors
-from shardwise.core.optim import decay_steps
-from shardwise.core.optimizers import APPLIES
 from shardwise.core.pipeline_options import PipelineOptions
 from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
@@ -23,6 +22,7 @@ from .data import complete_data
 from .draft import ConfigDraft
 from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
+from .optimizer import complete_optimizer
 from .pretrained import pretrained_there
 from .sections import rules
 from .servers import check_islands, check_servers, serves
@@ -56,9 +56,19 @@ def complete(draft: ConfigDraft, hardware: Hardware, samples: int | None = None)
     vocabulary = complete_data(draft)
     count_epochs(draft, samples)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _tf32, complete_train, complete_validation, _checkpoint, _mesh, _tensor):
+    for step in (
+        complete_optimizer,
+        _loss_scale,
+        _tf32,
+        complete_train,
+        complete_validation,
+        _checkpoint,
+        _mesh,
+        _tensor,
+    ):
         step(draft)
     _devices(draft, hardware)
+    _clipping(draft)
     _batch(draft)
 
 
@@ -151,26 +161,6 @@ def _experts(draft: ConfigDraft) -> None:
         draft.default(f"model.{name}", value)
     if draft.sound("model.experts_per_token") and draft["model.experts_per_token"] > experts:
         draft.refuse("model.experts_per_token", f"1 to model.experts = {experts}")
-
-
-def _optimizer(draft: ConfigDraft) -> None:
-    if draft.sound("optimizer.name"):
-        name = draft["optimizer.name"]
-        if name in APPLIES["weight_decay"]:
-            draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
-        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad"):
-            if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
-                draft.refuse(
-                    f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'
-                )
-        if name in APPLIES["betas"]:
-            draft.default("optimizer.betas", (0.9, 0.99) if name == "lion" else (0.9, 0.95))
-    schedule, steps = draft["optimizer.schedule"], draft["train.steps"]
-    draft.default("optimizer.warmup_steps", 0 if schedule == "constant" else steps // 10)
-    if draft.sound("optimizer.warmup_steps", "optimizer.schedule", "train.steps") and not draft["train.epochs"]:
-        most = steps - decay_steps(schedule, steps)
-        if draft["optimizer.warmup_steps"] > most:
-            draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
 
 
 def _loss_scale(draft: ConfigDraft) -> None:
@@ -321,9 +311,18 @@ def _pipeline(draft: ConfigDraft) -> None:
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
         draft.refuse("parallel.stages", _one_each(wanted))
-    alone = SCHEDULES[name].stages_alone and pp > 1
-    draft.default("train.clip_norm", 0.0 if alone else 1.0)
-    if alone and draft["train.clip_norm"]:
+
+
+def _clipping(draft: ConfigDraft) -> None:
+    """Gradients are clipped to a norm of 1, unless no stage knows the norm, or they are clipped by value."""
+    name, by_value = draft["parallel.schedule"], draft["train.clip_value"] is not None
+    alone = name in SCHEDULES and SCHEDULES[name].stages_alone and draft["parallel.pp"] > 1
+    draft.default("train.clip_norm", 0.0 if alone or by_value else 1.0)
+    if not draft.sound("train.clip_value", "train.clip_norm") or not draft["train.clip_norm"]:
+        return
+    if by_value:
+        draft.refuse("train.clip_value", "left out, or train.clip_norm = 0", BOTH)
+    elif alone and draft.sound("parallel.schedule", "parallel.pp"):
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
 
 

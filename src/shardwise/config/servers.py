@@ -70,6 +70,8 @@ def _apart(draft: ConfigDraft) -> None:
         draft.refuse("parallel.local_steps", "0", "Workers of parameter servers do not meet")
     if draft.sound("parallel.precision") and draft["parallel.precision"] == "fp16":
         draft.refuse("parallel.precision", '"fp32", "bf16", "fp64"', "Workers have no loss scale together")
+    if draft.sound("train.clip_value") and draft["train.clip_value"] is not None:
+        draft.refuse("train.clip_value", 'left out, or parallel.server = "sync"', "Gradients go to servers unclipped")
     for key in TOGETHER_ONLY:
         section, _, name = key.partition(".")
         default = next(one.default for one in fields(SECTIONS[section]) if one.name == name)

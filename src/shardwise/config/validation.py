@@ -21,6 +21,10 @@ def complete_validation(draft: ConfigDraft) -> None:
     _how_often(draft)
     _metrics(draft, text)
     _compared(draft, text)
+    averages = draft["optimizer.ema"] is not None
+    draft.default("validation.ema", True if averages else None)
+    if draft.sound("validation.ema") and draft["validation.ema"] is not None and not averages:
+        draft.refuse("validation.ema", "left out, for there is no optimizer.ema")
 
 
 def _data(draft: ConfigDraft, text: bool) -> None:

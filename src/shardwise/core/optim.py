@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count, check_value
+from shardwise.core.averaging import Averaging
+from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_value
+from shardwise.core.learning_rates import LearningRates
 from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, OPTIMIZERS, SAME_KIND
 from shardwise.core.options import check_number
 from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths
@@ -16,11 +18,9 @@ from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths
 OptimizerName = Literal[
     "adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "lion"
 ]
-Schedule = Literal["constant", "cosine", "wsd"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "name": tuple(OPTIMIZERS),
-    "schedule": ("constant", "cosine", "wsd"),
     "decay": ("matrices", "all"),
 }
 """These fields of an optimizer choice each take one of the listed words."""
@@ -31,12 +31,9 @@ SWITCHES = ("nesterov", "amsgrad", "centered", "maximize", "decoupled_weight_dec
 BY_ROWS = '"adagrad", or "sgd" without momentum, neither with weight decay'
 """These optimizers leave a row without a gradient as it is, in words."""
 
-DECAY_FRACTION = 0.2
-"""By default ``wsd`` decays over this share of all steps."""
-
 
 @dataclass(frozen=True)
-class OptimizerChoice:
+class OptimizerChoice(LearningRates, Averaging):
     """An optimizer choice has a name in :mod:`torch.optim`, hyperparameters and a learning rate for every step.
 
     The hyperparameters have the meaning that they have in :mod:`torch.optim`, and where they are None its defaults;
@@ -48,10 +45,11 @@ class OptimizerChoice:
     for all.  With ``layer_decay`` learning rates are multiplied by it once for each layer that lies above a parameter
     (:func:`~shardwise.core.parameter_groups.depths`); :meth:`resolved` makes groups of that.
 
-    The learning rate rises linearly over ``warmup_steps`` to ``lr``.  Then it stays there (``constant``), falls as half
-    a cosine until the last of ``total_steps`` (``cosine``), or stays and falls linearly over the last
-    ``decay_fraction`` of all steps (``wsd``: warm-up, stable, decay; Hu et al. 2024, arXiv 2404.06395).  It falls to
-    ``min_lr_ratio * lr``.
+    The learning rate rises linearly over ``warmup_steps`` to ``lr``; what it does then, until the last of
+    ``total_steps``, is ``schedule``.  ``docs/optimizers.md`` has a row for each schedule with the options that belong
+    to it, and :class:`~shardwise.core.learning_rates.LearningRates` says what each computes.
+
+    ``ema`` is the decay of a moving average of the weights, :class:`~shardwise.core.averaging.Averaging`.
 
     :class:`ConfigError` names the field, its value and what is legal.
     """
@@ -80,11 +78,6 @@ class OptimizerChoice:
     t0: float | None = None
     etas: tuple[float, float] | None = None
     step_sizes: tuple[float, float] | None = None
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    min_lr_ratio: float = 0.1
-    decay_fraction: float = DECAY_FRACTION
 
     def __post_init__(self) -> None:
         for field, legal in CHOICES.items():
@@ -92,33 +85,14 @@ class OptimizerChoice:
         self._check_numbers()
         self._check_applies()
         self._check_groups()
-        for field in ("warmup_steps", "total_steps"):
-            check_count(f"optimizer.{field}", getattr(self, field), least=0)
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            wrong = f'{self.total_steps} is not legal with schedule = "{self.schedule}"'
-            raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
-        most = self.total_steps - decay_steps(self.schedule, self.total_steps, self.decay_fraction)
-        if self.schedule == "wsd" and self.warmup_steps > most:
-            wrong = f"{self.warmup_steps} is not legal with decay_fraction = {self.decay_fraction}"
-            raise ConfigError.on("optimizer.warmup_steps", wrong, f"at most {most}, where the decay begins.")
+        self.check_schedule()
+        self._check_cycle()
+        self.check_averaging()
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of update ``step``, counted from 0.
-
-        It is ``lr`` at step ``warmup_steps - 1``, and from step ``total_steps - 1`` on ``min_lr_ratio * lr``, unless
-        the schedule is constant.
-        """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "cosine":
-            last, span = self.total_steps - 1, self.total_steps - 1 - self.warmup_steps
-            share = 0.0 if step >= last else (1 + math.cos(math.pi * (step - self.warmup_steps) / span)) / 2
-        elif self.schedule == "wsd":
-            falling = decay_steps(self.schedule, self.total_steps, self.decay_fraction)
-            share = min(max((self.total_steps - 1 - step) / falling, 0.0), 1.0)
-        else:
-            return self.lr
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+        """Return the learning rate of update ``step``, counted from 0, for the parameters in no group; it is ``lr`` at
+        step ``warmup_steps - 1``."""
+        return self.scheduled(self.lr, step)
 
     @cached_property
     def parts(self) -> tuple[OptimizerChoice, ...]:
@@ -140,6 +114,9 @@ class OptimizerChoice:
         found: list[dict[str, Any]] = []
         for part in self.parts:
             numbers = {**part.numbers, "lr": part.learning_rate(step)}
+            if part.moves_momentum:
+                momentum = part.momentum_of(step)
+                numbers |= {"betas": (momentum, part.betas[1])} if "betas" in numbers else {"momentum": momentum}
             found += [numbers, {**numbers, "weight_decay": 0.0}]
         return tuple(found)
 
@@ -235,7 +212,7 @@ class OptimizerChoice:
             check_number(f"optimizer.{field}", getattr(self, field), below=1.0)
         if self.alpha is not None:
             check_number("optimizer.alpha", self.alpha, below=1.0 if self.name == "rmsprop" else math.inf)
-        for field in ("min_lr_ratio", "decay_fraction", "layer_decay", "rho"):
+        for field in ("layer_decay", "rho"):
             if getattr(self, field) is not None:
                 check_number(f"optimizer.{field}", getattr(self, field), most=1.0)
 
@@ -258,6 +235,18 @@ class OptimizerChoice:
             wrong = f"{self.dampening} is not legal without momentum"
             raise ConfigError.on("optimizer.dampening", wrong, "0, or a momentum above 0.")
 
+    def _check_cycle(self) -> None:
+        """Check that there is a momentum for a schedule that moves it, which is nobody's own."""
+        if not self.moves_momentum:
+            return
+        if "betas" not in OPTIMIZERS[self.name].options and not self.momentum:
+            wrong = f'true, as by default, is not legal for "{self.name}" without momentum'
+            raise ConfigError.on("optimizer.cycle_momentum", wrong, "false, or an optimizer with betas or a momentum.")
+        for group in self.groups:
+            if own := {name for name, _ in group.changes} & {"momentum", "betas"}:
+                wrong = f"{min(own)} of {group} is not legal with cycle_momentum, which sets that of all groups"
+                raise ConfigError.on("optimizer.groups", wrong, f"without {min(own)}, or cycle_momentum = false.")
+
     def _check_groups(self) -> None:
         for group in self.groups:
             group.check(self.name)
@@ -270,10 +259,3 @@ class OptimizerChoice:
                 if bool(here) != bool(others):
                     wrong = f"{field} = {here} of {group} beside {others} of other parameters"
                     raise ConfigError.on("optimizer.groups", wrong, "more than 0 in all groups, or in none.")
-
-
-def decay_steps(schedule: Schedule, total_steps: int, fraction: float = DECAY_FRACTION) -> int:
-    """Return the number of steps that the end of a schedule needs behind the warm-up."""
-    if schedule == "wsd":
-        return max(round(total_steps * fraction), 1)
-    return 0 if schedule == "constant" else 1

@@ -14,7 +14,16 @@ from shardwise.core.numeric_options import scalar_bytes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, step_peak, widths
+from shardwise.estimate.states import (
+    SCALAR,
+    Widths,
+    average_bytes,
+    average_peak,
+    bucket_states,
+    changed,
+    step_peak,
+    widths,
+)
 from shardwise.estimate.tables import COPIES, TABLE_UPDATE, held_rows, looked_up, row_bytes
 from shardwise.estimate.timeline import Made
 from shardwise.measure.unit_memory import Flight, Profile, UnitMemory, Way
@@ -59,7 +68,8 @@ def accounts(
     _pools(on_device, trace, plan, choice, program, rank, common)
     for bucket in own:
         if bucket.table:
-            _table(on_device, bucket, plan, looked_up(trace, plan, bucket, rows))
+            share = Share.of(bucket, plan, choice, rank, trace.opaque is not None)
+            _table(on_device, bucket, plan, choice, share, looked_up(trace, plan, bucket, rows))
     on_host.hold(BufferKind.UNUSED.of(), trace.beside.unused)
     on_device.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
     on_device.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
@@ -100,10 +110,13 @@ def _buckets(
         rounded = (
             share.held.numel * bucket.dtype.itemsize if taker is not on_device and bucket.dtype != bucket.wide else 0
         )
-        taker.steps[bucket.index] = max(peak, rounded)
+        averaged = average_peak(share.held.numel, each) if bucket.learns else 0
+        taker.steps[bucket.index] = max(peak, rounded, averaged)
         scaled = share.held.numel * bucket.wide.itemsize if plan.numeric.precision == "fp16" and not offload else 0
         taker.changed[bucket.index] = (
-            sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
+            sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates)
+            + scaled
+            + (average_bytes(share.held.numel, each) if bucket.learns else 0)
         )
         on_device.final[bucket.index] = share.held.numel * bucket.wide.itemsize
         if share.rule.state == "O" and bucket.learns and not common:  # in common memory a server reads what ranks have
@@ -111,13 +124,16 @@ def _buckets(
             on_device.inboxes[bucket.index] = plan.mesh.axis_size(SHARDS) * share.held.numel * dtype.itemsize
 
 
-def _table(account: HeldBytes, bucket: Bucket, plan: Plan, mine: int) -> None:
+def _table(
+    account: HeldBytes, bucket: Bucket, plan: Plan, choice: OptimizerChoice, share: Share, mine: int
+) -> None:  # fmt: skip
     """Add the gradient of a table by rows, of which every rank looks up ``mine``, and what its sum and its update take
     at most."""
     ranks = plan.mesh.axis_size(batch_axes(plan.mesh))
     held = held_rows(bucket, mine, ranks) * row_bytes(bucket)
     account.hold(BufferKind.GRAD.of(bucket.index), held)
-    account.steps[bucket.index] = TABLE_UPDATE * held
+    averaged = average_peak(share.held.numel, bucket_widths(choice, bucket))
+    account.steps[bucket.index] = max(TABLE_UPDATE * held, averaged)
     account.exchanged[bucket.index] = COPIES * ranks * mine * row_bytes(bucket)
 
 

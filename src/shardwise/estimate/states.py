@@ -33,20 +33,22 @@ class States:
 
 @dataclass(frozen=True)
 class Widths:
-    """The bytes per element of the parameter that computes, its gradient, its master (0 if it is its own) and the
-    optimizer's state, and the bytes per segment of the optimizer's scalars."""
+    """The bytes per element of the parameter that computes, its gradient, its master (0 if it is its own), the
+    optimizer's state and the average of the master, and the bytes per segment of the optimizer's scalars."""
 
     parameter: int
     gradient: int
     master: int
     state: int
     scalars: int = 0
+    average: int = 0
 
 
 def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
     """Return the widths of parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide`` bytes."""
     scalars = SCALAR * len(choice.scalars)
-    return Widths(itemsize, wide, 0 if wide == itemsize else wide, len(choice.state) * wide, scalars)
+    average = 0 if choice.ema is None else wide
+    return Widths(itemsize, wide, 0 if wide == itemsize else wide, len(choice.state) * wide, scalars, average)
 
 
 def bucket_states(
@@ -65,9 +67,20 @@ def bucket_states(
     gradients = 0 if share.table else (held if share.rule.grad == "S" else whole) * each.gradient
     spans = [span for one in share.updates for span in one.spans]
     state = sum(span.numel for span in spans) * each.state + len(spans) * each.scalars
+    state += average_bytes(held, each)
     if offload:
         return States(parameters, gradients), States(0, held * each.gradient, held * each.gradient + state)
     return States(parameters, gradients, held * each.master + state), States()
+
+
+def average_bytes(numel: int, each: Widths) -> int:
+    """Return the bytes of the average of ``numel`` elements that a rank holds, with the number of steps in it."""
+    return numel * each.average + SCALAR if numel and each.average else 0
+
+
+def average_peak(numel: int, each: Widths) -> int:
+    """Return the bytes that a step of this average takes: the new one, its weight, and whether the step is skipped."""
+    return (numel + 1) * each.average + 1 if numel and each.average else 0
 
 
 def changed(spans: Sequence[Span], each: Widths, wide: int) -> int:

@@ -200,11 +200,17 @@ class Accelerator:
         return nn.utils.clip_grad_norm_(list(given.values()), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients of the next step; they are put together on each rank for it."""
+        """Clip each element of the gradients of the next step; if these are not of all parameters they are put together
+        on each rank for it."""
         if self._model is None:
             _refuse("clip_grad_value_() before prepare()", "between backward and step")
-        if self.sync_gradients:
-            given = self._model.shown([parameters] if isinstance(parameters, Tensor) else parameters)
+        if not self.sync_gradients:
+            return
+        given = self._model.shown([parameters] if isinstance(parameters, Tensor) else parameters)
+        model, optimizer = self._model.pair
+        if all(name in given for name, one in model.named_parameters() if one.requires_grad):
+            optimizer.clip_grad_value_(float(clip_value))
+        else:
             nn.utils.clip_grad_value_(list(given.values()), clip_value)
 
     def autocast(self, *_: Any, **__: Any) -> AbstractContextManager[None]:

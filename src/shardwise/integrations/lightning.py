@@ -46,7 +46,8 @@ class Fitted:
 def fit(
     module: Any, train_dataloaders: DataLoader[Any], val_dataloaders: DataLoader[Any] | None = None, *,
     max_epochs: int | None = None, max_steps: int = -1, accumulate_grad_batches: int = 1,
-    gradient_clip_val: float | None = None, precision: str | int = "32-true", plan: Plan | None = None, seed: int = 0,
+    gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
+    precision: str | int = "32-true", plan: Plan | None = None, seed: int = 0,
 ) -> Fitted:  # fmt: skip
     """Train ``module`` on all ranks as if they were one device; afterwards it has the trained values.
 
@@ -56,7 +57,8 @@ def fit(
             ``validation_step``, which returns its loss.
         train_dataloaders: a loader of dicts, tuples or lists of tensors.  As many of its batches as there are
             data-parallel ranks make one; all ranks must draw the same order: seed them alike.
-        max_epochs, max_steps, accumulate_grad_batches, gradient_clip_val, precision: as of Lightning's ``Trainer``.
+        max_epochs, max_steps, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, precision: as of
+            Lightning's ``Trainer``.
         plan: the division of a step; by default data parallel over all ranks.
         seed: the key of dropout and other random ops.
 
@@ -68,9 +70,13 @@ def fit(
     if word not in PRECISIONS:
         raise ConfigError.on("precision", f"{precision!r} is not legal", ", ".join(PRECISIONS))
     optimizer, schedule = _optimizers(module.configure_optimizers())
-    accelerator = Accelerator(
-        gradient_accumulation_steps=accumulate_grad_batches, plan=plan, clip_norm=gradient_clip_val, seed=seed
-    )
+    if gradient_clip_algorithm not in (None, "norm", "value"):
+        raise ConfigError.on(
+            "gradient_clip_algorithm", f"{gradient_clip_algorithm!r} is not legal", '"norm" or "value"'
+        )
+    by = "clip_value" if gradient_clip_algorithm == "value" else "clip_norm"
+    clipping: dict[str, Any] = {} if not gradient_clip_val else {by: gradient_clip_val}
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate_grad_batches, plan=plan, seed=seed, **clipping)
     accelerator.plan = accelerator.plan.replace(precision=PRECISIONS[word])
     step = _Step(module)
     model, ours, loader = accelerator.prepare(step, optimizer, train_dataloaders)

@@ -178,6 +178,8 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if bucket.local.steps and bucket.learns:
             yield from (("optimizer", one) for one in (bucket.outer.base, bucket.outer.momentum))
             yield from (("gradients", bucket.outer.difference),) if bucket.local.streams else ()
+        if (average := bucket.average) is not None:
+            yield from (("optimizer", one) for one in (average.average, average.count))
         for update in bucket.updates:
             yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
 

@@ -169,7 +169,8 @@ def _build(
     progress.phase("starting the engine and its communicators")
     trainer = Trainer(
         forecast.compiled, build_optimizer(config), forecast.plan, example, clip_norm=config.train.clip_norm or None,
-        seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
+        clip_value=config.train.clip_value, seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm,
+        progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
         current(Path(config.train.run_dir), PLAN).write_text(forecast.plan.to_toml(), encoding="utf-8")

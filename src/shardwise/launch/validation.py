@@ -94,7 +94,10 @@ class Validation:
         run.side.progress.phase(f"evaluating after step {done - 1}")
         dataset = run.data.validation
         batches = trainer.one_pass(dataset, run.config.data.batch_size, most)
-        found = evaluated(trainer, batches, self.metrics, example_of(dataset), perplexity=run.data.decode is not None)
+        with trainer.averaged() if run.config.validation.ema else contextlib.nullcontext():
+            found = evaluated(
+                trainer, batches, self.metrics, example_of(dataset), perplexity=run.data.decode is not None
+            )
         return {"step": done, **found}
 
     def evaluate(self, done: int) -> Values:

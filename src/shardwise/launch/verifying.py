@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardwise.config import Config
+    from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
     from shardwise.lower.compiled import Compiled
     from shardwise.runtime.communicator import Communicator
@@ -54,13 +55,28 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
             found.batches,
             plan,
             loss=found.loss,
+            optimizer=_averaging(config, plan),
             clip_norm=config.train.clip_norm or None,
+            clip_value=config.train.clip_value,
             seed=config.train.seed,
             run=None if comm is None else _one_rank(comm),
             captured=captured,
         )
         report.notes += [] if note is None else [note]
         return report
+
+
+def _averaging(config: Config, plan: Plan) -> OptimizerChoice | None:
+    """Return the optimizer of a verification with the average of the config's, which begins and counts soon enough for
+    a short run; None without one."""
+    from shardwise.config import build_optimizer
+    from shardwise.verify.verify import optimizer_for
+
+    if config.optimizer.ema is None:
+        return None
+    chosen = build_optimizer(config)
+    start, every = min(chosen.ema_start, 1), min(chosen.ema_every, 2)
+    return replace(optimizer_for(plan), ema=chosen.ema, ema_start=start, ema_every=every, ema_warmup=chosen.ema_warmup)
 
 
 def meeting_often(plan: Plan) -> tuple[Plan, str | None]:
@@ -77,7 +93,7 @@ def meeting_often(plan: Plan) -> tuple[Plan, str | None]:
 def _one_rank(
     comm: Communicator,
 ) -> Callable[[Compiled, Callable[[Communicator], list[VerifiedStep]]], list[list[VerifiedStep]]]:
-    """Return a function that runs this rank alone and gathers the other ranks' last parameters, which must agree."""
+    """Return a function that runs this rank alone and gathers what the other ranks have last, which must agree."""
     import torch
 
     from shardwise.core.communicators import CONTROL
@@ -87,13 +103,14 @@ def _one_rank(
         mine = rank(comm)
         size = comm.mesh.size
         last = [VerifiedStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
-        for name, value in mine[-1].parameters.items():
-            gathered = torch.empty(size * value.numel(), dtype=value.dtype)
-            comm.host.all_gather(
-                gathered, value.contiguous(), comm.mesh.names, lane=CONTROL, what=f"parameter {name}"
-            ).wait()
-            for one, part in zip(last, gathered.view(size, -1), strict=True):
-                one.parameters[name] = part.view(value.shape)
+        for kind in ("parameters", "buffers", "averages"):
+            for name, value in getattr(mine[-1], kind).items():
+                own = value.contiguous().flatten().view(torch.uint8)
+                gathered = torch.empty(size * own.numel(), dtype=torch.uint8)
+                what = f"{name} of {kind}"
+                comm.host.all_gather(gathered, own, comm.mesh.names, lane=CONTROL, what=what).wait()
+                for one, part in zip(last, gathered.view(size, -1), strict=True):
+                    getattr(one, kind)[name] = part.view(value.dtype).view(value.shape)
         others = [[one] for index, one in enumerate(last) if index != comm.rank]
         return [mine, *others]
 

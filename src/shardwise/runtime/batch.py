@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_field
+from shardwise.core.averaging import Averages
 from shardwise.core.fields import has_rows, is_output
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
@@ -44,6 +45,7 @@ class StepInput:
     step: int
     settings: Settings
     stop: bool = False
+    averages: Averages = ""  # what the update does to the average of the weights
     turn: int = 0  # of several batches of a step, which have other random numbers
 
 
@@ -322,15 +324,22 @@ class BatchState:
         """Take the optimizer's step of the buckets ``together``: the instruction's own, several, or none where an
         earlier STEP has updated it.
         """
-        bucket = self.memory.buckets[one.bucket]
+        bucket, value = self.memory.buckets[one.bucket], self.owner.clip_value
         if bucket.table is not None:
-            bucket.update_rows(self.given.settings, self.coefficient, self.skip)
+            bucket.update_rows(self.given.settings, self.coefficient, self.skip, value)
+            self._average(bucket)
             return
         if len(together) > 1:
-            self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip)
+            self.memory.joined(together).step(self.given.settings, self.coefficient, self.skip, value)
         elif together:
             self._update_alone(bucket)
+        self._average(bucket)
         bucket.publish()
+
+    def _average(self, bucket: BucketMemory) -> None:
+        """Let the average of a bucket take up its new masters, also those of parameters that nothing has reached."""
+        if bucket.average is not None:
+            bucket.average.update(self.given.averages, self.skip)
 
     def _update_alone(self, bucket: BucketMemory) -> None:
         coefficient, gradient = self.coefficient, bucket.optimizer_gradient
@@ -340,7 +349,7 @@ class BatchState:
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             factor = None if coefficient is None else coefficient.to(gradient.device)
-            optimizer.step(self.given.settings, factor, skip.to(gradient.device))
+            optimizer.step(self.given.settings, factor, skip.to(gradient.device), self.owner.clip_value)
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

@@ -29,6 +29,7 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS, held_range
+from shardwise.runtime.average import Average
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, Settings
 from shardwise.runtime.outer import OuterBucket
@@ -138,6 +139,13 @@ class BucketMemory:
         return [Update(make(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each]
 
     @cached_property
+    def average(self) -> Average | None:
+        """Return the moving average of the masters; None if there is none here.  It begins where they are when it is
+        first asked for."""
+        averages = self.learns and self.held.numel and self.choice.ema is not None
+        return Average(self.master, self.choice) if averages else None
+
+    @cached_property
     def outer(self) -> OuterBucket:
         """Return the outer step of islands that train apart; it begins where the masters are when it is first asked
         for."""
@@ -213,14 +221,16 @@ class BucketMemory:
             own.copy_(self.master)
 
     @torch.no_grad()
-    def update_rows(self, settings: Settings, coefficient: Tensor | None, skip: Tensor) -> None:
+    def update_rows(
+        self, settings: Settings, coefficient: Tensor | None, skip: Tensor, clip_value: float | None = None
+    ) -> None:
         """Take the optimizer's step of the held rows of a table that have a gradient, and publish them."""
         assert self.table is not None
         held, width, own = self.held, self.bucket.width, self.held_parameters
         rows = self.table.rows.between(held)
         for optimizer, _ in self.updates:
             assert isinstance(optimizer, TableOptimizer)
-            optimizer.step_rows(settings, rows, coefficient, skip)
+            optimizer.step_rows(settings, rows, coefficient, skip, clip_value)
         if self.table.touched is not None:
             self.table.touched.append(rows.numbers)
         if own.data_ptr() != self.master.data_ptr():
@@ -230,6 +240,7 @@ class BucketMemory:
     def _changed(self, scaled: bool) -> list[Tensor]:
         """Return all that an update changes; with a ``scaled`` loss that includes the gradient."""
         found = [tensor for update in self.updates for tensor in update.optimizer.changed()]
+        found += [] if self.average is None else [self.average.average, self.average.count]
         return [*found, self.held_gradient] if scaled and not self.host else found
 
     @torch.no_grad()
@@ -359,6 +370,7 @@ class RankMemory:
             for name, view in memory.views(memory.param).items()
         }
         self._learns = False
+        self.is_averaged = False  # whether the parameters are the averages of themselves, and the reverse
         # 1 after a non-finite norm, until the host has looked.
         self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)
         self._device, self._constants = comm.device, dict[int, tuple[Tensor, Tensor]]()
@@ -393,3 +405,4 @@ class RankMemory:
             self._learns = True
             for bucket in self.buckets.values():
                 bucket.updates  # noqa: B018, made when asked for
+                bucket.average  # noqa: B018

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -15,6 +16,8 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.forms import differing, form_of
 from shardwise.capture.hooks import UserHooks
+from shardwise.core.averaging import check_average
+from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.local_options import ISLANDS
@@ -30,6 +33,7 @@ from shardwise.lower.named_sizes import shown
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime import collect
+from shardwise.runtime.averaged import averaged
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.choices import Choices
@@ -55,6 +59,7 @@ class Engine:
         comm: this rank's communicator, over the plan's mesh.
         optimizer: the choice of optimizer and learning rate.
         clip_norm: the gradient norm to clip to, or None for no clipping.
+        clip_value: the most that an element of the gradient may be away from 0, or None; not beside ``clip_norm``.
         seed: the key of the random ops.
         progress: a function that is called with (position, instruction) before each instruction.
         loss_scale: the loss scaling under fp16, by default ``ScaleChoice()``, which is dynamic.
@@ -70,6 +75,7 @@ class Engine:
         optimizer: OptimizerChoice,
         *,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         seed: int = 0,
         progress: Callable[[int, Instruction], None] | None = None,
         strict: bool = False,
@@ -93,11 +99,8 @@ class Engine:
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.memory.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.memory.offloads_optimizer else comm.device)
-        if plan.stages_alone and clip_norm is not None:
-            why = "whose stages do not wait for the norm of all"
-            raise ConfigError.on(
-                "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
-            )
+        check_clipping(plan, clip_norm, clip_value)
+        check_average(plan, optimizer)
         if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
             wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
             raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')
@@ -140,8 +143,8 @@ class Engine:
         hooks.check()
         self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
-            per_parameter=per_parameter,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, clip_value,
+            progress, per_parameter=per_parameter,
             strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if given.parameters else None,
             runs=PostValidatedRun if plan.post_validates else Run,
             servers=self._at_servers(servers, plan),
@@ -193,6 +196,7 @@ class Engine:
         A step may be several calls, each of which runs a ``part``: those before the last do not update, and count up
         ``turn``.
         """
+        self.check_weights("step")
         compiled = self.choices.fitting(fields, rows, compiled or self.compiled, alike)
         part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
@@ -202,6 +206,11 @@ class Engine:
         found = self.interpreter.run(traces, program, self._input(rows, fields, rows, stop, compiled, part, turn))
         self.interpreter.gradients = None if part.updates else self.interpreter.gradients
         return found
+
+    def check_weights(self, what: str) -> None:
+        """Raise :class:`ShardwiseError` where the weights are their averages, and ``what`` would take them for it."""
+        if self.memory.is_averaged:
+            raise ShardwiseError(f"{what}: the weights are their averages; legal: after the end of averaged()")
 
     def _summed(self, numbers: Tensor, what: str) -> Tensor:
         """Sum numbers of the host over the ranks of this island, or over all ranks where there are no islands."""
@@ -249,6 +258,7 @@ class Engine:
         asked for when its step begins.  Results come in order, each once all stages know it.  The caller must take all:
         other ranks wait.
         """
+        self.check_weights("steps")
         given = exactly(number, batches)
         fields, rows, stop = next(given)
         compiled = self.choices.fitting(fields, rows, self.compiled)
@@ -283,7 +293,8 @@ class Engine:
         self.step_index += part.updates
         # Islands learn only where they meet that one of them was asked to stop.
         stop = stop and (bool(part.outer) or not self.compiled.plan.local.steps)
-        return StepInput(fields, rows, self._drawing(at), self.settings or self.optimizer.settings(at), stop, turn)
+        settings = self.settings or self.optimizer.settings(at)
+        return StepInput(fields, rows, self._drawing(at), settings, stop, self.optimizer.averages(at), turn)
 
     @torch.inference_mode(False)  # what is captured and kept for later steps is no tensor of an inference
     def evaluate(
@@ -397,6 +408,14 @@ class Engine:
         """
         return self.whole.on_host(rank)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are their averages, for evaluations and :meth:`state_dict`; all
+        ranks enter it together.  Raises :class:`ShardwiseError` where there is no average."""
+        if self.optimizer.ema is None:
+            raise ShardwiseError("there is no average of the weights; legal: an optimizer with ema = 0.999, say")
+        self.check_weights("averaged()")
+        return averaged(self.memory, self.comm)
+
     def everywhere(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a whole tensor for each parameter that learns, by name: ``mine`` has those of this rank's stage, and
         the other stages send theirs.  All ranks call it together.
@@ -414,7 +433,9 @@ class Engine:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a single-device state, which must be complete; optimizer state stays."""
+        """Set parameters and buffers from a single-device state, which must be complete; optimizer state stays, and so
+        does an average of the weights that has some steps."""
+        self.check_weights("load_state_dict")
         missing = set(self.compiled.module.state_dict()) - set(state)
         if missing:
             raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")
@@ -423,6 +444,8 @@ class Engine:
             bucket.load(values)
             if bucket.local.steps and bucket.learns:
                 bucket.outer.begin()
+            if bucket.average is not None:
+                bucket.average.follow()
         with torch.no_grad():
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:

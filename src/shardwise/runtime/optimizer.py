@@ -111,18 +111,26 @@ class FlatOptimizer:
         return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
 
     @torch.no_grad()
-    def step(self, settings: Settings, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(
+        self, settings: Settings, grad_scale: Tensor | None = None, skip: Tensor | None = None,
+        clip_value: float | None = None,
+    ) -> None:  # fmt: skip
         """Update every segment in place.
 
         ``settings`` are the hyperparameters of this step by group.  ``grad_scale`` is a 0-d tensor c on the segments'
         device: gradients count as c times what they are (the buffers hold that product afterwards, or anything where
         the step is skipped).  ``skip`` is a 0-d float32 tensor on that device, 1 to skip the step and 0 to
-        take it.
+        take it.  With ``clip_value`` each element of the gradient, so scaled, is first brought to within that of 0.
         """
         if self._optimizer is None:
             return
         arrange(self._optimizer, settings)
         optimizer: Any = self._optimizer
+        if clip_value is not None:
+            if grad_scale is not None:
+                self._scale_gradients(grad_scale, skip)
+            self._clip_gradients(clip_value)
+            grad_scale = None
         if self.fused:
             optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale, skip), skip
             optimizer.step()
@@ -221,6 +229,11 @@ class FlatOptimizer:
             self._scale_gradients(grad_scale, skip)
             return None
         return grad_scale.float().reciprocal()
+
+    def _clip_gradients(self, value: float) -> None:
+        for segment in self.segments:
+            assert segment.grad is not None
+            segment.grad.clamp_(-value, value)
 
     def _scale_gradients(self, factor: Tensor, skip: Tensor | None) -> None:
         if skip is not None:

@@ -35,6 +35,7 @@ class RankContext:
     counted: tuple[int, ...]
     tensor: tuple[str, ...] = ()
     clip_norm: float | None = None
+    clip_value: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     # ``inspect(position, what, values)`` is given what units produce.
     inspect: Callable[[int, str, list[Tensor]], None] | None = None

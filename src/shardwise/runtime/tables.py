@@ -146,7 +146,9 @@ class TableOptimizer(FlatOptimizer):
     """
 
     @torch.no_grad()
-    def step_rows(self, settings: Settings, rows: Rows, grad_scale: Tensor | None, skip: Tensor) -> None:
+    def step_rows(
+        self, settings: Settings, rows: Rows, grad_scale: Tensor | None, skip: Tensor, clip_value: float | None = None
+    ) -> None:
         """Update ``rows`` of the table by their gradient; the other arguments are those of :meth:`step`.
 
         The host looks at ``skip``, as it has waited for the number of rows before.
@@ -158,6 +160,8 @@ class TableOptimizer(FlatOptimizer):
         width, (segment,), (group,) = rows.values.shape[1], self.segments, self._optimizer.param_groups
         at, state = rows.numbers - segment.start // width, self._state(0)
         change = rows.values if grad_scale is None else rows.values * grad_scale
+        if clip_value is not None:
+            change = change.clamp(-clip_value, clip_value)
         if self.choice.name == "adagrad":
             sums = state["sum"].view(-1, width)
             new = sums.index_select(0, at).addcmul_(change, change)

@@ -10,6 +10,8 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.running import at_line
+from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
@@ -59,10 +62,12 @@ def distribute(
         optimizer: one of torch's, over all parameters of the model, in any groups; learning rates, betas and weight
             decay are read at every step, so that torch's schedules over it work.
         plan: the division of the step; by default it is data parallel over all ranks.
-        options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
+        options: further arguments of :class:`Trainer`: ``clip_norm``, ``clip_value``, ``seed``, ``loss``; and ``ema``,
+            ``ema_start``, ``ema_every`` and ``ema_warmup`` of :class:`OptimizerChoice`, for an average of the weights.
     """
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
+    choice = replace(choice, **{one.name: options.pop(one.name) for one in fields(Averaging) if one.name in options})
     if plan is None:
         floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
         precision = "fp64" if floats == {torch.float64} else "fp32"
@@ -125,6 +130,23 @@ class DistributedModel:
         steps.push()
         return steps.trainer.state_dict() if steps.made is not None else steps.module.state_dict()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the weights be their moving average in a context, for evaluations and :meth:`state_dict`; all ranks enter
+        it together, after the first step."""
+        steps = self._steps
+        if steps.due:
+            what = "loss.backward() without optimizer.step()"
+            raise ShardwiseError(f"model.averaged() after {what}; legal: after the step")
+        steps.push()
+        with steps.trainer.averaged():
+            steps.changed()
+            try:
+                yield
+            finally:  # what was seen of the state inside is no longer so, even if an error ends the context
+                steps.version, steps.known_state = steps.version + 1, None
+        steps.changed()
+
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Take parameters and buffers from a single-device state."""
         steps = self._steps
@@ -168,7 +190,8 @@ class DistributedModel:
         self._steps.shapes.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        legal = "a copy of the module before distribute(), which takes model.state_dict()"
+        copied = "a copy of the module before distribute(), which takes model.state_dict()"
+        legal = f"{copied}; for an average of the weights distribute(..., ema=0.999)"
         raise ShardwiseError(f"copy.deepcopy(model) under distribute(); legal: {legal}")
 
     def _without_gradient(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -206,6 +229,10 @@ class Optimizer(torch.optim.Optimizer):
         """Let the step clip the gradients of all parameters to a norm, without putting them together; return their norm
         before that, a tensor whose value is known after the step."""
         return self._steps.clip(max_norm)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Let the step clip each element of the gradients of all parameters, without putting them together."""
+        self._steps.clip_by_value(clip_value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch's, whole and on the host; all ranks call it together."""

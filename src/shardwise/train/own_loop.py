@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.running import at_line
+from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import KEPT
 from shardwise.core.part import STEP, UPDATE, Part
@@ -45,6 +46,7 @@ class Steps(Sight):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.clipped: tuple[float, Value] | None = None  # what the next step clips to, and the norm that the loop holds
+        self.clipped_value: float | None = None
 
     def backward(self, loss: Value) -> None:
         """Note a loss for the next step of every model that it depends on."""
@@ -107,27 +109,37 @@ class Steps(Sight):
     def clip(self, norm: float) -> Tensor:
         """Let the next step clip its gradients to a norm; return their norm before that, which has a value after the
         step."""
-        if not self.due and self.last is None:
-            raise ShardwiseError(
-                f"gradients are clipped{at_line()} without a backward; legal: between backward and step"
-            )
-        if self.clipped is not None or self.options.get("clip_norm") is not None:
-            raise ShardwiseError(f"gradients are clipped{at_line()} a second time for a step; legal: once")
-        if self.plan.stages_alone:
-            wrong = f'{norm:g} is not legal with schedule "{self.plan.pipeline.schedule}"'
-            raise ConfigError.on("clip_norm", f"{wrong}, whose stages do not wait for the norm of all", "none")
+        self._check_clipping(norm, None)
         dtype = torch.float64 if self.plan.numeric.precision == "fp64" else torch.float32
         found = Value(torch.empty((), dtype=dtype, device="meta"))
         found.lost = "the step computes the norm of its gradients"
         self.clipped = norm, found
         return deferred(found)
 
+    def clip_by_value(self, value: float) -> None:
+        """Let the next step clip each element of its gradients to within ``value`` of 0."""
+        self._check_clipping(None, value)
+        self.clipped_value = float(value)
+
+    def _check_clipping(self, norm: float | None, value: float | None) -> None:
+        """Raise an error where the next step cannot clip its gradients so."""
+        if not self.due and self.last is None:
+            raise ShardwiseError(
+                f"gradients are clipped{at_line()} without a backward; legal: between backward and step"
+            )
+        before = (self.clipped, self.clipped_value, *map(self.options.get, ("clip_norm", "clip_value")))
+        if any(one is not None for one in before):
+            raise ShardwiseError(f"gradients are clipped{at_line()} a second time for a step; legal: once")
+        check_clipping(self.plan, norm, value)
+
     def _begin_update(self, trainer: Trainer, prepare: Callable[[Trainer], None]) -> None:
-        clip_norm = self.options.get("clip_norm")
-        trainer.engine.interpreter.clip_norm = clip_norm if self.clipped is None else self.clipped[0]
+        norm, value, interpreter = self.clipped, self.clipped_value, trainer.engine.interpreter
+        interpreter.clip_norm = self.options.get("clip_norm") if norm is None else norm[0]
+        interpreter.clip_value = self.options.get("clip_value") if value is None else value
         prepare(trainer)
 
     def _end_update(self, result: StepResult) -> None:
+        self.clipped_value = None
         if self.clipped is not None:
             value = self.clipped[1]
             value.known = Plain(result.grad_norm.to(value.meta.dtype))
@@ -270,7 +282,8 @@ class Steps(Sight):
 
     def zero_grad(self) -> None:
         """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
-        self.due, self.zeroed, self.added, self.last, self.turn, self.clipped = [], True, None, None, 0, None
+        self.due, self.zeroed, self.added, self.last, self.turn = [], True, None, None, 0
+        self.clipped = self.clipped_value = None
         self.awaited.backward = False
         if self.made is not None:
             self.made.engine.interpreter.gradients = None

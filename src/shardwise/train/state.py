@@ -1,7 +1,8 @@
 """Represent what a rank holds of a run's state as pieces of named tensors, the atoms of checkpoints.
 
 The names are ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for buffers that it leaves out,
-``optimizer.NAME.KEY`` for the optimizer's state of a parameter, and ``loss_scale.KEY`` under fp16.
+``optimizer.NAME.KEY`` for the optimizer's state of a parameter, ``ema.NAME.average`` and ``ema.NAME.count`` for the
+average of its values and the number of steps in it, and ``loss_scale.KEY`` under fp16.
 
 Of islands that train apart the first has these names, and the others have them behind ``island1.``, ``island2.`` and so
 on; ``outer.NAME.base`` and ``outer.NAME.momentum`` are the outer step's, which all islands have.
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.weights import EMA
 from shardwise.core.layout import Box, shard_range
 from shardwise.core.local_options import ISLANDS
 from shardwise.parallel.data import SHARDS
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.average import Average
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
@@ -30,6 +33,7 @@ LINE = 16  # the number of elements in a cache line: shares begin where one does
 
 def owned(engine: Engine) -> list[Piece]:
     """Return what this rank saves: those that hold the same share it equally, so each element belongs to one rank."""
+    engine.check_weights("saving")
     mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
     for index, memory in engine.memory.buckets.items():
@@ -76,12 +80,15 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
-    # A run that was not in fp16 has left no loss scale: it begins anew.  So do outer steps, where there were none.
-    optional = (SCALE, OUTER)
+    engine.check_weights("restoring")
+    # A run that was not in fp16 has left no loss scale: it begins anew.  So do outer steps and averages of weights,
+    # where there were none.
+    optional = (SCALE, OUTER, EMA)
     wanted = [
         piece for piece in held(engine) if not piece.name.startswith(optional) or piece.name in checkpoint.tensors
     ]
     begun = any(piece.name.startswith(OUTER) for piece in wanted)
+    averaged = any(piece.name.startswith(EMA) for piece in wanted)
     wanted = [replace(piece, name=_saved(engine, piece.name, checkpoint)) for piece in wanted]
     like: dict[int, Piece] = {}
     for i, piece in enumerate(wanted):
@@ -97,6 +104,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         memory.publish()
         if memory.local.steps and memory.learns and not begun:
             memory.outer.begin()
+        if memory.average is not None and not averaged:
+            memory.average.begin()
     engine.memory.halted.zero_()
     engine.step_index = checkpoint.step
 
@@ -135,10 +144,22 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
             here = memory.boxes(memory.master, memory.held.start, first, last)
             for name in dict.fromkeys(p.name for p, box, _ in here if counters or not any(box.start)):
                 yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items() if not value.dim())
+    if memory.average is not None:
+        yield from _averages(memory, memory.average, start, stop, counters)
     for entry in memory.layout.entries:
         parameter = memory.bucket.by_name[entry.name]
         if not parameter.numel and start <= entry.offset < max(stop, start + 1):
             yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
+
+
+def _averages(memory: BucketMemory, of: Average, start: int, stop: int, counters: bool) -> Iterator[Piece]:
+    """Yield elements ``start`` to ``stop`` of the average of a bucket, and its count as :func:`_bucket` counters."""
+    names: dict[str, None] = {}
+    for parameter, box, values in memory.boxes(of.average, memory.held.start, start, stop):
+        yield Piece(f"{EMA}{parameter.name}.average", parameter.shape, box, values)
+        if counters or not any(box.start):
+            names[parameter.name] = None
+    yield from (_whole(f"{EMA}{name}.count", of.count) for name in names)
 
 
 def _outer(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import Any, Self
@@ -67,6 +68,7 @@ class Trainer:
             "rows" (a mean over them), "sum", or "targets:FIELD" (a mean over that field's, but for those of -100).
         whole: the names of tensors of a batch that have no rows, but are the same for all of them.
         clip_norm: the gradient norm to clip to.
+        clip_value: the most that each element of the gradient may be away from 0, in place of ``clip_norm``.
         seed: the key of dropout and other random ops, and of the loader's order.
         loss_scale: the factor of the loss under fp16; by default it is dynamic.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
@@ -89,6 +91,7 @@ class Trainer:
         varies: Mapping[str, int] | None = None,
         whole: tuple[str, ...] = (),
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         seed: int = 0,
         loss_scale: ScaleChoice | None = None,
         comm: Communicator | None = None,
@@ -115,6 +118,7 @@ class Trainer:
             self.comm,
             optimizer,
             clip_norm=clip_norm,
+            clip_value=clip_value,
             seed=seed,
             progress=progress,
             loss_scale=loss_scale,
@@ -391,6 +395,14 @@ class Trainer:
         one bucket.
         """
         return self.engine.state_dict(rank)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are their moving average, for :meth:`evaluate`, :meth:`predict` and
+        :meth:`state_dict`; all ranks enter it together.  Buffers, such as running statistics, are the model's own.
+
+        The optimizer must have an ``ema``; :class:`ShardwiseError` otherwise, and where a step is taken inside.
+        """
+        return self.engine.averaged()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from a single-device state, such as ``module.state_dict()``."""

@@ -12,12 +12,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
@@ -26,6 +27,7 @@ from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss
+from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import shard_range
@@ -49,9 +51,9 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class OracleStep:
     """This is what one step computed.
 
-    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one; ``parameters`` and
-    ``buffers`` are those after the step.  A tied parameter appears once, under its first name.  All tensors are on the
-    host.
+    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one; ``parameters``,
+    ``buffers`` and ``averages``, the moving averages of the parameters if there are any, are those after the step.  A
+    tied parameter appears once, under its first name.  All tensors are on the host.
     """
 
     step: int
@@ -60,6 +62,7 @@ class OracleStep:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Oracle:
@@ -91,7 +94,7 @@ class Oracle:
 
     ``optimizer`` makes the optimizer from parameter groups: one for each number that ``group_of(name, shape)`` gives,
     those of odd numbers (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it,
-    parameters stay as they are.
+    parameters stay as they are.  With ``averaging`` they have an average, which torch's ``AveragedModel`` computes.
 
     ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
     ``loss_fn`` make, and those of the host that they hold, go there too.
@@ -108,17 +111,19 @@ class Oracle:
         precision: Precision = "fp64",
         seed: int = 0,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         group_of: Callable[[str, tuple[int, ...]], int] = lambda name, shape: len(shape) < 2,
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
         device: torch.device | None = None,
         drawing: Callable[[int], int] = lambda step: step,
+        averaging: Averaging | None = None,
     ) -> None:
         self.device = device or next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.precision = precision
-        self.clip_norm, self.loss_scale = clip_norm, loss_scale
+        self.clip_norm, self.clip_value, self.loss_scale = clip_norm, clip_value, loss_scale
         self.step_index = 0
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
@@ -129,6 +134,8 @@ class Oracle:
         if not self._hooks_last:
             self._register_hooks()
         self.optimizer = optimizer(_groups(self.masters, group_of)) if optimizer is not None else None
+        self.averaging = averaging if averaging is not None and averaging.ema is not None else None
+        self.average = None if self.averaging is None else averaged_model(self.averaging, self.masters)
         self.version = version
         self._history = [] if version is None else [self.parameters()]  # after each update
         self._random, self._drawing = KeyedRandom(seed), drawing
@@ -154,8 +161,9 @@ class Oracle:
             self._update(given)
         if self.version is not None:
             self._history.append(self.parameters())
+        self._take_average()
         self.step_index += 1
-        found = (on_host(values) for values in (kept, self.parameters(), self.buffers()))
+        found = (on_host(values) for values in (kept, self.parameters(), self.buffers(), self.averages()))
         return OracleStep(self.step_index - 1, loss, norm, *found)
 
     @property
@@ -166,6 +174,12 @@ class Oracle:
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters (of the fp32 masters in low precision), by name."""
         return {name: p.detach().clone() for name, p in self.masters.items()}
+
+    def averages(self) -> dict[str, Tensor]:
+        """Return copies of the averages of the parameters, by name; none without ``averaging``."""
+        if self.average is None:
+            return {}
+        return {name: p.detach().clone() for name, p in zip(self.masters, self.average.parameters(), strict=True)}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the buffers, by name."""
@@ -324,6 +338,8 @@ class Oracle:
         assert self.optimizer is not None
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.clip_norm)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(list(self.masters.values()), self.clip_value)
         for group in self.optimizer.param_groups:
             if given is not None:
                 group.update({"lr": given} if isinstance(given, float | int) else given[group["number"]])
@@ -333,12 +349,39 @@ class Oracle:
                 if p is not self.masters[name]:
                     p.copy_(self.masters[name])
 
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        """Let the average take up the parameters after an update, as the options of ``averaging`` say."""
+        if self.average is None or self.averaging is None:
+            return
+        steps = self.step_index + 1 - self.averaging.ema_start
+        if steps <= 0:
+            for mine, p in zip(self.average.parameters(), self.masters.values(), strict=True):
+                mine.copy_(p)
+        elif steps % self.averaging.ema_every == 0:
+            self.average.update_parameters(nn.ParameterList(self.masters.values()))
+
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
         fields = {k: cast_field(v.to(self.device), self.precision) for k, v in batch.items()}
         sizes = {k: v.shape[0] for k, v in fields.items() if has_rows(k)}
         if not sizes or len(set(sizes.values())) > 1:
             raise ShardwiseError(f"the fields of a batch must have one number of rows; found {sizes}")
         return fields
+
+
+def averaged_model(choice: Averaging, masters: Mapping[str, Tensor]) -> AveragedModel:
+    """Return torch's average of parameters, with its own function for the decay, or one with a decay that warms up."""
+    assert choice.ema is not None
+    most = choice.ema
+
+    def warming(average: Tensor, current: Tensor, number: Tensor) -> Tensor:
+        decay = min(most, (1 + int(number)) / (10 + int(number)))
+        return decay * average + (1 - decay) * current
+
+    held = nn.ParameterList(masters.values())
+    if choice.ema_warmup:
+        return AveragedModel(held, avg_fn=warming)  # type: ignore[arg-type]
+    return AveragedModel(held, multi_avg_fn=get_ema_multi_avg_fn(most))  # type: ignore[no-untyped-call]
 
 
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.in_form import InForm
 from shardwise.capture.wrapped import LossFunction, rows_in
+from shardwise.core.averaging import check_average
+from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fields import has_rows
 from shardwise.core.instruction import OP_INFO
@@ -70,6 +72,7 @@ class VerifiedStep:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)  # of the parameters, if the optimizer has any
     repeated: bool | None = None  # whether the update was made again by the norm over all stages
 
 
@@ -105,6 +108,7 @@ def verify(
     loss: LossFunction | None = None,
     optimizer: OptimizerChoice | None = None,
     clip_norm: float | None = 1.0,
+    clip_value: float | None = None,
     seed: int = 0,
     tolerance: float = TOLERANCE,
     run: Runner | None = None,
@@ -114,9 +118,11 @@ def verify(
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
     The loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the step are
-    compared step by step; where batches overlap, parameters and buffers are compared where the pipeline is empty.
+    compared step by step, with the average of every parameter if the ``optimizer`` has an ``ema``; where batches
+    overlap, what a step leaves is compared where the pipeline is empty.
     Under an asynchronous schedule one device uses the old weights that the programs say.  Islands that train apart are
     compared with as many runs on one device, which meet as they do.  ``module`` is not changed.
+    With ``clip_value`` gradients are clipped element by element, in place of ``clip_norm``.
     ``optimizer`` is by default AdamW, or Adagrad where tables have gradients by rows.
     ``run`` runs the ranks; by default they are threads of this process, in any number.  ``captured``
     is ``module`` with its loss, compiled for any plan and batches like these: it is not captured again.  Where a solver
@@ -128,8 +134,11 @@ def verify(
     loss = InForm.of_all(loss, batches)
     if captured is not None and isinstance(captured.loss, InForm) and isinstance(loss, InForm):
         captured.loss.objects = loss.objects  # of all batches
-    optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
+    optimizer = optimizer or optimizer_for(plan)
     optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
+    clip_norm = clip_norm if clip_value is None else None
+    check_clipping(plan, clip_norm, clip_value)
+    check_average(plan, optimizer)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
@@ -141,7 +150,8 @@ def verify(
     compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
     mesh, islands = exact.mesh, exact.mesh.axis_size(ISLANDS)
     only = only if islands == 1 else None
-    ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed, only=only))
+    steps = functools.partial(run_steps, compiled, clip_value=clip_value, only=only)
+    ours = run(compiled, lambda comm: steps(comm, batches, optimizer, clip_norm, seed))
     pieces = in_pieces(compiled)
     oracle_of = functools.partial(
         Oracle,
@@ -150,6 +160,8 @@ def verify(
         plain_optimizer(optimizer),
         seed=seed,
         clip_norm=clip_norm,
+        clip_value=clip_value,
+        averaging=optimizer,
         group_of=optimizer.group_of,
         version=versions(compiled, len(batches), pieces.microbatches) if exact.asynchronous else None,
         device=device,
@@ -206,6 +218,11 @@ def verify(
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
         max(pieces) if compiled.general.meets else pieces.microbatches,
     )  # fmt: skip
+
+
+def optimizer_for(plan: Plan) -> OptimizerChoice:
+    """Return the optimizer of a comparison that names none: AdamW, or Adagrad where tables have gradients by rows."""
+    return OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS
 
 
 def _verify_apart(
@@ -285,13 +302,16 @@ def run_steps(
     seed: int,
     scale: ScaleChoice | None = None,
     only: int | None = None,
+    clip_value: float | None = None,
 ) -> list[VerifiedStep]:
     """Train one rank on its rows of each of the batches, and return what it has after each.
 
     With ``only``, the other ranks return parameters and buffers of the last step alone, and gradients only if that
     rank is on their pipeline.
     """
-    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
+    engine = Engine(
+        compiled, comm, optimizer, clip_norm=clip_norm, clip_value=clip_value, seed=seed, strict=True, loss_scale=scale
+    )
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     needed = only is None or only in comm.mesh.group(comm.rank, PIPELINE)  # stages send each other their gradients
     out = []
@@ -315,12 +335,16 @@ def run_steps(
                 on_host(engine.everywhere(gradients)) if needed else {},
                 {},
                 {},
-                result.repeated,
+                repeated=result.repeated,
             )
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers if name in values}
         steps[-1].parameters = values
+        if optimizer.ema is not None:
+            with engine.averaged():
+                values = dict(engine.whole.collect(only if stop < len(batches) else None))
+            steps[-1].averages = {name: value for name, value in values.items() if name in steps[-1].parameters}
         out += steps
     return out
 
@@ -403,6 +427,7 @@ def compare(ours: Sequence[VerifiedStep | OracleStep], truth: Sequence[OracleSte
         if mine.parameters:  # the pipeline is empty
             comparison.add(right.step, "parameter", mine.parameters, right.parameters)
             comparison.add(right.step, "buffer", mine.buffers, right.buffers)
+            comparison.add(right.step, "average", mine.averages, right.averages)
     return comparison
 
 
@@ -464,7 +489,7 @@ def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> fl
 
 def _same(a: VerifiedStep, b: VerifiedStep) -> bool:
     """Return whether two ranks have exactly the same parameters and buffers."""
-    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers)]
+    pairs = [(a.parameters, b.parameters), (a.buffers, b.buffers), (a.averages, b.averages)]
     return all(
         mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine) for mine, theirs in pairs
     )

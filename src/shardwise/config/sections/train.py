@@ -63,7 +63,13 @@ class TrainConfig:
     clip_norm: float = key(
         number(0),
         does="the norm to which gradients of a larger norm are scaled down; 0: no clipping",
-        otherwise='1; with schedule `"pipedream"` 0',
+        otherwise='1; with schedule `"pipedream"`, or with `clip_value`, 0',
+    )
+    clip_value: float | None = key(
+        number(0, open_=True),
+        does="the most that an element of the gradient may be away from 0; what is further away is brought there",
+        otherwise="no such limit",
+        legal='above 0, with `clip_norm` = 0; not with server `"async"` or `"stale"`',
     )
     run_dir: str = key(
         text("the path of a folder"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.core.metrics import READY, Goal, is_ready
 
-from ..rules import choice, distinct, integer, key, number, reference, table, text
+from ..rules import choice, distinct, integer, key, number, reference, switch, table, text
 from .data import SOURCE
 
 METRIC = text(
@@ -66,6 +66,11 @@ class ValidationConfig:
         integer(1),
         20,
         does="the largest number of batches in an evaluation; their rows are spread evenly over the data",
+    )
+    ema: bool | None = key(
+        switch(),
+        does="whether evaluations are of the average of the weights, `optimizer.ema`",
+        otherwise="`true` where there is one",
     )
     metrics: tuple[str, ...] | None = key(
         distinct(METRIC),

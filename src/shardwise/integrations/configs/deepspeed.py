@@ -62,6 +62,20 @@ def _warm(name: str, value: Any, context: Context) -> Answer:
     return Answer("none", "learning rates rise from 0")
 
 
+def _schedule(name: str, value: Any, context: Context) -> Answer:
+    least = context.values.get("scheduler.params.cos_min_ratio", 1e-4)
+    return by_value({
+        "WarmupLR": key("a linear warm-up", optimizer_schedule="constant"),
+        "WarmupDecayLR": key("it falls to 0", optimizer_schedule="linear", optimizer_min_lr_ratio=0.0),
+        "WarmupCosineLR": key(
+            "it falls to cos_min_ratio of optimizer.lr", optimizer_schedule="cosine",
+            optimizer_min_lr_ratio=checked("scheduler.params.cos_min_ratio", least),
+        ),
+        "OneCycle": Answer("none", 'optimizer.schedule = "one_cycle" is torch\'s, which has other options'),
+        "LRRangeTest": Answer("none", "no schedule searches for a learning rate"),
+    })(name, value, context)  # fmt: skip
+
+
 def _loss_scale(name: str, value: Any, context: Context) -> Answer:
     if not context.values.get("fp16.enabled"):
         return Answer("always", "there is no loss scale without fp16")
@@ -159,15 +173,10 @@ RULES: Mapping[str, Rule] = {
     "optimizer.params.nesterov": switch(key(optimizer_nesterov=True)),
     "optimizer.params.amsgrad": switch(key(optimizer_amsgrad=True)),
     "optimizer.params.*": none("a config has torch's default; in Python OptimizerChoice(...) has further options"),
-    "scheduler.type": by_value({
-        "WarmupLR": key("a linear warm-up", optimizer_schedule="constant"),
-        "WarmupDecayLR": Answer("none", "no schedule falls linearly all the way; by default it is cosine"),
-        "WarmupCosineLR": key("it ends at a tenth of optimizer.lr", optimizer_schedule="cosine"),
-        "OneCycle": Answer("none", "optimizer.schedule has constant, cosine, wsd"),
-        "LRRangeTest": Answer("none", "optimizer.schedule has constant, cosine, wsd"),
-    }),
+    "scheduler.type": _schedule,
     "scheduler.params.warmup_num_steps": number("optimizer.warmup_steps", whole=True),
     "scheduler.params.total_num_steps": number("train.steps", least=1, whole=True),
+    "scheduler.params.cos_min_ratio": always("it decides on optimizer.min_lr_ratio"),
     "scheduler.params.warmup_max_lr": number("optimizer.lr"),
     "scheduler.params.warmup_min_lr": _warm,
     "scheduler.params.warmup_min_ratio": _warm,
