@@ -164,6 +164,18 @@ def test_a_schedule_of_torch(name: str, after: bool) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["asgd", "rprop"])
+def test_a_warm_up_after_distribute_of_state_that_begins_with_the_rate(name: str) -> None:
+    """The state of these begins with the learning rate of their first step."""
+    losses = []
+    for index, module in enumerate((net(), net())):
+        theirs = OPTIMIZERS[name](module.parameters())
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        schedule = rates.LambdaLR(theirs, lambda step: (step + 1) / 4)
+        losses.append(trained(model, optimizer, 4, schedule.step))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 CYCLES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),

@@ -75,6 +75,9 @@ MORE_STATE: Mapping[str, str] = {
 }
 """The tensor of a parameter's size that an option adds to the state, where it is not zero or false."""
 
+FIRST_RATE = frozenset({"eta", "step_size"})
+"""The state that begins with the learning rate of the first step."""
+
 NOT_BY_GROUP = (
     "amsgrad", "centered", "nesterov", "maximize", "decoupled_weight_decay", "initial_accumulator_value",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import FUSED
+from shardwise.core.optimizers import FIRST_RATE, FUSED
 from shardwise.runtime.lion import Lion
 
 CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -131,6 +131,7 @@ class FlatOptimizer:
         if grad_scale is not None:
             self._scale_gradients(grad_scale, skip)
         kept = [tensor.clone() for tensor in self._mutable()] if skip is not None else []
+        self._begin_with_rate()
         optimizer.step()
         if self.choice.dampening:
             self._begin_momentum()
@@ -153,16 +154,12 @@ class FlatOptimizer:
                 options["capturable"] = self._params[0].device.type != "cpu"
         groups = (segment.group for segment in self.segments)
         optimizer = torch_optimizer(self.choice, zip(self._params, groups, strict=True), **options)
-        given = (
-            [self._initial_state(one, n.group) for one, n in zip(self._params, self.segments, strict=True)]
-            if states is None
-            else states
-        )
+        given = map(self._initial_state, self._params) if states is None else states
         for param, state in zip(self._params, given, strict=True):
             optimizer.state[param] = dict(state)
         return optimizer
 
-    def _initial_state(self, param: Tensor, group: int) -> dict[str, Tensor]:
+    def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return what torch.optim makes in its first step, with the scalars where its kernels want them.
 
         Where torch starts momentum from the first gradient, that is what momentum x 0 + gradient gives.
@@ -171,15 +168,24 @@ class FlatOptimizer:
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
         device = "cpu" if on_cpu else param.device
-        lr = self.choice.parts[group // 2].learning_rate(0)
-        first = {
-            "mu_product": 1.0, "mu": 1.0, "eta": lr, "step_size": lr, "sum": self.choice.initial_accumulator_value,
-        }  # fmt: skip
+        first = {"mu_product": 1.0, "mu": 1.0, "sum": self.choice.initial_accumulator_value}
         scalars = {
             name: torch.full((), first.get(name, 0.0), dtype=torch.float64 if wide else torch.float32, device=device)
             for name in self.choice.scalars
         }
         return scalars | {name: torch.full_like(param, first.get(name, 0.0)) for name in self.choice.state}
+
+    def _begin_with_rate(self) -> None:
+        """Set what begins with the learning rate of the first step: a schedule may be made after the optimizer."""
+        assert self._optimizer is not None
+        if FIRST_RATE.isdisjoint((*self.choice.state, *self.choice.scalars)):
+            return
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                state = self._optimizer.state[param]
+                for key in FIRST_RATE & state.keys():
+                    rate = state[key].new_full((), group["lr"])
+                    torch.where(state["step"] == 0, rate, state[key], out=state[key])
 
     def _begin_momentum(self) -> None:
         """Take back the dampening of the first step: in torch momentum begins with the whole gradient."""
