@@ -563,7 +563,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
-        "layer_decay",
+        "layer_decay adjust_lr_fn beside",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
@@ -831,7 +831,10 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.pretrained",
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
-        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay")),
+        *(
+            f"optimizer.{key}"
+            for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay", "adjust_lr_fn", "beside")
+        ),
         "data.mix",
         "data.sft",
         "data.end_token",

@@ -16,7 +16,9 @@ from torch.optim import lr_scheduler as rates
 from processes import run_processes
 from shardwise import Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 from shardwise.train.distribute import distribute
 from shardwise.train.optimizers import choice_of
 
@@ -82,6 +84,9 @@ OPTIMIZERS: dict[str, Any] = {
     "decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.3, decoupled_weight_decay=True),
     "subclass": lambda p: Renamed(p, lr=1e-2),
     "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, eps=(None, 1e-2)),
+    "lamb": lambda p: Lamb(p, lr=1e-2, weight_decay=0.1),
+    "shampoo": lambda p: Shampoo(p, lr=1e-2),
 }
 
 
@@ -174,6 +179,50 @@ def test_a_warm_up_after_distribute_of_state_that_begins_with_the_rate(name: str
         schedule = rates.LambdaLR(theirs, lambda step: (step + 1) / 4)
         losses.append(trained(model, optimizer, 4, schedule.step))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def two_of(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for two groups of matrices and AdamW for the rest, as people have it."""
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:], "lr": 0.05}], lr=0.02, momentum=0.9)
+    return [muon, torch.optim.AdamW([p for p in module.parameters() if p.dim() < 2], lr=1e-2)]
+
+
+def test_several_optimizers_of_parameters_of_their_own() -> None:
+    """Each with a schedule of its own, and their state in one state_dict."""
+    plain, ours = net().double(), net().double()
+    plain_pair, pair = two_of(plain), two_of(ours)
+    rows = {k: v.double() for k, v in batch(0).items()}
+    model, optimizer = distribute(ours, pair)
+    schedules = [[rates.ExponentialLR(one, 0.5), rates.LambdaLR(other, lambda step: 1 / (step + 1))]
+                 for one, other in (plain_pair, pair)]  # fmt: skip
+    for _ in range(4):
+        for one in plain_pair:
+            one.zero_grad()
+        plain(**rows).backward()
+        for one in plain_pair:
+            one.step()
+        optimizer.zero_grad()
+        model(**rows).backward()
+        optimizer.step()
+        for one in (*schedules[0], *schedules[1]):
+            one.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-12, atol=1e-14)
+    state = optimizer.state_dict()["state"]
+    expected = [one.state[p] for one in plain_pair for group in one.param_groups for p in group["params"]]
+    assert [set(state[i]) for i in range(4)] == [set(one) for one in expected]
+    for i, one in enumerate(expected):
+        for key, value in one.items():
+            torch.testing.assert_close(state[i][key].double(), value.double(), rtol=1e-12, atol=1e-14)
+
+
+def test_several_optimizers_that_do_not_fit() -> None:
+    module = net()
+    with pytest.raises(ConfigError, match="a parameter is in two of its groups, or in two optimizers"):
+        distribute(module, [*two_of(module), torch.optim.SGD([module.first.weight], lr=0.1)])
+    with pytest.raises(ConfigError, match="must have the parameters of the model"):
+        distribute(module, two_of(module)[:1])
 
 
 CYCLES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

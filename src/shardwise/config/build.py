@@ -36,6 +36,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import asynchronous_server, parameter_server
 from shardwise.parallel.tables import table_gradients
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.train.given_metrics import metrics_of
 from shardwise.train.metrics import Metric
 from shardwise.train.torch_metrics import is_torch_metric
@@ -46,6 +47,7 @@ from .factories import call, load_function
 from .lora import with_adapters
 from .pretrained import PretrainedFolder
 from .sections import ModelConfig
+from .sections.optimizer import OptimizerConfig
 from .toml import shown
 from .transformer import TextShape, pretrained_constructor, transformers_constructor
 
@@ -303,7 +305,9 @@ def build_plan(config: Config) -> Plan:
     If the config leaves the timetable of schedule "auto" open, the plan has a schedule that takes little memory, for
     the launcher to measure with.
     """
-    return table_gradients(_plan(config), build_optimizer(config), config.parallel.sparse_gradients)
+    optimizer = build_optimizer(config)
+    plan = table_gradients(_plan(config), optimizer, config.parallel.sparse_gradients)
+    return whole_tensors_for(plan, optimizer)
 
 
 def _plan(config: Config) -> Plan:
@@ -355,9 +359,18 @@ def build_optimizer(config: Config, model: nn.Module | None = None) -> Optimizer
     model's parameters."""
     given = {field.name: getattr(config.optimizer, field.name) for field in fields(config.optimizer)}
     given["groups"] = tuple(ParameterGroup.of(**group) for group in given["groups"] or ())
+    given["beside"] = _beside(config.optimizer)
     numbers = {name: value for name, value in given.items() if value is not None}
     chosen = OptimizerChoice(**numbers, total_steps=config.train.steps)
     return chosen if model is None else chosen.resolved(name for name, _ in model.named_parameters())
+
+
+def _beside(chosen: OptimizerConfig) -> tuple[tuple[str, Any], ...]:
+    """Return the optimizer beside muon; adamw has the defaults that it would have alone."""
+    given = dict(chosen.beside or {})
+    if chosen.name == "muon" and given.get("name", "adamw") == "adamw":
+        given = {"betas": (0.9, 0.95), "weight_decay": chosen.weight_decay, **given}
+    return tuple(given.items())
 
 
 def build_loss_scale(config: Config) -> ScaleChoice | None:

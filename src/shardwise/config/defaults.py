@@ -157,8 +157,10 @@ def _optimizer(draft: ConfigDraft) -> None:
     if draft.sound("optimizer.name"):
         name = draft["optimizer.name"]
         if name in APPLIES["weight_decay"]:
-            draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
-        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad"):
+            draft.default("optimizer.weight_decay", 0.1 if name in ("adamw", "muon") else 0.0)
+        if name == "adafactor" and draft.given("optimizer.eps"):
+            draft.refuse("optimizer.eps", 'left out, for "adafactor" has two, which OptimizerChoice takes')
+        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad", "adjust_lr_fn"):
             if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
                 draft.refuse(
                     f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'

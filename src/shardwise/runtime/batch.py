@@ -339,6 +339,9 @@ class BatchState:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             factor = None if coefficient is None else coefficient.to(gradient.device)
             optimizer.step(self.given.settings, factor, skip.to(gradient.device))
+        if bucket.whole is not None and not bool(self.skip):
+            unreached = {name for name, flag in self.unreached.items() if bool(flag)}
+            bucket.whole.step(self.given.settings, bucket.master, gradient, coefficient, unreached)
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

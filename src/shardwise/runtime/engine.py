@@ -98,6 +98,9 @@ class Engine:
             raise ConfigError.on(
                 "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
             )
+        if optimizer.any_whole and plan.data.updates != "tensors":
+            wrong = f'"{optimizer.name}" needs whole tensors, under a plan with updates = "{plan.data.updates}"'
+            raise ConfigError.on("optimizer", wrong, 'a plan with updates = "tensors", as whole_tensors_for() makes')
         if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
             wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
             raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')

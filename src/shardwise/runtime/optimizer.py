@@ -16,14 +16,17 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import FIRST_RATE, FUSED
+from shardwise.core.optimizers import FIRST_RATE, FUSED, WHOLE
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 
 CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
     "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD,
-    "rprop": torch.optim.Rprop, "lion": Lion,
+    "rprop": torch.optim.Rprop, "lion": Lion, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor,
+    "lamb": Lamb, "shampoo": Shampoo,
 }  # fmt: skip
 """The class of each optimizer of :data:`~shardwise.core.optimizers.OPTIMIZERS`."""
 
@@ -45,16 +48,16 @@ class Segment(NamedTuple):
 
 
 def torch_optimizer(
-    choice: OptimizerChoice, params: Iterable[tuple[Tensor, int]], **options: bool
+    choice: OptimizerChoice, params: Iterable[tuple[Tensor, int]], part: int = 0, **options: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of :mod:`torch.optim` that ``choice`` names, over parameters with the number of their group.
+    """Return the optimizer that a ``part`` of the choice names, over parameters with the number of their group.
 
     Its groups have the number as ``"number"``.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
     """
     groups: dict[int, list[Tensor]] = {}
     for param, number in params:
         groups.setdefault(number, []).append(param)
-    make: Callable[..., torch.optim.Optimizer] = CLASSES[choice.name]
+    make: Callable[..., torch.optim.Optimizer] = CLASSES[choice.parts[part].name]
     optimizer = make([{"params": members, "number": number} for number, members in groups.items()], **options)
     arrange(optimizer, choice.settings(0))
     return optimizer
@@ -69,18 +72,19 @@ def arrange(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
 def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
     """Raise :class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
     backend = Backend.of(device)
-    legal = (*FUSED[backend.kind], "adagrad")  # Adagrad does not use its counter of steps
-    if backend.asynchronous and not backend.counts_steps and choice.name not in legal:
-        where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
-        wrong = f'"{choice.name}" is not legal on {where}'
-        raise ConfigError.on("optimizer", wrong, ", ".join(sorted(set(legal))))
-    if backend.asynchronous and choice.lr_decay:
-        wrong = f"lr_decay = {choice.lr_decay} is not legal on devices of type {backend.type}"
+    legal = (*FUSED[backend.kind], *WHOLE, "adagrad")  # Adagrad does not use its counter of steps
+    for name in (part.name for part in choice.parts):
+        if backend.asynchronous and not backend.counts_steps and name not in legal:
+            where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
+            raise ConfigError.on("optimizer", f'"{name}" is not legal on {where}', ", ".join(sorted(set(legal))))
+    if backend.asynchronous and (found := next((part.lr_decay for part in choice.parts if part.lr_decay), 0)):
+        wrong = f"lr_decay = {found} is not legal on devices of type {backend.type}"
         raise ConfigError.on("optimizer", f"{wrong}, where torch counts the steps of adagrad on the host", "0")
 
 
 class FlatOptimizer:
-    """This is one optimizer over segments of flat buffers, all on one device and of one dtype.
+    """This is one optimizer, a ``part`` of the choice, over segments of flat buffers, all on one device and of one
+    dtype.
 
     The update of a segment equals that of :mod:`torch.optim` on its parameters one by one, as every optimizer here
     works element by element.  State is made at once, so that the very first step can be skipped; a zero element with a
@@ -92,14 +96,15 @@ class FlatOptimizer:
         choice: OptimizerChoice,
         segments: Iterable[Segment],
         states: Iterable[Mapping[str, Tensor]] | None = None,
+        part: int = 0,
     ):
-        self.choice = choice
+        self.every, self.part, self.choice = choice, part, choice.parts[part]
         self.segments = tuple(segment for segment in segments if segment.param.numel())
         # Aliases: the caller's tensors keep their own `.grad`.
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
             param.grad = segment.grad
-        self.fused = bool(self._params) and choice.fused_on(Backend.of(self._params[0].device).kind)
+        self.fused = bool(self._params) and self.choice.fused_on(Backend.of(self._params[0].device).kind)
         self._optimizer = self._make(states) if self.segments else None
 
     @staticmethod
@@ -108,7 +113,9 @@ class FlatOptimizer:
         kernels, where these are fused.
         """
         each = [one for part in parts for one in part.states()]
-        return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
+        first = parts[0]
+        segments, states = ([one[at] for one in each] for at in (0, 1))
+        return FlatOptimizer(first.every, segments, states, first.part)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def step(self, settings: Settings, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -153,7 +160,7 @@ class FlatOptimizer:
             if self.choice.name not in ("adagrad", "lion", "sgd"):
                 options["capturable"] = self._params[0].device.type != "cpu"
         groups = (segment.group for segment in self.segments)
-        optimizer = torch_optimizer(self.choice, zip(self._params, groups, strict=True), **options)
+        optimizer = torch_optimizer(self.every, zip(self._params, groups, strict=True), self.part, **options)
         given = map(self._initial_state, self._params) if states is None else states
         for param, state in zip(self._params, given, strict=True):
             optimizer.state[param] = dict(state)

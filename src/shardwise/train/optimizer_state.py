@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.engine import Engine
+from shardwise.train.optimizers import optimizers_in
 from shardwise.train.state import held, owned
 
 
@@ -21,11 +22,11 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _keys(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what such an optimizer keeps of a parameter of one element."""
+def _keys(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (1,)) -> dict[str, Tensor]:
+    """Return what such an optimizer keeps of a parameter of this shape."""
     own = {k: v for k, v in optimizer.param_groups[0].items() if k in signature(type(optimizer).__init__).parameters}
-    dummy = nn.Parameter(torch.zeros(1))
-    dummy.grad = torch.zeros(1)
+    dummy = nn.Parameter(torch.zeros(shape))
+    dummy.grad = torch.zeros(shape)
     made = type(optimizer)([dummy], **{k: v for k, v in own.items() if k != "params"})
     made.step()
     return {key: value for key, value in made.state[dummy].items() if isinstance(value, Tensor)}
@@ -38,10 +39,16 @@ def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn
         mine.setdefault(piece.name, []).append(piece)
     shapes = {p.name: torch.Size(p.shape) for b in engine.compiled.buckets for p in b.parameters if b.learns}
     found: dict[int, dict[str, Tensor]] = {}
-    keys, wide = _keys(optimizer), torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
-    for number, name in enumerate(_names(optimizer, module)):
-        for key, like in keys.items() if name in shapes else ():
-            whole = torch.zeros(shapes[name] if like.dim() else (), dtype=torch.float64)
+    wide = torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
+    choice = engine.optimizer
+    owners = [one for one in optimizers_in(optimizer) for group in one.param_groups for _ in group["params"]]
+    for number, (name, own) in enumerate(zip(_names(optimizer, module), owners, strict=True)):
+        if name not in shapes:
+            continue
+        by_whole = choice.parts[choice.group_of(name, shapes[name]) // 2].whole
+        for key, like in _keys(own, shapes[name] if by_whole else (1,)).items():
+            shape = like.shape if by_whole or not like.dim() else shapes[name]
+            whole = torch.zeros(shape, dtype=torch.float64)
             for piece in mine.get(f"optimizer.{name}.{key}", ()):
                 whole[piece.box.slices] += piece.tensor.cpu()
             host_sum(engine.comm, whole, f"the optimizer's {key} of {name}")

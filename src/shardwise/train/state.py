@@ -42,6 +42,8 @@ def owned(engine: Engine) -> list[Piece]:
             memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))
         )
         found += _bucket(memory, start, min(stop, memory.held.stop))
+        same = mesh.other_axes({PIPELINE, ISLANDS, *memory.share.parted})
+        found += list(_whole_tensors(memory))[mesh.index(rank, same) :: mesh.axis_size(same)]
         if not mesh.index(rank, ISLANDS):
             found += _outer(memory, start, min(stop, memory.held.stop))
     found += [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
@@ -67,6 +69,7 @@ def held(engine: Engine) -> list[Piece]:
     """Return all that this rank holds, in memory that a checkpoint can fill."""
     buckets = engine.memory.buckets.values()
     found = [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)]
+    found += [p for m in buckets for p in _whole_tensors(m)]
     found += [p for m in buckets for p in _outer(m, m.held.start, m.held.stop)]
     return [*found, *_replicated(engine)]
 
@@ -139,6 +142,12 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
         parameter = memory.bucket.by_name[entry.name]
         if not parameter.numel and start <= entry.offset < max(stop, start + 1):
             yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
+
+
+def _whole_tensors(memory: BucketMemory) -> Iterator[Piece]:
+    """Yield the state of the parameters that this rank updates as whole tensors."""
+    for name, state in () if memory.whole is None else memory.whole.states():
+        yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items())
 
 
 def _outer(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:

@@ -23,6 +23,7 @@ from shardwise.data.samples import Samples
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
@@ -112,7 +113,7 @@ class Trainer:
         comm: Communicator | None = None,
         progress: Callable[[int, Instruction], None] | None = None,
     ) -> None:
-        self.plan, self.seed = plan, seed
+        self.plan, self.seed = whole_tensors_for(plan, optimizer), seed
         self._owns_comm = comm is None
         self._record = Progress.from_environment() if progress is None and comm is None else None
         if self._record is not None:
@@ -123,6 +124,8 @@ class Trainer:
             self._record.set_role(stages_in_words(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
+        if isinstance(module, Compiled) and module.plan.data.updates != self.plan.data.updates:
+            module = module.under(self.plan)
         self.compiled = (
             module if isinstance(module, Compiled)
             else self._compiled(module, example, loss, loss_weight, initial, varies or {})

@@ -31,7 +31,9 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
@@ -341,17 +343,47 @@ class Oracle:
 
 
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
-    """Return a maker of the optimizer of ``torch.optim`` that ``choice`` names, neither fused nor over lists."""
+    """Return a maker of the optimizers that ``choice`` names, neither fused nor over lists: torch's own, and those of
+    this package that torch has not."""
+    each = [_plain_part(one) for one in choice.parts]
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        found: dict[int, list[dict[str, Any]]] = {}
+        for group in groups:
+            found.setdefault(choice.kind(group.get("number", 0) // 2), []).append(group)
+        return InTurn([each[part](members) for part, members in found.items()])
+
+    return make
+
+
+def _plain_part(choice: OptimizerChoice) -> OptimizerFactory:
+    """Return a maker of the optimizer of one part of a choice."""
     classes: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
         "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
         "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
         "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD, "rprop": torch.optim.Rprop, "lion": Lion,
+        "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor, "lamb": Lamb, "shampoo": Shampoo,
     }  # fmt: skip
     make = classes[choice.name]
     legal = [name for name in inspect.signature(make).parameters if name not in ("params", "foreach")]
     options = {name: value for name in legal if (value := getattr(choice, name, None)) is not None}
-    return lambda groups: make(groups, foreach=False, **options)
+    if "foreach" in inspect.signature(make).parameters:
+        options["foreach"] = False
+    return lambda groups: make(groups, **options)
+
+
+class InTurn(torch.optim.Optimizer):
+    """Several optimizers, each of parameters of its own, which take their steps one after the other."""
+
+    def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
+        self.each = each
+        super().__init__([group for one in each for group in one.param_groups], {})
+        self.param_groups = [group for one in each for group in one.param_groups]  # the very ones
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for one in self.each:
+            one.step()
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from shardwise.lower.outer import fragments
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.local import island_rows
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
@@ -124,6 +125,7 @@ def verify(
     start = time.perf_counter()
     optimizer = optimizer or (OPTIMIZER if plan.data.tables == "dense" else OPTIMIZER_BY_ROWS)
     optimizer = optimizer.resolved(name for name, _ in module.named_parameters())
+    plan = whole_tensors_for(plan, optimizer)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device
