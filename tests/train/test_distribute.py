@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as rates
 
 from processes import run_processes
-from shardwise import Mesh, OptimizerChoice, Plan
+from shardwise import Checkpoints, Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
@@ -62,8 +62,14 @@ class Renamed(torch.optim.AdamW):
 
 
 class OtherStep(torch.optim.AdamW):
+    """A step of its own, and a number in its state."""
+
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["taken"] = self.state[p].get("taken", 0) + 1
+                p.data.mul_(1 - group["lr"] / self.state[p]["taken"])
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -87,6 +93,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, eps=(None, 1e-2)),
     "lamb": lambda p: Lamb(p, lr=1e-2, weight_decay=0.1),
     "shampoo": lambda p: Shampoo(p, lr=1e-2),
+    "own": lambda p: OtherStep(p, lr=1e-2),
 }
 
 
@@ -217,6 +224,35 @@ def test_several_optimizers_of_parameters_of_their_own() -> None:
             torch.testing.assert_close(state[i][key].double(), value.double(), rtol=1e-12, atol=1e-14)
 
 
+def test_state_of_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    """It is saved, by state_dict and in checkpoints, and goes on as if nothing had happened."""
+    found = []
+    for how in ("whole", "state_dict", "checkpoint", "without"):
+        module = net()
+        model, optimizer = distribute(module, OtherStep(module.parameters(), lr=1e-2))
+        if how == "whole":
+            trained(model, optimizer, 2)
+            state, weights = optimizer.state_dict(), model.state_dict()
+            assert [one["taken"] for one in state["state"].values()] == [2] * 4
+            with Checkpoints(model.trainer, tmp_path) as checkpoints:
+                checkpoints.save()
+        elif how in ("state_dict", "without"):
+            model.load_state_dict(weights)
+            if how == "state_dict":
+                optimizer.load_state_dict(state)
+        else:
+            model.when_captured(lambda trainer: restored(trainer, tmp_path))
+        found.append(trained(model, optimizer, 3, begin=2))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+    assert found[3] != pytest.approx(found[0], rel=1e-3)
+
+
+def restored(trainer: Any, folder: Path) -> None:
+    with Checkpoints(trainer, folder) as checkpoints:
+        checkpoints.restore()
+
+
 def test_several_optimizers_that_do_not_fit() -> None:
     module = net()
     with pytest.raises(ConfigError, match="a parameter is in two of its groups, or in two optimizers"):
@@ -318,8 +354,7 @@ def test_optimizers_that_cannot_be_said() -> None:
             "momentum = 0.5 of the group",
         ),
         (torch.optim.AdamW(parts[0]), "parameters of the model that require gradients, and no others"),
-        (torch.optim.LBFGS(model.parameters()), "LBFGS is not legal; legal: AdamW, Adam, SGD"),
-        (OtherStep(model.parameters()), "OtherStep is not legal, whose step is not that of AdamW"),
+        (torch.optim.LBFGS(model.parameters()), "LBFGS: its step needs a closure"),
     ):
         with pytest.raises(ConfigError, match=message):
             choice_of(optimizer, model)

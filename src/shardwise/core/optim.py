@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count, check_value
-from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, NOT_BY_GROUP, OPTIMIZERS, SAME_KIND
+from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
 from shardwise.core.options import check_number
 from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths, in_a_block
 
@@ -110,6 +110,7 @@ class OptimizerChoice:
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     beta2_decay: float | None = None
     d: float | None = None
+    own: Any = None
     schedule: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
@@ -118,6 +119,8 @@ class OptimizerChoice:
 
     def __post_init__(self) -> None:
         for field, legal in CHOICES.items():
+            if field == "name" and self.name == OWN and self.own is not None:
+                continue
             check_choice(f"optimizer.{field}", getattr(self, field), legal)
         self._check_numbers()
         self._check_of_whole_tensors()
@@ -187,12 +190,26 @@ class OptimizerChoice:
 
     @cached_property
     def _kind(self) -> tuple[Any, ...]:
-        return (self.name, *(getattr(self, one) for one in NOT_BY_GROUP), bool(self.momentum), bool(self.dampening))
+        return (
+            self.name,
+            self.own,
+            *(getattr(self, one) for one in NOT_BY_GROUP),
+            bool(self.momentum),
+            bool(self.dampening),
+        )
 
     @property
     def whole(self) -> bool:
         """Return whether the parameters in no group are updated by whole tensors."""
-        return OPTIMIZERS[self.name].whole is not None
+        return self.own is not None or OPTIMIZERS[self.name].whole is not None
+
+    def whole_elements(self, shape: tuple[int, ...]) -> int:
+        """Return the elements of all temporaries of an update of a whole parameter of this ``shape``."""
+        if self.own is not None:
+            return int(self.own.elements(shape))
+        found = OPTIMIZERS[self.name].whole
+        assert found is not None
+        return found.elements(shape)
 
     @property
     def any_whole(self) -> bool:
@@ -201,6 +218,8 @@ class OptimizerChoice:
 
     def whole_state(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the state of a whole parameter of this ``shape``."""
+        if self.own is not None:
+            return {key: one.shape for key, one in self.own.kept(shape).items()}
         found = OPTIMIZERS[self.name].whole
         assert found is not None
         return found.state(shape)
@@ -210,13 +229,15 @@ class OptimizerChoice:
         group with weight decay, for those without, and so on for each group."""
         found: list[dict[str, Any]] = []
         for part in self.parts:
-            numbers = {**part.numbers, "lr": part.learning_rate(step)}
+            numbers = part.numbers if part.own is not None else {**part.numbers, "lr": part.learning_rate(step)}
             found += [numbers, {**numbers, "weight_decay": 0.0}]
         return tuple(found)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
         """The hyperparameters of the parameters in no group, by torch's names; those left out are torch's defaults."""
+        if self.own is not None:
+            return dict(self.own.numbers)
         own = {name: getattr(self, name) for name in OPTIMIZERS[self.name].options}
         return {"lr": self.lr, **{name: value for name, value in own.items() if value is not None}}
 
@@ -228,13 +249,16 @@ class OptimizerChoice:
     def state(self) -> tuple[str, ...]:
         """The tensors of a parameter's size that the optimizer keeps, by torch's names."""
         more = tuple(tensor for option, tensor in MORE_STATE.items() if getattr(self, option))
-        return (*OPTIMIZERS[self.name].state, *more)
+        return (*(() if self.own is not None else OPTIMIZERS[self.name].state), *more)
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The scalars that the optimizer keeps, by torch's names.  With ``dampening`` steps are counted, for the first
         one has none."""
-        return (*OPTIMIZERS[self.name].scalars, *(("step",) if self.dampening else ()))
+        return (
+            *(() if self.own is not None else OPTIMIZERS[self.name].scalars),
+            *(("step",) if self.dampening else ()),
+        )
 
     def fused_on(self, kind: str) -> bool:
         """Return whether there is a fused kernel on this kind of device."""

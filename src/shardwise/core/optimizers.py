@@ -117,6 +117,9 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
 }  # fmt: skip
 """These are optimizers of :mod:`torch.optim`, and those of :mod:`shardwise.runtime.lion`, ``lamb`` and ``shampoo``."""
 
+OWN = "own"
+"""The name of an optimizer whose step is the user's own (:class:`shardwise.runtime.own_optimizer.OwnOptimizer`)."""
+
 WHOLE = tuple(name for name, facts in OPTIMIZERS.items() if facts.whole is not None)
 """The optimizers that need whole tensors."""
 

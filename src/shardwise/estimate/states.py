@@ -105,8 +105,7 @@ def whole_peak(share: Share, choice: OptimizerChoice, wide: int) -> tuple[int, i
     it are there at once.  Then it updates one tensor after the other, and sends them back.
     """
     owned = sum(one.numel for one in share.owned) * wide
-    facts = [(OPTIMIZERS[choice.parts[one.part].name].whole, one.shape) for one in share.owned]
-    update = max((found.elements(shape) for found, shape in facts if found is not None), default=0) * wide
+    update = max((choice.parts[one.part].whole_elements(one.shape) for one in share.owned), default=0) * wide
     if not share.parted:
         return update, 0
     held = share.held_of_whole * wide

@@ -8,6 +8,7 @@ sent.  The optimizer is that of one device, on tensors of the shapes that the us
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from shardwise.parallel.data import SHARDS, held_range
 from shardwise.runtime.boxes import boxes
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import Settings, arrange, torch_optimizer
+from shardwise.runtime.own_optimizer import Kept, OwnOptimizer
 from shardwise.units.share import Share, WholeTensor
 from shardwise.units.trace import Bucket
 
@@ -42,7 +44,8 @@ class Piece(NamedTuple):
 class WholeTensors:
     """What updates the parameters of ``share.whole``, on this rank those that it owns.
 
-    ``device`` is where masters and state are.  State is made at once: that of all these optimizers begins with zeros.
+    ``device`` is where masters and state are.  State is made at once, as that of all these optimizers begins with
+    zeros; a user's own optimizer makes its state in its first step.
     The host looks whether a step is skipped, as the scalars of these optimizers are on the host.
     """
 
@@ -58,13 +61,21 @@ class WholeTensors:
         self._optimizers = {one.name: self._optimizer(one) for one in share.owned}
 
     def _optimizer(self, one: WholeTensor) -> torch.optim.Optimizer:
-        parameter = self._parameters[one.name]
+        parameter, own = self._parameters[one.name], self._own(one)
+        if own is not None:
+            made = own.over({own.group: [parameter]})
+            made.param_groups[0]["number"] = one.group
+            return made
         optimizer = torch_optimizer(self.choice, [(parameter, one.group)], one.part)
         optimizer.state[parameter] = {
             key: torch.zeros(shape, dtype=self.bucket.wide, device=self.device) if shape else torch.tensor(0.0)
             for key, shape in self.choice.parts[one.part].whole_state(one.shape).items()
         }
         return optimizer
+
+    def _own(self, one: WholeTensor) -> OwnOptimizer | None:
+        found: OwnOptimizer | None = self.choice.parts[one.part].own
+        return found
 
     def _new(self, name: str) -> Tensor:
         return torch.empty(self._shapes[name], dtype=self.bucket.wide, device=self.device)
@@ -175,6 +186,20 @@ class WholeTensors:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each owned parameter and its live state, by torch's names."""
+        """Yield each owned parameter and its live state, by torch's names; that of a user's own optimizer is there
+        after its first step, with numbers as copies."""
         for name, optimizer in self._optimizers.items():
-            yield name, optimizer.state[self._parameters[name]]
+            state = optimizer.state[self._parameters[name]]
+            yield name, {key: Kept.tensor(value) for key, value in state.items()}
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Have memory in place of the state of users' own optimizers, for a checkpoint to fill, in this context."""
+        own = {one.name: kept.kept(one.shape) for one in self.share.owned if (kept := self._own(one)) is not None}
+        for name, each in own.items():
+            parameter = self._parameters[name]
+            self._optimizers[name].state[parameter] = {key: kept.empty(parameter) for key, kept in each.items()}
+        yield
+        for name, each in own.items():
+            state = self._optimizers[name].state[self._parameters[name]]
+            state.update({key: kept.kind(state[key].item()) for key, kept in each.items() if kept.kind is not None})

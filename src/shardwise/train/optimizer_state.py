@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.engine import Engine
 from shardwise.train.optimizers import optimizers_in
-from shardwise.train.state import held, owned
+from shardwise.train.state import fill_state, held, owned
 
 
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
@@ -38,21 +39,29 @@ def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn
     for piece in owned(engine):
         mine.setdefault(piece.name, []).append(piece)
     shapes = {p.name: torch.Size(p.shape) for b in engine.compiled.buckets for p in b.parameters if b.learns}
-    found: dict[int, dict[str, Tensor]] = {}
+    found: dict[int, dict[str, Any]] = {}
     wide = torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
     choice = engine.optimizer
     owners = [one for one in optimizers_in(optimizer) for group in one.param_groups for _ in group["params"]]
     for number, (name, own) in enumerate(zip(_names(optimizer, module), owners, strict=True)):
         if name not in shapes:
             continue
-        by_whole = choice.parts[choice.group_of(name, shapes[name]) // 2].whole
-        for key, like in _keys(own, shapes[name] if by_whole else (1,)).items():
+        part = choice.parts[choice.group_of(name, shapes[name]) // 2]
+        by_whole, kept = part.whole, {}
+        if part.own is not None:
+            kept = part.own.kept(shapes[name])
+            keys = {key: one.empty(torch.zeros(())) for key, one in kept.items()}
+        else:
+            keys = _keys(own, shapes[name] if by_whole else (1,))
+        for key, like in keys.items():
             shape = like.shape if by_whole or not like.dim() else shapes[name]
             whole = torch.zeros(shape, dtype=torch.float64)
             for piece in mine.get(f"optimizer.{name}.{key}", ()):
                 whole[piece.box.slices] += piece.tensor.cpu()
             host_sum(engine.comm, whole, f"the optimizer's {key} of {name}")
-            found.setdefault(number, {})[key] = whole.to(wide if like.dim() else like.dtype)
+            kind = kept[key].kind if kept else None
+            value = whole.to(wide if like.dim() else like.dtype) if kind is None else kind(whole.item())
+            found.setdefault(number, {})[key] = value
     return {"state": found, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
@@ -63,6 +72,12 @@ def load_optimizer_state(
     """Take the state of a state dict; raise :class:`ConfigError` where it lacks some."""
     names = _names(optimizer, module)
     values = {f"optimizer.{names[n]}.{key}": value for n, one in state["state"].items() for key, value in one.items()}
+    with ExitStack() as stack:
+        fill_state(engine, stack)
+        _load(engine, values)
+
+
+def _load(engine: Engine, values: Mapping[str, Any]) -> None:
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
             if piece.name not in values and piece.name.endswith(".step") and engine.optimizer.dampening:

@@ -11,10 +11,11 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, SAME_KIND
+from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
 from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.graph.torch_private import note_step
 from shardwise.runtime.optimizer import CLASSES, Settings
+from shardwise.runtime.own_optimizer import own_optimizers
 
 HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that change no number
 KINDS = ("adamw", *(name for name in CLASSES if name != "adamw"))  # AdamW is a subclass of Adam
@@ -51,11 +52,13 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimiz
 
 
 class _Group(NamedTuple):
-    """A group of parameters, the name of its optimizer, and its hyperparameters."""
+    """A group of parameters, the name of its optimizer, its hyperparameters, and its place in the optimizer."""
 
     name: str
     params: list[Any]
     numbers: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    number: int
 
 
 def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
@@ -72,6 +75,13 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
         raise ConfigError("optimizer: a parameter is in two of its groups, or in two optimizers; legal: in one.")
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
+    theirs = {
+        one: own_optimizers(one) for one in dict.fromkeys(group.optimizer for group in groups if group.name == OWN)
+    }
+    groups = [
+        group._replace(numbers={"own": theirs[group.optimizer][group.number]}) if group.name == OWN else group
+        for group in groups
+    ]
     names, first = {id(p): n for n, p in model.named_parameters()}, groups[0]
     for group in groups[1:]:
         differ = [key for key in NOT_BY_GROUP if group.numbers.get(key) != first.numbers.get(key)]
@@ -101,24 +111,22 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
     """Return the groups that have parameters, as they are now."""
     found = []
     for one in optimizers_in(optimizer):
-        if filled := [group for group in one.param_groups if group["params"]]:
-            name = _name(one)
-            found += [_Group(name, group["params"], _numbers(name, group)) for group in filled]
+        name = _name(one) if any(group["params"] for group in one.param_groups) else ""
+        found += [
+            _Group(name, group["params"], _numbers(name, group), one, number)
+            for number, group in enumerate(one.param_groups) if group["params"]
+        ]  # fmt: skip
     return found
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of what an optimizer computes; AdamW is Adam with decoupled weight decay."""
     kind, groups = type(optimizer), optimizer.param_groups
-    name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), None)
-    if name is None:
-        legal = f"{', '.join(CLASSES[one].__name__ for one in CLASSES)}, and subclasses of them."
-        raise ConfigError.on("optimizer", f"{kind.__name__} is not legal", legal)
-    for part in ("step", "_init_group"):
+    name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), OWN)
+    for part in ("step", "_init_group") if name != OWN else ():
         ours, theirs = (inspect.unwrap(getattr(one, part, None) or len) for one in (CLASSES[name], kind))
         if ours is not theirs:
-            wrong = f"{kind.__name__} is not legal, whose {part} is not that of {CLASSES[name].__name__}"
-            raise ConfigError.on("optimizer", wrong, "a subclass that computes what its base computes")
+            return OWN
     if name not in ("adam", "adamw"):
         return name
     decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups if group["params"]}
@@ -128,7 +136,9 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group that an :class:`OptimizerChoice` has."""
+    """Return the hyperparameters of a group that an :class:`OptimizerChoice` has, or all of a user's own optimizer."""
+    if name == OWN:
+        return {key: value for key, value in group.items() if key != "params"}
     found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group}
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
@@ -139,8 +149,9 @@ def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, group in enumerate(_groups(optimizer)):
         place = f" of group {number}" if number else ""
-        found |= {f"{key}{place}": group.numbers[key] for key in NOT_BY_GROUP if key in group.numbers}
-        found |= {f"{key}{place}": bool(group.numbers[key]) for key in SAME_KIND if key in group.numbers}
+        numbers = {} if group.name == OWN else group.numbers
+        found |= {f"{key}{place}": numbers[key] for key in NOT_BY_GROUP if key in numbers}
+        found |= {f"{key}{place}": bool(numbers[key]) for key in SAME_KIND if key in numbers}
         found[f"the parameters{place}"] = [id(p) for p in group.params]
     return found
 

@@ -10,6 +10,7 @@ on; ``outer.NAME.base`` and ``outer.NAME.momentum`` are the outer step's, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -79,6 +80,20 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
+    with ExitStack() as stack:
+        if checkpoint.step:  # else there is no state of users' own optimizers yet
+            fill_state(engine, stack)
+        _restore(engine, checkpoint)
+
+
+def fill_state(engine: Engine, stack: ExitStack) -> None:
+    """Have memory for the state that optimizers make in their first step, as long as the ``stack`` is open."""
+    for memory in engine.memory.buckets.values():
+        if memory.whole is not None:
+            stack.enter_context(memory.whole.filled())
+
+
+def _restore(engine: Engine, checkpoint: Checkpoint) -> None:
     # A run that was not in fp16 has left no loss scale: it begins anew.  So do outer steps, where there were none.
     optional = (SCALE, OUTER)
     wanted = [

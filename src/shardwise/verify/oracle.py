@@ -345,15 +345,29 @@ class Oracle:
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
     """Return a maker of the optimizers that ``choice`` names, neither fused nor over lists: torch's own, and those of
     this package that torch has not."""
-    each = [_plain_part(one) for one in choice.parts]
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        found: dict[int, list[dict[str, Any]]] = {}
+        plain: dict[int, list[dict[str, Any]]] = {}
+        own: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
         for group in groups:
-            found.setdefault(choice.kind(group.get("number", 0) // 2), []).append(group)
-        return InTurn([each[part](members) for part, members in found.items()])
+            part = group.get("number", 0) // 2
+            if (theirs := choice.parts[part].own) is not None:
+                own.setdefault(theirs.prototype, []).append(group)
+            else:
+                plain.setdefault(choice.kind(part), []).append(group)
+        every = [_plain_part(choice.parts[part])(members) for part, members in plain.items()]
+        return InTurn([*every, *(_own(choice, members) for members in own.values())])
 
     return make
+
+
+def _own(choice: OptimizerChoice, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the user's own class over all of these groups together."""
+    each = [(choice.parts[group["number"] // 2].own, group) for group in groups]
+    found: torch.optim.Optimizer = each[0][0].over({own.group: group["params"] for own, group in each})
+    for made, (_, group) in zip(found.param_groups, each, strict=True):
+        made["number"] = group["number"]
+    return found
 
 
 def _plain_part(choice: OptimizerChoice) -> OptimizerFactory:
