@@ -59,7 +59,8 @@ OF_WHOLE_TENSORS = (
     OptimizerChoice("muon", groups=(ParameterGroup.of("layers.1.*", lr=0.1),)), OptimizerChoice("muon",
     weight_decay=0.1, beside=(("name", "sgd"), ("momentum", 0.9))), OptimizerChoice("adafactor", weight_decay=0.1),
     OptimizerChoice("lamb", weight_decay=0.1), OptimizerChoice("shampoo", groups=(ParameterGroup.of("head.*",
-    name="lamb"),)), OptimizerChoice("adamw", groups=(ParameterGroup.of("layers.*", name="rmsprop", centered=True),)),
+    name="lamb"),)), OptimizerChoice("adamw", groups=(ParameterGroup.of("layers.*", name="rmsprop", centered=True),
+    ParameterGroup.of("head.*", name="rmsprop"), ParameterGroup.of("norm.*", name="rmsprop", momentum=0.9))),
 )  # fmt: skip
 
 

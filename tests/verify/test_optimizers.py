@@ -49,6 +49,14 @@ CHOICES: dict[str, OptimizerChoice] = {name: choice_of(name) for name in OPTIMIZ
     "dampening": choice_of("sgd", dampening=0.3),
     "maximize": choice_of("adam", maximize=True),
     "decoupled": choice_of("nadam", decoupled_weight_decay=True),
+    "several": choice_of(
+        "adamw",
+        groups=(
+            ParameterGroup.of("blocks.0.*", name="rmsprop", eps=1e-4, centered=True),
+            ParameterGroup.of("blocks.1.*weight", name="rmsprop", eps=1e-4, momentum=0.9),
+            ParameterGroup.of("*bias", name="sgd", lr=1e-2),
+        ),
+    ),
     "adagrad begun": choice_of("adagrad", initial_accumulator_value=0.1, lr_decay=0.1),
 }
 

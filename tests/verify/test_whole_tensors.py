@@ -13,6 +13,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.local import local_training
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import asynchronous_server, parameter_server
 from shardwise.parallel.tensor import tensor_parallel
@@ -73,6 +74,23 @@ CASES = [(name, plan) for i, plan in enumerate(PLANS) for name in [*CHOICES, *CH
 @pytest.mark.parametrize(("choice", "plan"), CASES)
 def test_the_step_is_that_of_one_device(choice: str, plan: str) -> None:
     report = check("gpt", PLANS[plan], CHOICES[choice])
+    assert report.passed, (report.largest, report.worst[:3])
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("model", "choice", "plan"),
+    [
+        ("data-dependent", "lamb", PLANS["zero-1"]),  # which is not captured: parameters are updated one by one
+        ("gpt", "lamb", data_parallel(Plan.of(precision="bf16"), 3, 3)),
+        ("mixtral", "shampoo", tensor_parallel(data_parallel(Plan.of(), 2, 3), 2, "1d")),  # with stacked experts
+        ("mlp", "shampoo", data_parallel(Plan.of(), 3, 3)),  # with frozen, unused and tied parameters
+        ("gpt", "lamb", local_training(data_parallel(Plan.of(), 2, 1), 2, 2)),
+    ],
+    ids=["not captured", "bf16", "experts", "tied", "islands"],
+)
+def test_other_models_and_plans(model: str, choice: str, plan: Plan) -> None:
+    report = check(model, plan, CHOICES[choice])
     assert report.passed, (report.largest, report.worst[:3])
 
 

@@ -190,13 +190,8 @@ class OptimizerChoice:
 
     @cached_property
     def _kind(self) -> tuple[Any, ...]:
-        return (
-            self.name,
-            self.own,
-            *(getattr(self, one) for one in NOT_BY_GROUP),
-            bool(self.momentum),
-            bool(self.dampening),
-        )
+        options = (*(getattr(self, one) for one in NOT_BY_GROUP), *(bool(getattr(self, one)) for one in SAME_KIND))
+        return (self.name, self.own, *options)
 
     @property
     def whole(self) -> bool:

@@ -111,7 +111,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     ),
     "shampoo": OptimizerFacts(
         ("eps", "weight_decay"), (), (), whole=WholeFacts(
-            _shampoo, lambda shape: 3 * prod(shape) + 3 * max(prod(one) for one in _shampoo(shape).values()),
+            _shampoo, lambda shape: 2 * prod(shape) + 3 * max(prod(one) for one in _shampoo(shape).values()),
         ),
     ),
 }  # fmt: skip

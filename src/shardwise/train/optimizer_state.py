@@ -80,7 +80,8 @@ def load_optimizer_state(
 def _load(engine: Engine, values: Mapping[str, Any]) -> None:
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
-            if piece.name not in values and piece.name.endswith(".step") and engine.optimizer.dampening:
+            dampens = any(part.dampening for part in engine.optimizer.parts)
+            if piece.name not in values and piece.name.endswith(".step") and dampens:
                 piece.tensor.fill_(1)  # torch does not count the steps of such an optimizer
                 continue
             if piece.name not in values:

@@ -109,15 +109,20 @@ class Share:
                 group = choice.group_of(entry.name, bucket.by_name[entry.name].shape)
                 updates.append(Updated((Span(start, stop, group),), entry.name, choice.kind(group // 2)))
         else:
-            spans = [Span(start, stop, group) for group, start, stop in held.segments(layout)]
-            for part in dict.fromkeys(choice.kind(span.group // 2) for span in spans):
-                mine = tuple(span for span in spans if choice.kind(span.group // 2) == part)
-                updates.append(Updated(mine, None, part))
+            updates += updates_of(held, layout, choice)
         updates = [one for one in updates if not choice.parts[one.part].whole]
         axes = parted_over(plan.mesh, rule, bucket.axes)
         whole = whole_tensors(bucket, choice, _owners(plan.mesh, rule, axes, rank), bucket.index)
         place = plan.mesh.index(rank, axes) if axes else 0
         return Share(layout, rule, held, tuple(updates), apart, bucket.table, whole, place, axes)
+
+
+def updates_of(held: FlatShard, layout: FlatBuffer, choice: OptimizerChoice) -> tuple[Updated, ...]:
+    """Return what updates a range of a bucket: an optimizer for the spans of each kind."""
+    spans: dict[int, list[Span]] = {}
+    for group, start, stop in held.segments(layout):
+        spans.setdefault(choice.kind(group // 2), []).append(Span(start, stop, group))
+    return tuple(Updated(tuple(mine), None, part) for part, mine in spans.items())
 
 
 def whole_tensors(
