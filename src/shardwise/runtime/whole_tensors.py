@@ -66,7 +66,8 @@ class WholeTensors:
             made = own.over({own.group: [parameter]})
             made.param_groups[0]["number"] = one.group
             return made
-        optimizer = torch_optimizer(self.choice, [(parameter, one.group)], one.part)
+        options = {"foreach": False} if self.choice.parts[one.part].name == "adafactor" else {}
+        optimizer = torch_optimizer(self.choice, [(parameter, one.group)], one.part, **options)
         optimizer.state[parameter] = {
             key: torch.zeros(shape, dtype=self.bucket.wide, device=self.device) if shape else torch.tensor(0.0)
             for key, shape in self.choice.parts[one.part].whole_state(one.shape).items()
@@ -199,7 +200,12 @@ class WholeTensors:
         for name, each in own.items():
             parameter = self._parameters[name]
             self._optimizers[name].state[parameter] = {key: kept.empty(parameter) for key, kept in each.items()}
-        yield
+        try:
+            yield
+        except BaseException:
+            for name in own:
+                self._optimizers[name].state.clear()
+            raise
         for name, each in own.items():
             state = self._optimizers[name].state[self._parameters[name]]
             state.update({key: kept.kind(state[key].item()) for key, kept in each.items() if kept.kind is not None})
