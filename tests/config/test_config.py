@@ -582,7 +582,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
         "layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps cycle_mult "
         "step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
-        "cycle_momentum base_momentum max_momentum",
+        "cycle_momentum base_momentum max_momentum adjust_lr_fn beside",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
         "outer_momentum server server_ranks server_host staleness pull_every push_every server_rate push push_share "
@@ -859,7 +859,20 @@ def test_resolved_names_every_key_that_applies() -> None:
         "model.pretrained",
         "model.lora",
         *(f"model.{key}" for key in EXPERTS),
-        *(f"optimizer.{key}" for key in ("eps", "momentum", "nesterov", "amsgrad", "groups", "layer_decay", *OPTIONS)),
+        *(
+            f"optimizer.{key}"
+            for key in (
+                "eps",
+                "momentum",
+                "nesterov",
+                "amsgrad",
+                "groups",
+                "layer_decay",
+                "adjust_lr_fn",
+                "beside",
+                *OPTIONS,
+            )
+        ),
         *(f"optimizer.{one.name}" for one in fields(Averaging)),
         "validation.ema",
         "data.mix",

@@ -84,6 +84,8 @@ def plans(draw: st.DrawFn) -> Plan:
     if "local_steps" in own:
         words["norm"] = "barrier"
         words["offload"] = "none"
+    if words["norm"] == "post-validate" or own.get("server") in ("async", "stale"):
+        words["updates"] = "elements"
     counts = {**own, "microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
     if words["schedule"] == "auto":
         counts["microbatches"] = draw(st.integers(1, 4))

@@ -25,22 +25,24 @@ from shardwise.core.flat import FlatShard
 from shardwise.core.instruction import Buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import APPLIES, OPTIMIZERS
+from shardwise.core.optimizers import APPLIES, OPTIMIZERS, WHOLE
+from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
-from shardwise.estimate.states import average_peak, bucket_states, step_peak, widths
+from shardwise.estimate.states import average_peak, bucket_states, step_peak, whole_peak, widths
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.parallel.data import ZERO, data_parallel
 from shardwise.runtime.average import Average
 from shardwise.runtime.buffers import BucketMemory, RankMemory
+from shardwise.runtime.handles import Completed
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
 from shardwise.runtime.threads import run_ranks
 from shardwise.units.share import Share, Span
-from shardwise.units.trace import Trace
+from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import trace
 
 CHOICES = (
@@ -52,6 +54,15 @@ CHOICES = (
     centered=True), OptimizerChoice("sgd", momentum=0.9, dampening=0.1), OptimizerChoice("sgd", momentum=0.9,
     dampening=0.1, weight_decay=0.1), *(OptimizerChoice(name, weight_decay=decay) for decay in (None, 0.1) for name in
     ("adamax", "adadelta", "asgd", "lion")), OptimizerChoice("rprop"),
+)  # fmt: skip
+
+
+OF_WHOLE_TENSORS = (
+    OptimizerChoice("muon", groups=(ParameterGroup.of("layers.1.*", lr=0.1),)), OptimizerChoice("muon",
+    weight_decay=0.1, beside=(("name", "sgd"), ("momentum", 0.9))), OptimizerChoice("adafactor", weight_decay=0.1),
+    OptimizerChoice("lamb", weight_decay=0.1), OptimizerChoice("shampoo", groups=(ParameterGroup.of("head.*",
+    name="lamb"),)), OptimizerChoice("adamw", groups=(ParameterGroup.of("layers.*", name="rmsprop", centered=True),
+    ParameterGroup.of("head.*", name="rmsprop"), ParameterGroup.of("norm.*", name="rmsprop", momentum=0.9))),
 )  # fmt: skip
 
 
@@ -110,6 +121,7 @@ def allocated(
         param, grad = (storage_sizes([t] if t is not None else []) for t in (b.param, b.grad))
         states = [t for u in b.updates for _, state in u.optimizer.states() for t in state.values()]
         states += [] if b.average is None else [b.average.average, b.average.count]
+        states += [] if b.whole is None else [t for _, state in b.whole.states() for t in state.values()]
         taken = {
             k: v
             for k, v in storage_sizes([] if b.optimizer_gradient is None else [b.optimizer_gradient]).items()
@@ -167,7 +179,9 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "choice", CHOICES, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening} {c.ema}"
+    "choice",
+    [*CHOICES, *OF_WHOLE_TENSORS],
+    ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay} {c.state} {c.dampening} {c.ema}",
 )
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
     """Also with one optimizer for each parameter, as of a model that could not be captured."""
@@ -262,8 +276,44 @@ def test_an_average_takes_what_is_predicted(dtype: torch.dtype, warmup: bool) ->
     assert tracker.peak == average_peak(1 << 10, widths(choice, 4, dtype.itemsize))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_by_whole_tensors_takes_what_is_predicted(name: str, ranks: int) -> None:
+    """Of tensors of which a rank has all, or a part that it sends to their owners."""
+    shapes = {"blocks.0.a": (300, 200), "blocks.0.b": (200, 400), "blocks.0.c": (64, 90), "blocks.0.d": (256, 8, 30)}
+    each = tuple(
+        Parameter(n, shape, torch.float32, (0,)) for n, shape in shapes.items() if name != "muon" or len(shape) == 2
+    )
+    bucket, choice = Bucket(0, each, (0,), torch.float32), OptimizerChoice(name, weight_decay=0.1)  # type: ignore[arg-type]
+    plan = data_parallel(Plan.of(updates="tensors"), ranks, 1)
+
+    def measured(comm: Any) -> tuple[int, int]:
+        share = Share.of(bucket, plan, choice, comm.rank)
+        memory = BucketMemory.allocate(bucket, share, comm, choice)
+        memory.master.normal_(generator=torch.Generator().manual_seed(comm.rank))
+        gradient = memory.optimizer_gradient
+        assert memory.whole is not None and gradient is not None
+        gradient.normal_(generator=torch.Generator().manual_seed(9 + comm.rank))
+        memory.whole.step(choice.settings(0), memory.master, gradient, torch.tensor(0.5), ())
+        tracker, send = StorageTracker(), comm.all_to_all
+
+        def quiet(*args: Any, **options: Any) -> Any:
+            with tracker.paused():  # what threads need for that no other ranks do
+                send(*args, **options).wait()
+            return Completed()
+
+        comm.all_to_all = quiet
+        with tracker:
+            memory.whole.step(choice.settings(0), memory.master, gradient, torch.tensor(0.5), ())
+        update, sent = whole_peak(share, choice, 4)
+        return tracker.peak, max(update, sent)
+
+    for real, ours in run_ranks(plan.mesh, measured, timeout=30):
+        assert -100 <= ours - real <= 0.4 * real, (real, ours)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", [n for n, facts in OPTIMIZERS.items() if "gpu" not in facts.fused])
+@pytest.mark.parametrize("name", [n for n, facts in OPTIMIZERS.items() if "gpu" not in facts.fused and not facts.whole])
 def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> None:
     """The branches of torch's updates that CUDA takes ("capturable"), run here."""
     parameter = torch.randn(1 << 12)

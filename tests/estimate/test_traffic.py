@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zoo
 from covering import covering
+from shardwise.core.instruction import Op
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
@@ -64,22 +65,22 @@ def captured(name: str, kind: str, tp: Mesh, precision: str = "fp32") -> tuple[z
     return model, Compiled(model.module, planned(sizes, kind, precision=precision), model.batch, model.loss)
 
 
-def check(name: str, plan: Plan, anew: bool = False) -> None:
+def check(name: str, plan: Plan, anew: bool = False, choice: OptimizerChoice = SGD) -> None:
     """Every instruction of every rank: the same operations, of as many bytes."""
     find = captured.__wrapped__ if anew else captured
     tensor = Mesh(tuple(axis for axis in plan.mesh.axes if axis.name.startswith("tp")))
     model, one = find(name, plan.tensor.recipe, tensor, plan.numeric.precision)
-    assert compared(one.under(plan), model.batch) > 20
+    assert compared(one.under(plan), model.batch, choice) > 20
 
 
-def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
+def compared(subject: Compiled, batch: Mapping[str, Tensor], choice: OptimizerChoice = SGD) -> int:
     """The number of operations of all instructions of all ranks, which are those that were predicted."""
     plan, rows = subject.plan, len(next(iter(batch.values())))
     sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
     traces, number = [subject.trace_of(subject.masks, size, rows) for size in sizes], 0
     programs = lower(traces[0], plan, batches=steady_batches(plan))
-    for rank, seen in enumerate(counted(subject, batch, SGD)):
-        expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank, programs=programs)
+    for rank, seen in enumerate(counted(subject, batch, choice)):
+        expected = step_traffic(traces, plan, choice, rows=rows, rank=rank, programs=programs)
         assert not any(one.unknown for one in expected)
         for mine, (one, theirs) in zip(expected, seen, strict=True):
             assert mine.instruction == one
@@ -94,6 +95,16 @@ def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
 def test_what_is_counted_is_what_was_predicted(case: Case) -> None:
     name, kind, tp, dp, zero, pp, recompute, m = case
     check(name, planned(tp, kind, dp, zero, pp, recompute=recompute, microbatches=m))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("case", [(2, 3, 3, 1), (3, 1, 0, 1), (2, 2, 1, 2)])
+def test_a_step_by_whole_tensors_is_predicted(case: tuple[int, int, int, int]) -> None:
+    tp, dp, zero, pp = case
+    plan = planned(tp, "1d", dp, zero, pp, updates="tensors")
+    check("own gpt", plan, choice=OptimizerChoice("muon", lr=0.0))
+    assert any(one.op is Op.STEP and one.axes for one in lower(captured("own gpt", "1d", Mesh.of(tp=tp))[1].under(plan)
+               .general, plan)[0].instructions)  # fmt: skip
 
 
 @pytest.mark.full

@@ -21,5 +21,5 @@ def model_states(
     held = held_range(ZERO[zero], layout, dp, 0)
     spans = tuple(Span(start, stop, 1) for _, start, stop in held.segments(layout))
     return bucket_states(
-        Share(layout, ZERO[zero], held, (Updated(spans),)), Widths(param_bytes, grad_bytes, 0, state_bytes)
+        Share(layout, ZERO[zero], held, (Updated(spans),)), [Widths(param_bytes, grad_bytes, 0, state_bytes)]
     )[0]

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as rates
 
 from processes import run_processes
-from shardwise import Mesh, OptimizerChoice, Plan
+from shardwise import Checkpoints, Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 from shardwise.train.distribute import distribute
 from shardwise.train.optimizers import choice_of
 
@@ -60,8 +62,14 @@ class Renamed(torch.optim.AdamW):
 
 
 class OtherStep(torch.optim.AdamW):
+    """A step of its own, and a number in its state."""
+
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["taken"] = self.state[p].get("taken", 0) + 1
+                p.data.mul_(1 - group["lr"] / self.state[p]["taken"])
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -82,6 +90,10 @@ OPTIMIZERS: dict[str, Any] = {
     "decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.3, decoupled_weight_decay=True),
     "subclass": lambda p: Renamed(p, lr=1e-2),
     "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, eps=(None, 1e-2)),
+    "lamb": lambda p: Lamb(p, lr=1e-2, weight_decay=0.1),
+    "shampoo": lambda p: Shampoo(p, lr=1e-2),
+    "own": lambda p: OtherStep(p, lr=1e-2),
 }
 
 
@@ -162,6 +174,91 @@ def test_a_schedule_of_torch(name: str, after: bool) -> None:
         schedule = schedule or SCHEDULES[name](theirs)
         losses.append(trained(model, optimizer, 4, schedule.step))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["asgd", "rprop"])
+def test_a_warm_up_after_distribute_of_state_that_begins_with_the_rate(name: str) -> None:
+    """The state of these begins with the learning rate of their first step."""
+    losses = []
+    for index, module in enumerate((net(), net())):
+        theirs = OPTIMIZERS[name](module.parameters())
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        schedule = rates.LambdaLR(theirs, lambda step: (step + 1) / 4)
+        losses.append(trained(model, optimizer, 4, schedule.step))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def two_of(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for two groups of matrices and AdamW for the rest, as people have it."""
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:], "lr": 0.05}], lr=0.02, momentum=0.9)
+    return [muon, torch.optim.AdamW([p for p in module.parameters() if p.dim() < 2], lr=1e-2)]
+
+
+def test_several_optimizers_of_parameters_of_their_own() -> None:
+    """Each with a schedule of its own, and their state in one state_dict."""
+    plain, ours = net().double(), net().double()
+    plain_pair, pair = two_of(plain), two_of(ours)
+    rows = {k: v.double() for k, v in batch(0).items()}
+    model, optimizer = distribute(ours, pair)
+    schedules = [[rates.ExponentialLR(one, 0.5), rates.LambdaLR(other, lambda step: 1 / (step + 1))]
+                 for one, other in (plain_pair, pair)]  # fmt: skip
+    for _ in range(4):
+        for one in plain_pair:
+            one.zero_grad()
+        plain(**rows).backward()
+        for one in plain_pair:
+            one.step()
+        optimizer.zero_grad()
+        model(**rows).backward()
+        optimizer.step()
+        for one in (*schedules[0], *schedules[1]):
+            one.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-12, atol=1e-14)
+    state = optimizer.state_dict()["state"]
+    expected = [one.state[p] for one in plain_pair for group in one.param_groups for p in group["params"]]
+    assert [set(state[i]) for i in range(4)] == [set(one) for one in expected]
+    for i, one in enumerate(expected):
+        for key, value in one.items():
+            torch.testing.assert_close(state[i][key].double(), value.double(), rtol=1e-12, atol=1e-14)
+
+
+def test_state_of_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    """It is saved, by state_dict and in checkpoints, and goes on as if nothing had happened."""
+    found = []
+    for how in ("whole", "state_dict", "checkpoint", "without"):
+        module = net()
+        model, optimizer = distribute(module, OtherStep(module.parameters(), lr=1e-2))
+        if how == "whole":
+            trained(model, optimizer, 2)
+            state, weights = optimizer.state_dict(), model.state_dict()
+            assert [one["taken"] for one in state["state"].values()] == [2] * 4
+            with Checkpoints(model.trainer, tmp_path) as checkpoints:
+                checkpoints.save()
+        elif how in ("state_dict", "without"):
+            model.load_state_dict(weights)
+            if how == "state_dict":
+                optimizer.load_state_dict(state)
+        else:
+            model.when_captured(lambda trainer: restored(trainer, tmp_path))
+        found.append(trained(model, optimizer, 3, begin=2))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+    assert found[3] != pytest.approx(found[0], rel=1e-3)
+
+
+def restored(trainer: Any, folder: Path) -> None:
+    with Checkpoints(trainer, folder) as checkpoints:
+        checkpoints.restore()
+
+
+def test_several_optimizers_that_do_not_fit() -> None:
+    module = net()
+    with pytest.raises(ConfigError, match="a parameter is in two of its groups, or in two optimizers"):
+        distribute(module, [*two_of(module), torch.optim.SGD([module.first.weight], lr=0.1)])
+    with pytest.raises(ConfigError, match="must have the parameters of the model"):
+        distribute(module, two_of(module)[:1])
 
 
 CYCLES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -257,8 +354,7 @@ def test_optimizers_that_cannot_be_said() -> None:
             "momentum = 0.5 of the group",
         ),
         (torch.optim.AdamW(parts[0]), "parameters of the model that require gradients, and no others"),
-        (torch.optim.LBFGS(model.parameters()), "LBFGS is not legal; legal: AdamW, Adam, SGD"),
-        (OtherStep(model.parameters()), "OtherStep is not legal, whose step is not that of AdamW"),
+        (torch.optim.LBFGS(model.parameters()), "LBFGS: its step needs a closure"),
     ):
         with pytest.raises(ConfigError, match=message):
             choice_of(optimizer, model)

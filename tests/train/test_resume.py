@@ -126,7 +126,8 @@ def run(
     made = compiled(model, ranks, precision, zero, schedule, pp, tp, tensor)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
-        choice = OptimizerChoice(name, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)  # type: ignore[arg-type]
+        numbers = {"schedule": "cosine", "warmup_steps": 2, "total_steps": STEPS, **OF_WHOLE_TENSORS.get(name, {})}
+        choice = OptimizerChoice(name, lr=1e-2, **numbers)  # type: ignore[arg-type]
         trainer = Trainer(made, choice, made.plan, {}, clip_norm=0.5, seed=3, comm=comm)
         positions = []
         with trainer.loader(Rows(rows), BATCH) as loader, Checkpoints(trainer, folder, **options) as checkpoints:
@@ -142,6 +143,12 @@ def run(
         return state, positions
 
     return run_ranks(made.plan.mesh, rank, timeout=60)[0]
+
+
+OF_WHOLE_TENSORS: dict[str, dict[str, Any]] = {
+    "muon": {"beside": (("eps", 1e-4),)}, "adafactor": {"eps": (1e-4, 1e-3)}, "lamb": {"eps": 1e-4},
+    "shampoo": {"eps": 1e-2},
+}  # fmt: skip
 
 
 def worst(ours: State, truth: State) -> float:
@@ -199,6 +206,21 @@ def test_checkpoints_go_from_pipeline_to_pipeline(tmp_path: Path, before: int, a
     state, rest = run(tmp_path / "parts", stop=STEPS, **PIPELINES[after])
     assert first + rest == places
     assert worst(state, truth) <= 1e-12
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("muon", 2, 5), ("muon", 5, 0), ("adafactor", 4, 2), ("lamb", 0, 2), ("lamb", 3, 5), ("shampoo", 5, 4)],
+)
+def test_state_of_whole_tensors_goes_from_plan_to_plan(tmp_path: Path, name: str, before: int, after: int) -> None:
+    truth, _ = run(tmp_path / "whole", 1, STEPS, name=name)
+    run(tmp_path / "parts", stop=3, name=name, **PIPELINES[before])
+    state, _ = run(tmp_path / "parts", stop=STEPS, name=name, **PIPELINES[after])
+    assert worst(state, truth) <= 1e-11
+    run(tmp_path / "sharded", stop=3, name=name, **LAYERS[before])
+    state, _ = run(tmp_path / "sharded", stop=STEPS, name=name, **LAYERS[after])
+    assert worst(state, truth) <= 1e-11
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from models import captured
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import APPLIES, OPTIMIZERS
+from shardwise.core.optimizers import APPLIES, OPTIMIZERS, WHOLE
 from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
@@ -43,12 +43,20 @@ def choice_of(name: str, **numbers: Any) -> OptimizerChoice:
     return OptimizerChoice(name, lr=1e-3, **{k: v for k, v in given.items() if k in options or k in numbers})  # type: ignore[arg-type]
 
 
-CHOICES: dict[str, OptimizerChoice] = {name: choice_of(name) for name in OPTIMIZERS} | {
+CHOICES: dict[str, OptimizerChoice] = {name: choice_of(name) for name in OPTIMIZERS if name not in WHOLE} | {
     "amsgrad": choice_of("adamw", amsgrad=True),
     "centered": choice_of("rmsprop", centered=True),
     "dampening": choice_of("sgd", dampening=0.3),
     "maximize": choice_of("adam", maximize=True),
     "decoupled": choice_of("nadam", decoupled_weight_decay=True),
+    "several": choice_of(
+        "adamw",
+        groups=(
+            ParameterGroup.of("blocks.0.*", name="rmsprop", eps=1e-4, centered=True),
+            ParameterGroup.of("blocks.1.*weight", name="rmsprop", eps=1e-4, momentum=0.9),
+            ParameterGroup.of("*bias", name="sgd", lr=1e-2),
+        ),
+    ),
     "adagrad begun": choice_of("adagrad", initial_accumulator_value=0.1, lr_decay=0.1),
 }
 
@@ -93,11 +101,8 @@ def test_a_parameter_in_the_wrong_group_is_found(monkeypatch: pytest.MonkeyPatch
     def wrong(*args: Any) -> Share:
         share = of(*args)
         spans = [tuple(Span(s.start, s.stop, 0) for s in one.spans) for one in share.updates]
-        return Share(
-            share.layout, share.rule, share.held,
-            tuple(Updated(each, one.name) for each, one in zip(spans, share.updates, strict=True)), share.apart,
-            share.table,
-        )  # fmt: skip
+        updates = tuple(Updated(each, one.name) for each, one in zip(spans, share.updates, strict=True))
+        return replace(share, updates=updates)
 
     monkeypatch.setattr(Share, "of", staticmethod(wrong))
     assert not check(

@@ -37,6 +37,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.server import asynchronous_server, parameter_server
 from shardwise.parallel.tables import table_gradients
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.train.given_metrics import metrics_of
 from shardwise.train.metrics import Metric
 from shardwise.train.torch_metrics import is_torch_metric
@@ -321,7 +322,9 @@ def build_plan(config: Config) -> Plan:
     If the config leaves the timetable of schedule "auto" open, the plan has a schedule that takes little memory, for
     the launcher to measure with.
     """
-    return table_gradients(_plan(config), build_optimizer(config), config.parallel.sparse_gradients)
+    optimizer = build_optimizer(config)
+    plan = table_gradients(_plan(config), optimizer, config.parallel.sparse_gradients)
+    return whole_tensors_for(plan, optimizer)
 
 
 def _plan(config: Config) -> Plan:

@@ -21,8 +21,10 @@ def complete_optimizer(draft: ConfigDraft) -> None:
     if draft.sound("optimizer.name"):
         name = draft["optimizer.name"]
         if name in APPLIES["weight_decay"]:
-            draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
-        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad"):
+            draft.default("optimizer.weight_decay", 0.1 if name in ("adamw", "muon") else 0.0)
+        if name == "adafactor" and draft.given("optimizer.eps"):
+            draft.refuse("optimizer.eps", 'left out, for "adafactor" has two, which OptimizerChoice takes')
+        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad", "adjust_lr_fn"):
             if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
                 draft.refuse(
                     f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'
@@ -64,4 +66,12 @@ def optimizer_choice(given: Mapping[str, Any], steps: int) -> OptimizerChoice:
     """Return the optimizer of the keys ``given`` of ``[optimizer]``, None where one is left out, over ``steps``."""
     numbers = {name: value for name, value in given.items() if value is not None}
     groups = tuple(ParameterGroup.of(**group) for group in numbers.pop("groups", ()))
-    return OptimizerChoice(**numbers, groups=groups, total_steps=steps)
+    beside = _beside(numbers, numbers.pop("beside", {}))
+    return OptimizerChoice(**numbers, groups=groups, beside=beside, total_steps=steps)
+
+
+def _beside(numbers: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the optimizer beside muon; adamw has the defaults that it would have alone."""
+    if numbers["name"] == "muon" and given.get("name", "adamw") == "adamw":
+        given = {"betas": (0.9, 0.95), "weight_decay": numbers.get("weight_decay", 0.1), **given}
+    return tuple(given.items())

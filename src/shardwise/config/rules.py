@@ -189,6 +189,17 @@ def tables(legal: str, each: dict[str, Rule]) -> Rule:
     return some_keys(legal, each, {})
 
 
+def any_keys(legal: str, more: dict[str, Rule]) -> Rule:
+    """Return the rule for a table with any of the keys ``more``."""
+    several = some_keys(legal, {}, more)
+
+    def read(value: Any) -> dict[str, Any]:
+        found: dict[str, Any] = several.read([value])[0]
+        return found
+
+    return Rule(legal, read)
+
+
 def some_keys(legal: str, each: dict[str, Rule], more: dict[str, Rule]) -> Rule:
     """Return the rule for a list of tables, each with all keys of ``each`` and any of ``more``; it becomes a tuple."""
     every = {**each, **more}

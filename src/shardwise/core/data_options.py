@@ -18,6 +18,7 @@ State = Literal["R", "S", "O"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Rows = Literal["microbatch", "batch"]
 Tables = Literal["dense", "rows"]
+Updates = Literal["elements", "tensors"]
 
 DATA_PARALLEL_ROWS: Mapping[tuple[Rest, Gradient, State], str] = {
     ("R", "P", "R"): "DDP",
@@ -78,7 +79,8 @@ class DataOptions:
     says which rows meet where a model lets rows meet (BatchNorm, in-batch negatives): those of a microbatch, or those
     of the whole batch, for which all microbatches run up to there before any of them goes on.  ``tables`` says whether
     the gradient of a table whose lookups are sparse (``nn.Embedding(sparse=True)``) is as large as the table, or has
-    the rows that were looked up, which alone are communicated and updated.
+    the rows that were looked up, which alone are communicated and updated.  ``updates`` says whether the optimizer goes
+    element by element, or needs whole tensors, which a step then puts together.
     """
 
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
@@ -88,6 +90,7 @@ class DataOptions:
     reduce: ReduceDtype = word("auto", get_args(ReduceDtype))
     rows: Rows = word("microbatch", get_args(Rows))
     tables: Tables = word("dense", get_args(Tables), key="sparse_gradients")
+    updates: Updates = word("elements", get_args(Updates))
 
     def __post_init__(self) -> None:
         check_options(self)

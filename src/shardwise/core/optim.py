@@ -9,14 +9,29 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.core.averaging import Averaging
-from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_value
+from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count, check_value
 from shardwise.core.learning_rates import LearningRates
-from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, OPTIMIZERS, SAME_KIND
+from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
 from shardwise.core.options import check_number
-from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths
+from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths, in_a_block
 
 OptimizerName = Literal[
-    "adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "lion"
+    "adamw",
+    "sgd",
+    "adam",
+    "adagrad",
+    "rmsprop",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "asgd",
+    "rprop",
+    "lion",
+    "muon",
+    "adafactor",
+    "lamb",
+    "shampoo",
 ]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -24,6 +39,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "decay": ("matrices", "all"),
 }
 """These fields of an optimizer choice each take one of the listed words."""
+
+SHARED = ("lr", "decay", *(field.name for field in fields(LearningRates)))
+"""What all optimizers of a choice have in common, unless a group says otherwise."""
 
 SWITCHES = ("nesterov", "amsgrad", "centered", "maximize", "decoupled_weight_decay")
 """These fields are true or false."""
@@ -41,8 +59,14 @@ class OptimizerChoice(LearningRates, Averaging):
     ``decoupled_weight_decay``.  ``lion`` is Chen et al. 2023, arXiv 2302.06675, algorithm 2.
     ``decay = "matrices"`` applies weight decay only to parameters of two dims or more, so not to norms and biases.
 
-    ``groups`` are parameters that have hyperparameters of their own, such as another ``lr``: the schedule is the same
-    for all.  With ``layer_decay`` learning rates are multiplied by it once for each layer that lies above a parameter
+    ``muon``, ``adafactor``, ``lamb`` (You et al. 2020, arXiv 1904.00962, algorithm 2) and ``shampoo`` (Gupta et al.
+    2018, arXiv 1802.09568) need whole tensors.  ``muon`` updates parameters of two dims that are inside a numbered
+    module (``blocks.0``) or in a group that has ``name = "muon"``; the optimizer ``beside`` it, by default AdamW with
+    the same learning rate, updates all other parameters.
+
+    ``groups`` are parameters that have hyperparameters of their own, such as another ``lr``, or with ``name`` another
+    optimizer, whose hyperparameters are then all its own: the schedule is the same for all.
+    With ``layer_decay`` learning rates are multiplied by it once for each layer that lies above a parameter
     (:func:`~shardwise.core.parameter_groups.depths`); :meth:`resolved` makes groups of that.
 
     The learning rate rises linearly over ``warmup_steps`` to ``lr``; what it does then, until the last of
@@ -57,14 +81,15 @@ class OptimizerChoice(LearningRates, Averaging):
     name: OptimizerName = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float | None = None
+    eps: float | tuple[float | None, float] | None = None
     weight_decay: float | None = None
     decay: Literal["matrices", "all"] = "matrices"
     groups: tuple[ParameterGroup, ...] = ()
     layer_decay: float | None = None
-    momentum: float = 0.0
+    beside: tuple[tuple[str, Any], ...] = ()
+    momentum: float | None = None
     dampening: float = 0.0
-    nesterov: bool = False
+    nesterov: bool | None = None
     amsgrad: bool = False
     centered: bool = False
     maximize: bool = False
@@ -78,13 +103,23 @@ class OptimizerChoice(LearningRates, Averaging):
     t0: float | None = None
     etas: tuple[float, float] | None = None
     step_sizes: tuple[float, float] | None = None
+    ns_coefficients: tuple[float, float, float] | None = None
+    ns_steps: int | None = None
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    beta2_decay: float | None = None
+    d: float | None = None
+    own: Any = None
 
     def __post_init__(self) -> None:
         for field, legal in CHOICES.items():
+            if field == "name" and self.name == OWN and self.own is not None:
+                continue
             check_choice(f"optimizer.{field}", getattr(self, field), legal)
         self._check_numbers()
+        self._check_of_whole_tensors()
         self._check_applies()
         self._check_groups()
+        self._check_beside()
         self.check_schedule()
         self._check_cycle()
         self.check_averaging()
@@ -96,9 +131,18 @@ class OptimizerChoice(LearningRates, Averaging):
 
     @cached_property
     def parts(self) -> tuple[OptimizerChoice, ...]:
-        """The optimizer of the parameters in no group, and that of each group."""
-        alone = replace(self, groups=(), layer_decay=None)
-        return (alone, *(replace(alone, **dict(group.changes)) for group in self.groups))
+        """The optimizer of the parameters in no group, that of each group, and the one beside ``muon``."""
+        alone = replace(self, groups=(), layer_decay=None, beside=())
+        found = (alone, *(alone._changed(dict(group.changes)) for group in self.groups))
+        if not self._has_muon:
+            return found
+        return (*found, alone._changed({"name": "adamw", **dict(self.beside)}))
+
+    def _changed(self, changes: Mapping[str, Any]) -> OptimizerChoice:
+        """Return the same with other hyperparameters; another optimizer has the rate and the schedule alone."""
+        if changes.get("name", self.name) == self.name:
+            return replace(self, **changes)
+        return OptimizerChoice(**{**{name: getattr(self, name) for name in SHARED}, **changes})
 
     def group_of(self, name: str, shape: tuple[int, ...]) -> int:
         """Return the number of the settings (:meth:`settings`) of the parameter called ``name`` of this ``shape``."""
@@ -106,15 +150,56 @@ class OptimizerChoice(LearningRates, Averaging):
             raise ShardwiseError("layer_decay needs the names of all parameters: call resolved(names) first")
         group = self._by_name.of(name)
         own = group > 0 and self.groups[group - 1].decays
+        if self.parts[group].name == "muon" and not (len(shape) == 2 and self._is_hidden(name, group)):
+            group, own = len(self.parts) - 1, False
         return 2 * group + (not own and self.decay == "matrices" and len(shape) < 2)
+
+    def _is_hidden(self, name: str, group: int) -> bool:
+        """Return whether a matrix is in a numbered module, or in a group that says so."""
+        return in_a_block(name) or (group > 0 and self.groups[group - 1].named)
+
+    def kind(self, part: int) -> int:
+        """Return the first of :attr:`parts` that has the same state as ``part``: one optimizer updates these."""
+        return next(i for i, one in enumerate(self.parts) if one._kind == self.parts[part]._kind)
+
+    @cached_property
+    def _kind(self) -> tuple[Any, ...]:
+        options = (*(getattr(self, one) for one in NOT_BY_GROUP), *(bool(getattr(self, one)) for one in SAME_KIND))
+        return (self.name, self.own, *options)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether the parameters in no group are updated by whole tensors."""
+        return self.own is not None or OPTIMIZERS[self.name].whole is not None
+
+    def whole_elements(self, shape: tuple[int, ...]) -> int:
+        """Return the elements of all temporaries of an update of a whole parameter of this ``shape``."""
+        if self.own is not None:
+            return int(self.own.elements(shape))
+        found = OPTIMIZERS[self.name].whole
+        assert found is not None
+        return found.elements(shape)
+
+    @property
+    def any_whole(self) -> bool:
+        """Return whether any parameters are updated by whole tensors."""
+        return any(part.whole for part in self.parts)
+
+    def whole_state(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the state of a whole parameter of this ``shape``."""
+        if self.own is not None:
+            return {key: one.shape for key, one in self.own.kept(shape).items()}
+        found = OPTIMIZERS[self.name].whole
+        assert found is not None
+        return found.state(shape)
 
     def settings(self, step: int) -> tuple[dict[str, Any], ...]:
         """Return the hyperparameters of update ``step``, counted from 0, by torch's names: for the parameters in no
         group with weight decay, for those without, and so on for each group."""
         found: list[dict[str, Any]] = []
         for part in self.parts:
-            numbers = {**part.numbers, "lr": part.learning_rate(step)}
-            if part.moves_momentum:
+            numbers = part.numbers if part.own is not None else {**part.numbers, "lr": part.learning_rate(step)}
+            if part.moves_momentum and part.own is None:
                 momentum = part.momentum_of(step)
                 numbers |= {"betas": (momentum, part.betas[1])} if "betas" in numbers else {"momentum": momentum}
             found += [numbers, {**numbers, "weight_decay": 0.0}]
@@ -123,6 +208,8 @@ class OptimizerChoice(LearningRates, Averaging):
     @cached_property
     def numbers(self) -> dict[str, Any]:
         """The hyperparameters of the parameters in no group, by torch's names; those left out are torch's defaults."""
+        if self.own is not None:
+            return dict(self.own.numbers)
         own = {name: getattr(self, name) for name in OPTIMIZERS[self.name].options}
         return {"lr": self.lr, **{name: value for name, value in own.items() if value is not None}}
 
@@ -134,13 +221,16 @@ class OptimizerChoice(LearningRates, Averaging):
     def state(self) -> tuple[str, ...]:
         """The tensors of a parameter's size that the optimizer keeps, by torch's names."""
         more = tuple(tensor for option, tensor in MORE_STATE.items() if getattr(self, option))
-        return (*OPTIMIZERS[self.name].state, *more)
+        return (*(() if self.own is not None else OPTIMIZERS[self.name].state), *more)
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The scalars that the optimizer keeps, by torch's names.  With ``dampening`` steps are counted, for the first
         one has none."""
-        return (*OPTIMIZERS[self.name].scalars, *(("step",) if self.dampening else ()))
+        return (
+            *(() if self.own is not None else OPTIMIZERS[self.name].scalars),
+            *(("step",) if self.dampening else ()),
+        )
 
     def fused_on(self, kind: str) -> bool:
         """Return whether there is a fused kernel on this kind of device."""
@@ -151,6 +241,9 @@ class OptimizerChoice(LearningRates, Averaging):
         ``layer_decay`` becomes groups.  :class:`ConfigError` names a pattern that no parameter has."""
         every = list(names)
         self._by_name.check(every)
+        if self.name == "muon" and not any(self._is_hidden(one, self._by_name.of(one)) for one in every):
+            wrong = '"muon" has nothing to update: no parameter is in a numbered module such as blocks.0'
+            raise ConfigError.on("optimizer.name", wrong, 'groups of matrices with name = "muon", or another optimizer')
         if self.layer_decay is None:
             return self
         found: dict[tuple[int, int], list[str]] = {}
@@ -169,13 +262,17 @@ class OptimizerChoice(LearningRates, Averaging):
         groups = (
             ParameterGroup(g.match, (*((k, v) for k, v in g.changes if k != "lr"), ("lr", 0.0))) for g in self.groups
         )
-        return replace(self, lr=0.0, groups=tuple(groups))
+        beside = (*((k, v) for k, v in self.beside if k != "lr"), ("lr", 0.0)) if self.beside else ()
+        return replace(self, lr=0.0, groups=tuple(groups), beside=beside)
 
     @property
     def by_rows(self) -> bool:
         """Return whether a row without a gradient stays as it is in an update, with its state."""
-        plain = self.name == "adagrad" or (self.name == "sgd" and not self.momentum)
-        return plain and not self.maximize and not self.lr_decay and not any(part.weight_decay for part in self.parts)
+        return all(
+            (part.name == "adagrad" or (part.name == "sgd" and not part.momentum))
+            and not part.maximize and not part.lr_decay and not part.weight_decay
+            for part in self.parts
+        )  # fmt: skip
 
     @cached_property
     def _by_name(self) -> GroupsByName:
@@ -198,7 +295,7 @@ class OptimizerChoice(LearningRates, Averaging):
             check_value("optimizer.etas", self.etas, 0 < self.etas[0] < 1 < self.etas[1], "one below 1, and one above")
         for field in (
             "lr",
-            "eps",
+            *(("eps",) if self.name != "adafactor" else ()),
             "weight_decay",
             "momentum_decay",
             "lr_decay",
@@ -209,12 +306,57 @@ class OptimizerChoice(LearningRates, Averaging):
             if getattr(self, field) is not None:
                 check_number(f"optimizer.{field}", getattr(self, field))
         for field in ("momentum", "dampening"):
-            check_number(f"optimizer.{field}", getattr(self, field), below=1.0)
+            if getattr(self, field) is not None:
+                check_number(f"optimizer.{field}", getattr(self, field), below=1.0)
         if self.alpha is not None:
             check_number("optimizer.alpha", self.alpha, below=1.0 if self.name == "rmsprop" else math.inf)
         for field in ("layer_decay", "rho"):
             if getattr(self, field) is not None:
                 check_number(f"optimizer.{field}", getattr(self, field), most=1.0)
+
+    def _check_of_whole_tensors(self) -> None:
+        if self.adjust_lr_fn is not None:
+            check_choice("optimizer.adjust_lr_fn", self.adjust_lr_fn, ("original", "match_rms_adamw"))
+        if self.ns_steps is not None:
+            check_count("optimizer.ns_steps", self.ns_steps)
+            check_value("optimizer.ns_steps", self.ns_steps, self.ns_steps < 100, "1 to 99")
+        if self.ns_coefficients is not None:
+            object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
+            check_value("optimizer.ns_coefficients", self.ns_coefficients, len(self.ns_coefficients) == 3, "3 numbers")
+        if self.beta2_decay is not None:
+            check_number("optimizer.beta2_decay", -self.beta2_decay)
+        if self.d is not None:
+            check_number("optimizer.d", self.d)
+            check_value("optimizer.d", self.d, self.d >= 1, "a number of at least 1")
+        if self.name == "adafactor" and self.eps is not None:
+            pair = isinstance(self.eps, tuple | list) and len(self.eps) == 2 and self.eps[1] is not None
+            check_value("optimizer.eps", self.eps, pair, "two numbers with adafactor")
+            assert not isinstance(self.eps, float | int)
+            for one in self.eps:
+                if one is not None:
+                    check_number("optimizer.eps", one)
+            object.__setattr__(self, "eps", tuple(self.eps))
+
+    def _check_beside(self) -> None:
+        object.__setattr__(self, "beside", tuple(dict(self.beside).items()))
+        given = dict(self.beside)
+        if not self._has_muon:
+            check_value("optimizer.beside", given, not given, f'none with "{self.name}", which takes all parameters')
+            return
+        check_value("optimizer.layer_decay", self.layer_decay, self.layer_decay is None, 'none with "muon"')
+        legal = ["lr", "name", *APPLIES]
+        for name in given:
+            check_choice("optimizer.beside", name, legal)
+        name = given.get("name", "adamw")
+        check_choice("optimizer.beside.name", name, [one for one in OPTIMIZERS if one != "muon"])
+        try:
+            OptimizerChoice(**{"name": name, **given})
+        except ConfigError as error:
+            raise ConfigError(f"beside muon: {error}") from None
+
+    @property
+    def _has_muon(self) -> bool:
+        return "muon" in (self.name, *(dict(group.changes).get("name") for group in self.groups))
 
     def _check_applies(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -223,10 +365,11 @@ class OptimizerChoice(LearningRates, Averaging):
                 wrong = f'{getattr(self, field)!r} is not legal for "{self.name}", which has no {field}'
                 raise ConfigError.on(f"optimizer.{field}", wrong, f"for {', '.join(names)}.")
         for field in SWITCHES:
+            value = getattr(self, field)
             check_value(
-                f"optimizer.{field}", getattr(self, field), isinstance(getattr(self, field), bool), "true or false"
+                f"optimizer.{field}", value, value is defaults[field] or isinstance(value, bool), "true or false"
             )
-        if self.nesterov and (self.momentum == 0 or self.dampening):
+        if self.nesterov and self.name != "muon" and (not self.momentum or self.dampening):
             wrong = f"{self.nesterov!r} is not legal with momentum = {self.momentum}, dampening = {self.dampening}"
             raise ConfigError.on(
                 "optimizer.nesterov", wrong, "true with a momentum above 0 and no dampening, or false."
@@ -251,9 +394,11 @@ class OptimizerChoice(LearningRates, Averaging):
         for group in self.groups:
             group.check(self.name)
             try:
-                part = replace(self, groups=(), layer_decay=None, **dict(group.changes))
+                part = replace(self, groups=(), layer_decay=None, beside=())._changed(dict(group.changes))
             except ConfigError as error:
                 raise ConfigError(f"{group}: {error}") from None
+            if part.name != self.name:
+                continue
             for field in SAME_KIND:
                 here, others = getattr(part, field), getattr(self, field)
                 if bool(here) != bool(others):

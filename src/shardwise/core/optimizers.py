@@ -1,11 +1,22 @@
-"""The table of optimizers: what each takes, keeps and needs in an update.  All work element by element."""
+"""The table of optimizers: what each takes, keeps and needs in an update, element by element or by whole tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import NamedTuple
 
+Shape = tuple[int, ...]
+
 ADAM = ("betas", "eps", "amsgrad", "maximize")
+
+
+class WholeFacts(NamedTuple):
+    """What is known of an optimizer of whole tensors, by the shape of a parameter: the shape of each tensor of its
+    ``state``, and the ``elements`` of all temporaries of an update."""
+
+    state: Callable[[Shape], Mapping[str, Shape]]
+    elements: Callable[[Shape], int]
 
 
 class OptimizerFacts(NamedTuple):
@@ -15,6 +26,8 @@ class OptimizerFacts(NamedTuple):
     ``scalars`` those without a dim.  ``fused`` are the types of devices on which it has fused kernels in the oldest
     torch that shardwise supports.  ``temporaries`` are the tensors of a segment's size that an update takes where it is
     not fused, by type of device: (without weight decay, with it).
+
+    An optimizer that needs ``whole`` tensors has the facts of these there.
     """
 
     options: tuple[str, ...]
@@ -22,6 +35,23 @@ class OptimizerFacts(NamedTuple):
     scalars: tuple[str, ...] = ("step",)
     fused: tuple[str, ...] = ()
     temporaries: Mapping[str, tuple[int, int]] = {}
+    whole: WholeFacts | None = None
+
+
+def _adafactor(shape: Shape) -> Mapping[str, Shape]:
+    """Averages of squares over the last dim and over the last but one; a vector has its own."""
+    if len(shape) < 2:
+        return {"step": (), "variance": shape}
+    return {"step": (), "row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+
+
+LARGEST = 1024
+"""Dims longer than that have a diagonal preconditioner of Shampoo."""
+
+
+def _shampoo(shape: Shape) -> Mapping[str, Shape]:
+    """A matrix for each dim, or its diagonal."""
+    return {f"factor_{i}": (size, size) if size <= LARGEST else (size,) for i, size in enumerate(shape or (1,))}
 
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = {
@@ -65,8 +95,33 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "lion": OptimizerFacts(
         ("betas", "weight_decay"), ("exp_avg",), (), temporaries={"cpu": (1, 1), "gpu": (1, 1)},
     ),
+    "muon": OptimizerFacts(
+        ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps", "weight_decay"), (), (),
+        whole=WholeFacts(lambda shape: {"momentum_buffer": shape}, lambda shape: 3 * prod(shape)),
+    ),
+    "adafactor": OptimizerFacts(
+        ("beta2_decay", "d", "eps", "maximize", "weight_decay"), (), (),
+        whole=WholeFacts(_adafactor, lambda shape: (1 if len(shape) > 1 else 2) * prod(shape) + sum(shape)),
+    ),
+    "lamb": OptimizerFacts(
+        ("betas", "eps", "weight_decay"), (), (),
+        whole=WholeFacts(
+            lambda shape: {"step": (), "exp_avg": shape, "exp_avg_sq": shape}, lambda shape: prod(shape) + 4
+        ),
+    ),
+    "shampoo": OptimizerFacts(
+        ("eps", "weight_decay"), (), (), whole=WholeFacts(
+            _shampoo, lambda shape: 2 * prod(shape) + 3 * max(prod(one) for one in _shampoo(shape).values()),
+        ),
+    ),
 }  # fmt: skip
-"""These are optimizers of :mod:`torch.optim`, and Lion (:class:`shardwise.runtime.lion.Lion`)."""
+"""These are optimizers of :mod:`torch.optim`, and those of :mod:`shardwise.runtime.lion`, ``lamb`` and ``shampoo``."""
+
+OWN = "own"
+"""The name of an optimizer whose step is the user's own (:class:`shardwise.runtime.own_optimizer.OwnOptimizer`)."""
+
+WHOLE = tuple(name for name, facts in OPTIMIZERS.items() if facts.whole is not None)
+"""The optimizers that need whole tensors."""
 
 MORE_STATE: Mapping[str, str] = {
     "momentum": "momentum_buffer",
@@ -74,6 +129,9 @@ MORE_STATE: Mapping[str, str] = {
     "centered": "grad_avg",
 }
 """The tensor of a parameter's size that an option adds to the state, where it is not zero or false."""
+
+FIRST_RATE = frozenset({"eta", "step_size"})
+"""The state that begins with the learning rate of the first step."""
 
 NOT_BY_GROUP = (
     "amsgrad", "centered", "nesterov", "maximize", "decoupled_weight_decay", "initial_accumulator_value",

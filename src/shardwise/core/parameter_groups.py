@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.core.errors import ConfigError, check_text, check_value, did_you_mean
-from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS
+from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, OWN
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -22,7 +22,7 @@ class ParameterGroup:
 
     ``changes`` are the hyperparameters that differ from the optimizer's, as pairs of a field of
     :class:`~shardwise.core.optim.OptimizerChoice` and its value.  A ``weight_decay`` among them applies to all
-    parameters of the group, also to norms and biases.
+    parameters of the group, also to norms and biases.  A ``name`` among them is that of another optimizer.
     """
 
     match: tuple[str, ...]
@@ -40,11 +40,22 @@ class ParameterGroup:
 
     def check(self, optimizer: str) -> None:
         """Raise :class:`ConfigError` where this optimizer has no hyperparameter of a name, or one for all groups."""
-        legal = ["lr", *(one for one in OPTIMIZERS[optimizer].options if one not in NOT_BY_GROUP)]
+        own = dict(self.changes).get("name", optimizer)
+        if own == OWN:  # it says itself what it has
+            return
+        if own not in OPTIMIZERS:
+            wrong = f"name = {own!r} of {self} is not legal"
+            raise ConfigError.on("optimizer.groups", wrong, f"{', '.join(OPTIMIZERS)}.", did_you_mean(own, OPTIMIZERS))
+        legal = ["lr", *(one for one in OPTIMIZERS[own].options if own != optimizer or one not in NOT_BY_GROUP)]
         for name, _ in self.changes:
-            if name not in legal:
-                wrong = f'{name} of {self} is not legal with "{optimizer}"'
+            if name not in legal and name != "name":
+                wrong = f'{name} of {self} is not legal with "{own}"'
                 raise ConfigError.on("optimizer.groups", wrong, f"{', '.join(legal)}.", did_you_mean(name, legal))
+
+    @property
+    def named(self) -> bool:
+        """Whether the group says itself what its optimizer is."""
+        return any(name == "name" for name, _ in self.changes)
 
     @property
     def decays(self) -> bool:
@@ -110,6 +121,11 @@ def depths(names: Iterable[str]) -> dict[str, int]:
         depth = blocks.get(_block(name), depth)
         found[name] = depth if i <= last else len(blocks) + 1
     return found
+
+
+def in_a_block(name: str) -> bool:
+    """Return whether a parameter is in a numbered module."""
+    return bool(_block(name))
 
 
 def _block(name: str) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Plan:
             raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
         self._check_servers()
         self._check_tables()
+        self._check_updates()
         wide = ("fp64",) if self.numeric.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.data.reduce, ("auto", *wide))
         self.local.check_mesh(self.mesh, self.overlaps, self.memory.offloads_optimizer)
@@ -96,6 +97,16 @@ class Plan:
         }
         if self.data.tables == "rows" and (found := next((what for what, is_so in against.items() if is_so), "")):
             raise ConfigError.on("sparse_gradients", f'"rows" is not legal with {found}', '"dense"')
+
+    def _check_updates(self) -> None:
+        """Raise :class:`ConfigError` if steps by whole tensors do not fit the rest of the plan."""
+        against = {
+            f'norm = "{self.pipeline.norm}", under which a step may be taken back': self.post_validates,
+            f'server = "{self.serving.kind}", whose servers have parts of tensors': self.serving.apart,
+        }
+        if self.data.updates == "tensors" and (found := next((what for what, is_so in against.items() if is_so), "")):
+            wrong = f"one that needs whole tensors is not legal with {found}"
+            raise ConfigError.on("optimizer", wrong, "one that goes element by element, such as adamw")
 
     @staticmethod
     def of(mesh: Mesh = ONE_RANK, **options: Any) -> Plan:

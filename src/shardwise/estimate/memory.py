@@ -22,6 +22,7 @@ from shardwise.estimate.states import (
     bucket_states,
     changed,
     step_peak,
+    whole_peak,
     widths,
 )
 from shardwise.estimate.tables import COPIES, TABLE_UPDATE, held_rows, looked_up, row_bytes
@@ -92,7 +93,7 @@ def _buckets(
     offload = plan.memory.offloads_optimizer
     for bucket in buckets:
         share = Share.of(bucket, plan, choice, rank, per_parameter)
-        each = bucket_widths(choice, bucket)
+        each, wide = bucket_widths(choice, bucket), bucket.wide.itemsize
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
         for account, states in zip((on_device, on_host), both, strict=True):
             account.hold(BufferKind.PARAM.of(bucket.index), states.parameters)
@@ -104,19 +105,23 @@ def _buckets(
             taker.hold(BufferKind.OUTER.of(bucket.index), 2 * each_of_outer)
             on_device.hold(BufferKind.DIFFERENCE.of(bucket.index), each_of_outer if plan.local.streams else 0)
         peak = max(
-            (step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0
+            (step_peak(choice, one.spans, each[one.part], wide, where, one.part) for one in share.updates), default=0
         )
+        update, sent = whole_peak(share, choice, wide)
+        peak = max(peak, update, sent if taker is on_device else 0)
         # What torch copies to a GPU in another dtype it converts on the host first.
         rounded = (
             share.held.numel * bucket.dtype.itemsize if taker is not on_device and bucket.dtype != bucket.wide else 0
         )
-        averaged = average_peak(share.held.numel, each) if bucket.learns else 0
+        averaged = average_peak(share.held.numel, each[0]) if bucket.learns else 0
         taker.steps[bucket.index] = max(peak, rounded, averaged)
+        if taker is not on_device and sent:
+            on_device.steps[bucket.index] = sent
         scaled = share.held.numel * bucket.wide.itemsize if plan.numeric.precision == "fp16" and not offload else 0
         taker.changed[bucket.index] = (
-            sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates)
+            sum(changed(one.spans, each[one.part], wide) for one in share.updates)
             + scaled
-            + (average_bytes(share.held.numel, each) if bucket.learns else 0)
+            + (average_bytes(share.held.numel, each[0]) if bucket.learns else 0)
         )
         on_device.final[bucket.index] = share.held.numel * bucket.wide.itemsize
         if share.rule.state == "O" and bucket.learns and not common:  # in common memory a server reads what ranks have
@@ -132,7 +137,7 @@ def _table(
     ranks = plan.mesh.axis_size(batch_axes(plan.mesh))
     held = held_rows(bucket, mine, ranks) * row_bytes(bucket)
     account.hold(BufferKind.GRAD.of(bucket.index), held)
-    averaged = average_peak(share.held.numel, bucket_widths(choice, bucket))
+    averaged = average_peak(share.held.numel, bucket_widths(choice, bucket)[0])
     account.steps[bucket.index] = max(TABLE_UPDATE * held, averaged)
     account.exchanged[bucket.index] = COPIES * ranks * mine * row_bytes(bucket)
 
@@ -176,9 +181,9 @@ def _scalars(precision: str) -> int:
     return 3 * scalar_bytes(precision) + 4 + (16 if precision == "fp16" else 0)
 
 
-def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
-    """Return the bytes that each element of a bucket takes, by what they are for."""
-    return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
+def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> list[Widths]:
+    """Return the bytes that each element of a bucket takes, by what they are for, for each part of the choice."""
+    return [widths(part, bucket.dtype.itemsize, bucket.wide.itemsize) for part in choice.parts]
 
 
 def norms_of(trace: Trace) -> int:

@@ -186,7 +186,8 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
         shapes = tuple((p.placed, choice.group_of(p.name, p.shape)) for p in b.parameters)
-        alike.setdefault((shapes, b.dtype, b.learns, plan.data.rule(names[0]), cut.holders(b)), []).append(b)
+        turn = b.index if choice.any_whole else 0  # ranks own the whole tensors of a bucket in turn
+        alike.setdefault((shapes, b.dtype, b.learns, plan.data.rule(names[0]), cut.holders(b), turn), []).append(b)
 
     @functools.cache
     def states(rank: int) -> int:

@@ -113,6 +113,8 @@ class _RankTraffic:
                 return [Traffic("all_reduce", one.axes, self.scalar * number)]
             case Op.SEND | Op.RECEIVE:
                 return self.message(one)
+            case Op.STEP:
+                return self.of_whole_tensors(one)
         return []
 
     def unit(self, one: Instruction) -> UnitTraffic:
@@ -180,6 +182,12 @@ class _RankTraffic:
             return []
         bucket, share = self.traces[0].buckets[one.bucket], self.share(one.bucket)
         return table_traffic(one, bucket, share, self.looked_up(one.bucket), self.plan)
+
+    def of_whole_tensors(self, one: Instruction) -> list[Traffic]:
+        """Return what a step by whole tensors sends: gradients and masters to the owners, and masters back."""
+        share, wide = self.share(one.bucket), self.traces[0].buckets[one.bucket].wide
+        owned = sum(tensor.numel for tensor in share.owned)
+        return [Traffic("all_to_all", one.axes, n * wide.itemsize) for n in (2 * share.held_of_whole, owned)]
 
     def message(self, one: Instruction) -> list[Traffic]:
         if one.bucket >= 0:

@@ -182,6 +182,8 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield from (("optimizer", one) for one in (average.average, average.count))
         for update in bucket.updates:
             yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
+        if bucket.whole is not None:
+            yield from (("optimizer", state) for _, found in bucket.whole.states() for state in found.values())
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:

@@ -27,8 +27,9 @@ from shardwise.lower.stages import StageSplit
 from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
-from shardwise.parallel.data import batch_axes
+from shardwise.parallel.data import batch_axes, placement
 from shardwise.parallel.pipeline import PIPELINE, stages_at
+from shardwise.parallel.whole_tensors import parted_over
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -220,13 +221,18 @@ class _Lowering:
             *(self.update(b, batch, verdict) for b in learning if not self.plan.serving.apart),
         ]
 
-    @staticmethod
-    def update(bucket: Bucket, batch: int, verdict: Buffer) -> Instruction:
-        """Return STEP; it writes the gradient too, which the fused optimizer clips in place."""
+    def update(self, bucket: Bucket, batch: int, verdict: Buffer) -> Instruction:
+        """Return STEP; it writes the gradient too, which the fused optimizer clips in place.  Where ranks have to put
+        whole tensors together for it, it communicates."""
         param, state, grad = (kind.of(bucket.index) for kind in (BufferKind.PARAM, BufferKind.STATE, BufferKind.GRAD))
+        axes: tuple[str, ...] = ()
+        if self.plan.data.updates == "tensors":
+            rule = placement(self.plan, bucket.parameters[0].name, bucket.table)
+            axes = parted_over(self.plan.mesh, rule, bucket.axes)
         return Instruction(
-            Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad)
-        )
+            Op.STEP, bucket=bucket.index, version=batch, axes=axes, lane=Lane.REDUCE if axes else Lane.COMPUTE,
+            reads=(grad, verdict), writes=(param, state, grad),
+        )  # fmt: skip
 
     @staticmethod
     def commit(buckets: Sequence[Bucket], batch: int, verdict: Buffer) -> Instruction:

@@ -350,6 +350,9 @@ class BatchState:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             factor = None if coefficient is None else coefficient.to(gradient.device)
             optimizer.step(self.given.settings, factor, skip.to(gradient.device), self.owner.clip_value)
+        if bucket.whole is not None and not bool(self.skip):
+            unreached, clip = {name for name, flag in self.unreached.items() if bool(flag)}, self.owner.clip_value
+            bucket.whole.step(self.given.settings, bucket.master, gradient, coefficient, unreached, clip)
 
     def result(self, alone: bool) -> StepResult:
         """Return what all ranks know of the batch by now; ``alone`` says that each stage has decided for itself."""

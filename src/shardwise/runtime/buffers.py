@@ -4,7 +4,6 @@ buckets.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,9 +19,8 @@ from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
 from shardwise.core.local_options import ISLANDS, LocalOptions
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.pieces import parts, range_parts
+from shardwise.core.pieces import parts
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
@@ -30,12 +28,14 @@ from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS, held_range
 from shardwise.runtime.average import Average
+from shardwise.runtime.boxes import boxes
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, Settings
 from shardwise.runtime.outer import OuterBucket
 from shardwise.runtime.scale import LossScale
 from shardwise.runtime.tables import TableGradient, TableOptimizer
-from shardwise.units.share import Share, Span, entry_ranges
+from shardwise.runtime.whole_tensors import WholeTensors
+from shardwise.units.share import Share, Span
 from shardwise.units.trace import Bucket, Parameter
 
 ALWAYS_TOGETHER = LocalOptions()
@@ -135,8 +135,18 @@ class BucketMemory:
     @cached_property
     def updates(self) -> list[Update]:
         """Return the optimizers, with their state."""
-        each, make = self.share.updates, TableOptimizer if self.bucket.table else FlatOptimizer
-        return [Update(make(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each]
+        make = TableOptimizer if self.bucket.table else FlatOptimizer
+        return [
+            Update(make(self.choice, [self._segment(span) for span in one.spans], part=one.part), one.name)
+            for one in self.share.updates
+        ]
+
+    @cached_property
+    def whole(self) -> WholeTensors | None:
+        """Return what updates parameters of this bucket as whole tensors; None if there are none."""
+        if not self.share.whole:
+            return None
+        return WholeTensors(self.bucket, self.share, self.comm, self.choice, self.master.device)
 
     @cached_property
     def average(self) -> Average | None:
@@ -275,25 +285,6 @@ def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tenso
     return out
 
 
-def boxes(
-    bucket: Bucket, layout: FlatBuffer, mesh: Mesh, rank: int, flat: Tensor, origin: int, start: int, stop: int
-) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
-    """Yield what :meth:`BucketMemory.boxes` does, for any ``rank``, whose bucket has this ``layout``."""
-    for entry, first, last in entry_ranges(layout, start, stop):
-        parameter = bucket.by_name[entry.name]
-        for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
-            yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
-
-
-def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:
-    """Return the view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, element
-    ``offset`` of ``flat``.
-    """
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = offset + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-    return flat.as_strided(box.shape, strides, flat.storage_offset() + first)
-
-
 def _zeros(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=comm.device)
 
@@ -404,5 +395,4 @@ class RankMemory:
         if not self._learns and any(one.op is Op.STEP for one in program.instructions):
             self._learns = True
             for bucket in self.buckets.values():
-                bucket.updates  # noqa: B018, made when asked for
-                bucket.average  # noqa: B018
+                bucket.updates, bucket.whole, bucket.average  # noqa: B018, made when asked for

@@ -15,7 +15,8 @@ from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.optim import OptimizerChoice
 from shardwise.parallel.data import SHARDS, held_range
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.runtime.buffers import BucketMemory, boxes
+from shardwise.runtime.boxes import boxes
+from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.units.trace import Bucket
 

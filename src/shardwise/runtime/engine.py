@@ -101,6 +101,9 @@ class Engine:
         check_optimizer(optimizer, torch.device("cpu") if plan.memory.offloads_optimizer else comm.device)
         check_clipping(plan, clip_norm, clip_value)
         check_average(plan, optimizer)
+        if optimizer.any_whole and plan.data.updates != "tensors":
+            wrong = f'"{optimizer.name}" needs whole tensors, under a plan with updates = "{plan.data.updates}"'
+            raise ConfigError.on("optimizer", wrong, 'a plan with updates = "tensors", as whole_tensors_for() makes')
         if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
             wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
             raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')

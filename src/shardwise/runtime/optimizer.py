@@ -16,14 +16,17 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import FUSED
+from shardwise.core.optimizers import FIRST_RATE, FUSED, WHOLE
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 
 CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
     "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD,
-    "rprop": torch.optim.Rprop, "lion": Lion,
+    "rprop": torch.optim.Rprop, "lion": Lion, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor,
+    "lamb": Lamb, "shampoo": Shampoo,
 }  # fmt: skip
 """The class of each optimizer of :data:`~shardwise.core.optimizers.OPTIMIZERS`."""
 
@@ -45,16 +48,16 @@ class Segment(NamedTuple):
 
 
 def torch_optimizer(
-    choice: OptimizerChoice, params: Iterable[tuple[Tensor, int]], **options: bool
+    choice: OptimizerChoice, params: Iterable[tuple[Tensor, int]], part: int = 0, **options: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of :mod:`torch.optim` that ``choice`` names, over parameters with the number of their group.
+    """Return the optimizer that a ``part`` of the choice names, over parameters with the number of their group.
 
     Its groups have the number as ``"number"``.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
     """
     groups: dict[int, list[Tensor]] = {}
     for param, number in params:
         groups.setdefault(number, []).append(param)
-    make: Callable[..., torch.optim.Optimizer] = CLASSES[choice.name]
+    make: Callable[..., torch.optim.Optimizer] = CLASSES[choice.parts[part].name]
     optimizer = make([{"params": members, "number": number} for number, members in groups.items()], **options)
     arrange(optimizer, choice.settings(0))
     return optimizer
@@ -69,18 +72,19 @@ def arrange(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
 def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
     """Raise :class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
     backend = Backend.of(device)
-    legal = (*FUSED[backend.kind], "adagrad")  # Adagrad does not use its counter of steps
-    if backend.asynchronous and not backend.counts_steps and choice.name not in legal:
-        where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
-        wrong = f'"{choice.name}" is not legal on {where}'
-        raise ConfigError.on("optimizer", wrong, ", ".join(sorted(set(legal))))
-    if backend.asynchronous and choice.lr_decay:
-        wrong = f"lr_decay = {choice.lr_decay} is not legal on devices of type {backend.type}"
+    legal = (*FUSED[backend.kind], *WHOLE, "adagrad")  # Adagrad does not use its counter of steps
+    for name in (part.name for part in choice.parts):
+        if backend.asynchronous and not backend.counts_steps and name not in legal:
+            where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
+            raise ConfigError.on("optimizer", f'"{name}" is not legal on {where}', ", ".join(sorted(set(legal))))
+    if backend.asynchronous and (found := next((part.lr_decay for part in choice.parts if part.lr_decay), 0)):
+        wrong = f"lr_decay = {found} is not legal on devices of type {backend.type}"
         raise ConfigError.on("optimizer", f"{wrong}, where torch counts the steps of adagrad on the host", "0")
 
 
 class FlatOptimizer:
-    """This is one optimizer over segments of flat buffers, all on one device and of one dtype.
+    """This is one optimizer, a ``part`` of the choice, over segments of flat buffers, all on one device and of one
+    dtype.
 
     The update of a segment equals that of :mod:`torch.optim` on its parameters one by one, as every optimizer here
     works element by element.  State is made at once, so that the very first step can be skipped; a zero element with a
@@ -92,14 +96,15 @@ class FlatOptimizer:
         choice: OptimizerChoice,
         segments: Iterable[Segment],
         states: Iterable[Mapping[str, Tensor]] | None = None,
+        part: int = 0,
     ):
-        self.choice = choice
+        self.every, self.part, self.choice = choice, part, choice.parts[part]
         self.segments = tuple(segment for segment in segments if segment.param.numel())
         # Aliases: the caller's tensors keep their own `.grad`.
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
             param.grad = segment.grad
-        self.fused = bool(self._params) and choice.fused_on(Backend.of(self._params[0].device).kind)
+        self.fused = bool(self._params) and self.choice.fused_on(Backend.of(self._params[0].device).kind)
         self._optimizer = self._make(states) if self.segments else None
 
     @staticmethod
@@ -108,7 +113,9 @@ class FlatOptimizer:
         kernels, where these are fused.
         """
         each = [one for part in parts for one in part.states()]
-        return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
+        first = parts[0]
+        segments, states = ([one[at] for one in each] for at in (0, 1))
+        return FlatOptimizer(first.every, segments, states, first.part)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def step(
@@ -139,6 +146,7 @@ class FlatOptimizer:
         if grad_scale is not None:
             self._scale_gradients(grad_scale, skip)
         kept = [tensor.clone() for tensor in self._mutable()] if skip is not None else []
+        self._begin_with_rate()
         optimizer.step()
         if self.choice.dampening:
             self._begin_momentum()
@@ -160,17 +168,13 @@ class FlatOptimizer:
             if self.choice.name not in ("adagrad", "lion", "sgd"):
                 options["capturable"] = self._params[0].device.type != "cpu"
         groups = (segment.group for segment in self.segments)
-        optimizer = torch_optimizer(self.choice, zip(self._params, groups, strict=True), **options)
-        given = (
-            [self._initial_state(one, n.group) for one, n in zip(self._params, self.segments, strict=True)]
-            if states is None
-            else states
-        )
+        optimizer = torch_optimizer(self.every, zip(self._params, groups, strict=True), self.part, **options)
+        given = map(self._initial_state, self._params) if states is None else states
         for param, state in zip(self._params, given, strict=True):
             optimizer.state[param] = dict(state)
         return optimizer
 
-    def _initial_state(self, param: Tensor, group: int) -> dict[str, Tensor]:
+    def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
         """Return what torch.optim makes in its first step, with the scalars where its kernels want them.
 
         Where torch starts momentum from the first gradient, that is what momentum x 0 + gradient gives.
@@ -179,15 +183,24 @@ class FlatOptimizer:
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
         device = "cpu" if on_cpu else param.device
-        lr = self.choice.parts[group // 2].learning_rate(0)
-        first = {
-            "mu_product": 1.0, "mu": 1.0, "eta": lr, "step_size": lr, "sum": self.choice.initial_accumulator_value,
-        }  # fmt: skip
+        first = {"mu_product": 1.0, "mu": 1.0, "sum": self.choice.initial_accumulator_value}
         scalars = {
             name: torch.full((), first.get(name, 0.0), dtype=torch.float64 if wide else torch.float32, device=device)
             for name in self.choice.scalars
         }
         return scalars | {name: torch.full_like(param, first.get(name, 0.0)) for name in self.choice.state}
+
+    def _begin_with_rate(self) -> None:
+        """Set what begins with the learning rate of the first step: a schedule may be made after the optimizer."""
+        assert self._optimizer is not None
+        if FIRST_RATE.isdisjoint((*self.choice.state, *self.choice.scalars)):
+            return
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                state = self._optimizer.state[param]
+                for key in FIRST_RATE & state.keys():
+                    rate = state[key].new_full((), group["lr"])
+                    torch.where(state["step"] == 0, rate, state[key], out=state[key])
 
     def _begin_momentum(self) -> None:
         """Take back the dampening of the first step: in torch momentum begins with the whole gradient."""

@@ -41,7 +41,8 @@ def joint_updates(program: Program, like: Callable[[int], Hashable | None]) -> d
 
 def joint_key(memory: BucketMemory) -> Hashable | None:
     """Return what buckets must have in common to be updated together: a dtype, if a fused kernel updates them here."""
-    if memory.host or memory.table is not None or [one.name for one in memory.share.updates] != [None]:
+    share = memory.share
+    if memory.host or memory.table is not None or share.whole or [one.name for one in share.updates] != [None]:
         return None
     (update,) = memory.updates
-    return memory.bucket.wide if update.optimizer.fused else None
+    return (memory.bucket.wide, share.updates[0].part) if update.optimizer.fused else None

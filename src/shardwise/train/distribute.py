@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NoReturn, Self
@@ -24,12 +24,11 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.graph.torch_private import note_step
 from shardwise.parallel.local import refuse_islands
 from shardwise.parallel.tables import table_gradients
 from shardwise.train.habits import Watch
 from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
-from shardwise.train.optimizers import choice_of, fixed_numbers, settings_of
+from shardwise.train.optimizers import Several, choice_of, fixed_numbers, note_steps, settings_of
 from shardwise.train.own_loop import Steps
 from shardwise.train.shown import ShownGroup
 from shardwise.train.trainer import Trainer
@@ -37,7 +36,7 @@ from shardwise.train.trainer import Trainer
 
 def distribute(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | OptimizerChoice,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerChoice,
     plan: Plan | None = None,
     *,
     rows: int = 0,
@@ -59,12 +58,15 @@ def distribute(
     Args:
         model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see
         :class:`Trainer`).
-        optimizer: one of torch's, over all parameters of the model, in any groups; learning rates, betas and weight
-            decay are read at every step, so that torch's schedules over it work.
+        optimizer: one of torch's, over all parameters of the model, in any groups, or several that have them together,
+            such as Muon and AdamW, for which one is returned; learning rates, betas and weight decay are read at every
+            step, so that torch's schedules over them work.
         plan: the division of the step; by default it is data parallel over all ranks.
         options: further arguments of :class:`Trainer`: ``clip_norm``, ``clip_value``, ``seed``, ``loss``; and ``ema``,
             ``ema_start``, ``ema_every`` and ``ema_warmup`` of :class:`OptimizerChoice`, for an average of the weights.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer | OptimizerChoice):
+        optimizer = Several(optimizer)
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
     choice = replace(choice, **{one.name: options.pop(one.name) for one in fields(Averaging) if one.name in options})
@@ -216,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, steps: Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
-        self._numbers = {} if theirs is None else fixed_numbers(steps.choice.name, theirs)
+        self._numbers = {} if theirs is None else fixed_numbers(theirs)
         self._loaded: Mapping[str, Any] | None = None  # a state for the next step
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -253,16 +255,15 @@ class Optimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             load_optimizer_state(trainer.engine, self._theirs, self._steps.module, self._loaded)
             self._loaded = None
-        name = self._steps.choice.name
-        now = fixed_numbers(name, self._theirs)
+        now = fixed_numbers(self._theirs)
         changed = [key for key in {**now, **self._numbers} if now.get(key) != self._numbers.get(key)]
         if changed:
             raise ShardwiseError(
                 f"optimizer: {', '.join(changed)} changed after distribute(); legal: the same groups, whose lr, "
                 "betas, momentum and weight_decay may change"
             )
-        trainer.engine.settings = settings_of(name, self._theirs)
-        note_step(self._theirs)
+        trainer.engine.settings = settings_of(self._theirs)
+        note_steps(self._theirs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed; every step computes its own anew."""

@@ -16,6 +16,7 @@ from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
 from shardwise.train.awaited import changed_parts, parts_of, tensors_of
+from shardwise.train.optimizers import optimizers_in
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -70,7 +71,7 @@ class Watch:
         """Raise :class:`ShardwiseError` where the optimizer has or does what no step of the engine knows."""
         if self.optimizer is None:
             return
-        if step_hooks(self.optimizer):
+        if any(map(step_hooks, optimizers_in(self.optimizer))):
             raise ShardwiseError("optimizer: hooks on its step are not called; legal: calls before and after step()")
         if _groups(self.optimizer) != self._groups:
             raise ShardwiseError("optimizer: its parameters changed after distribute(); legal: a change before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.engine import Engine
-from shardwise.train.state import held, owned
+from shardwise.train.optimizers import optimizers_in
+from shardwise.train.state import fill_state, held, owned
 
 
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
@@ -21,11 +23,11 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _keys(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what such an optimizer keeps of a parameter of one element."""
+def _keys(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (1,)) -> dict[str, Tensor]:
+    """Return what such an optimizer keeps of a parameter of this shape."""
     own = {k: v for k, v in optimizer.param_groups[0].items() if k in signature(type(optimizer).__init__).parameters}
-    dummy = nn.Parameter(torch.zeros(1))
-    dummy.grad = torch.zeros(1)
+    dummy = nn.Parameter(torch.zeros(shape))
+    dummy.grad = torch.zeros(shape)
     made = type(optimizer)([dummy], **{k: v for k, v in own.items() if k != "params"})
     made.step()
     return {key: value for key, value in made.state[dummy].items() if isinstance(value, Tensor)}
@@ -37,15 +39,29 @@ def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn
     for piece in owned(engine):
         mine.setdefault(piece.name, []).append(piece)
     shapes = {p.name: torch.Size(p.shape) for b in engine.compiled.buckets for p in b.parameters if b.learns}
-    found: dict[int, dict[str, Tensor]] = {}
-    keys, wide = _keys(optimizer), torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
-    for number, name in enumerate(_names(optimizer, module)):
-        for key, like in keys.items() if name in shapes else ():
-            whole = torch.zeros(shapes[name] if like.dim() else (), dtype=torch.float64)
+    found: dict[int, dict[str, Any]] = {}
+    wide = torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
+    choice = engine.optimizer
+    owners = [one for one in optimizers_in(optimizer) for group in one.param_groups for _ in group["params"]]
+    for number, (name, own) in enumerate(zip(_names(optimizer, module), owners, strict=True)):
+        if name not in shapes:
+            continue
+        part = choice.parts[choice.group_of(name, shapes[name]) // 2]
+        by_whole, kept = part.whole, {}
+        if part.own is not None:
+            kept = part.own.kept(shapes[name])
+            keys = {key: one.empty(torch.zeros(())) for key, one in kept.items()}
+        else:
+            keys = _keys(own, shapes[name] if by_whole else (1,))
+        for key, like in keys.items():
+            shape = like.shape if by_whole or not like.dim() else shapes[name]
+            whole = torch.zeros(shape, dtype=torch.float64)
             for piece in mine.get(f"optimizer.{name}.{key}", ()):
                 whole[piece.box.slices] += piece.tensor.cpu()
             host_sum(engine.comm, whole, f"the optimizer's {key} of {name}")
-            found.setdefault(number, {})[key] = whole.to(wide if like.dim() else like.dtype)
+            kind = kept[key].kind if kept else None
+            value = whole.to(wide if like.dim() else like.dtype) if kind is None else kind(whole.item())
+            found.setdefault(number, {})[key] = value
     return {"state": found, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
@@ -56,9 +72,16 @@ def load_optimizer_state(
     """Take the state of a state dict; raise :class:`ConfigError` where it lacks some."""
     names = _names(optimizer, module)
     values = {f"optimizer.{names[n]}.{key}": value for n, one in state["state"].items() for key, value in one.items()}
+    with ExitStack() as stack:
+        fill_state(engine, stack)
+        _load(engine, values)
+
+
+def _load(engine: Engine, values: Mapping[str, Any]) -> None:
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
-            if piece.name not in values and piece.name.endswith(".step") and engine.optimizer.dampening:
+            dampens = any(part.dampening for part in engine.optimizer.parts)
+            if piece.name not in values and piece.name.endswith(".step") and dampens:
                 piece.tensor.fill_(1)  # torch does not count the steps of such an optimizer
                 continue
             if piece.name not in values:

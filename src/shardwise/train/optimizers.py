@@ -3,61 +3,130 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, SAME_KIND
+from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
 from shardwise.core.parameter_groups import ParameterGroup
+from shardwise.graph.torch_private import note_step
 from shardwise.runtime.optimizer import CLASSES, Settings
+from shardwise.runtime.own_optimizer import own_optimizers
 
 HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that change no number
 KINDS = ("adamw", *(name for name in CLASSES if name != "adamw"))  # AdamW is a subclass of Adam
 
 
+class Several(torch.optim.Optimizer):
+    """Several optimizers of parameters of their own, such as Muon for some and AdamW for all others, as one.  Its
+    groups and its state are theirs."""
+
+    def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
+        self.each = tuple(each)
+        super().__init__([{"params": [torch.zeros(())]}], {})
+        self.param_groups = [group for one in each for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return {parameter: state for one in self.each for parameter, state in one.state.items()}
+
+    @state.setter
+    def state(self, value: object) -> None:
+        pass  # what torch's own constructor makes
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for one in self.each:
+            one.step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        raise ConfigError.on("optimizer", "load_state_dict() of several optimizers as one", "that of each")
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that this one stands for; by itself it is the only one."""
+    return optimizer.each if isinstance(optimizer, Several) else (optimizer,)
+
+
+class _Group(NamedTuple):
+    """A group of parameters, the name of its optimizer, its hyperparameters, and its place in the optimizer."""
+
+    name: str
+    params: list[Any]
+    numbers: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    number: int
+
+
 def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
-    """Return what one of torch's optimizers computes, or one of a subclass that changes no step of it.
+    """Return what one of torch's optimizers computes, or one of a subclass that changes no step of it, or several of
+    them as :class:`Several`.
 
     Raises :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
-    name = _name(optimizer)
-    every = [p for one in optimizer.param_groups for p in one["params"]]
-    given, own = {id(p) for p in every}, {id(p): p.requires_grad for p in model.parameters()}
+    groups = _groups(optimizer)
+    every = [id(p) for group in groups for p in group.params]
+    given, own = set(every), {id(p): p.requires_grad for p in model.parameters()}
     if not given <= own.keys() or any(learns and at not in given for at, learns in own.items()):
         raise ConfigError("optimizer: it must have the parameters of the model that require gradients, and no others.")
+    if len(given) < len(every):
+        raise ConfigError("optimizer: a parameter is in two of its groups, or in two optimizers; legal: in one.")
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
         raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
-    groups = [one for one in optimizer.param_groups if one["params"]]
-    numbers = [_numbers(name, one) for one in groups]
-    names = {id(p): n for n, p in model.named_parameters()}
-    for group, other in zip(groups[1:], numbers[1:], strict=True):
-        if differ := [key for key in NOT_BY_GROUP if other.get(key) != numbers[0].get(key)]:
-            first = names[id(group["params"][0])]
-            wrong = f"{differ[0]} = {other[differ[0]]!r} in the group of {first}"
-            raise ConfigError.on("optimizer", wrong, f"{numbers[0][differ[0]]!r}, as in the first group")
+    theirs = {
+        one: own_optimizers(one) for one in dict.fromkeys(group.optimizer for group in groups if group.name == OWN)
+    }
+    groups = [
+        group._replace(numbers={"own": theirs[group.optimizer][group.number]}) if group.name == OWN else group
+        for group in groups
+    ]
+    names, first = {id(p): n for n, p in model.named_parameters()}, groups[0]
+    for group in groups[1:]:
+        differ = [key for key in NOT_BY_GROUP if group.numbers.get(key) != first.numbers.get(key)]
+        if differ and group.name == first.name:
+            wrong = f"{differ[0]} = {group.numbers[differ[0]]!r} in the group of {names[id(group.params[0])]}"
+            raise ConfigError.on("optimizer", wrong, f"{first.numbers[differ[0]]!r}, as in the first group")
     different = [
-        ParameterGroup(tuple(names[id(p)] for p in group["params"]),
-                       tuple((key, value) for key, value in other.items() if key not in NOT_BY_GROUP))
-        for group, other in zip(groups[1:], numbers[1:], strict=True)
-    ]  # fmt: skip
-    return OptimizerChoice(name=name, decay="all", groups=tuple(different), **numbers[0])  # type: ignore[arg-type]
+        ParameterGroup(tuple(names[id(p)] for p in group.params), tuple(_changes(group, first).items()))
+        for group in groups[_shared(groups) :]
+    ]
+    return OptimizerChoice(name=first.name, decay="all", groups=tuple(different), **first.numbers)  # type: ignore[arg-type]
+
+
+def _shared(groups: Sequence[_Group]) -> int:
+    """Return the number of groups that need no pattern: the first, unless its optimizer takes only what groups say."""
+    return 0 if groups[0].name == "muon" else 1
+
+
+def _changes(group: _Group, first: _Group) -> dict[str, Any]:
+    if group.name != first.name:
+        return {"name": group.name, **group.numbers}
+    own = {"name": "muon"} if group.name == "muon" else {}
+    return {**own, **{key: value for key, value in group.numbers.items() if key not in NOT_BY_GROUP}}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
+    """Return the groups that have parameters, as they are now."""
+    found = []
+    for one in optimizers_in(optimizer):
+        name = _name(one) if any(group["params"] for group in one.param_groups) else ""
+        found += [
+            _Group(name, group["params"], _numbers(name, group), one, number)
+            for number, group in enumerate(one.param_groups) if group["params"]
+        ]  # fmt: skip
+    return found
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of what an optimizer computes; AdamW is Adam with decoupled weight decay."""
     kind, groups = type(optimizer), optimizer.param_groups
-    name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), None)
-    if name is None:
-        legal = f"{', '.join(CLASSES[one].__name__ for one in CLASSES)}, and subclasses of them."
-        raise ConfigError.on("optimizer", f"{kind.__name__} is not legal", legal)
-    for part in ("step", "_init_group"):
+    name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), OWN)
+    for part in ("step", "_init_group") if name != OWN else ():
         ours, theirs = (inspect.unwrap(getattr(one, part, None) or len) for one in (CLASSES[name], kind))
         if ours is not theirs:
-            wrong = f"{kind.__name__} is not legal, whose {part} is not that of {CLASSES[name].__name__}"
-            raise ConfigError.on("optimizer", wrong, "a subclass that computes what its base computes")
+            return OWN
     if name not in ("adam", "adamw"):
         return name
     decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups if group["params"]}
@@ -67,29 +136,34 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group that an :class:`OptimizerChoice` has."""
+    """Return the hyperparameters of a group that an :class:`OptimizerChoice` has, or all of a user's own optimizer."""
+    if name == OWN:
+        return {key: value for key, value in group.items() if key != "params"}
     found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group}
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
-def fixed_numbers(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a loop may not change of an optimizer of this ``name`` once it is captured: what state there is, and
-    which parameters are in which group."""
+def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a loop may not change of an optimizer once it is captured: what state there is, and which parameters
+    are in which group."""
     found: dict[str, Any] = {}
-    for number, group in enumerate(_filled(optimizer)):
+    for number, group in enumerate(_groups(optimizer)):
         place = f" of group {number}" if number else ""
-        numbers = _numbers(name, group)
+        numbers = {} if group.name == OWN else group.numbers
         found |= {f"{key}{place}": numbers[key] for key in NOT_BY_GROUP if key in numbers}
         found |= {f"{key}{place}": bool(numbers[key]) for key in SAME_KIND if key in numbers}
-        found[f"the parameters{place}"] = [id(p) for p in group["params"]]
+        found[f"the parameters{place}"] = [id(p) for p in group.params]
     return found
 
 
-def settings_of(name: str, optimizer: torch.optim.Optimizer) -> Settings:
-    """Return the hyperparameters of the groups as they are now, for the next step of an optimizer of this
-    ``name``."""
-    return tuple(numbers for group in _filled(optimizer) for numbers in [_numbers(name, group)] * 2)
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the hyperparameters of the groups as they are now, for the next step."""
+    groups = _groups(optimizer)
+    every = groups if _shared(groups) else [groups[0], *groups]
+    return tuple(group.numbers for group in every for _ in range(2))
 
 
-def _filled(optimizer: torch.optim.Optimizer) -> Iterable[dict[str, Any]]:
-    return (group for group in optimizer.param_groups if group["params"])
+def note_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's schedules know that a step was taken."""
+    for one in (optimizer, *optimizers_in(optimizer)):
+        note_step(one)

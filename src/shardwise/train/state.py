@@ -11,6 +11,7 @@ on; ``outer.NAME.base`` and ``outer.NAME.momentum`` are the outer step's, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -46,6 +47,8 @@ def owned(engine: Engine) -> list[Piece]:
             memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))
         )
         found += _bucket(memory, start, min(stop, memory.held.stop))
+        same = mesh.other_axes({PIPELINE, ISLANDS, *memory.share.parted})
+        found += list(_whole_tensors(memory))[mesh.index(rank, same) :: mesh.axis_size(same)]
         if not mesh.index(rank, ISLANDS):
             found += _outer(memory, start, min(stop, memory.held.stop))
     found += [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
@@ -71,6 +74,7 @@ def held(engine: Engine) -> list[Piece]:
     """Return all that this rank holds, in memory that a checkpoint can fill."""
     buckets = engine.memory.buckets.values()
     found = [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)]
+    found += [p for m in buckets for p in _whole_tensors(m)]
     found += [p for m in buckets for p in _outer(m, m.held.start, m.held.stop)]
     return [*found, *_replicated(engine)]
 
@@ -81,6 +85,20 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
     engine.check_weights("restoring")
+    with ExitStack() as stack:
+        if checkpoint.step:  # else there is no state of users' own optimizers yet
+            fill_state(engine, stack)
+        _restore(engine, checkpoint)
+
+
+def fill_state(engine: Engine, stack: ExitStack) -> None:
+    """Have memory for the state that optimizers make in their first step, as long as the ``stack`` is open."""
+    for memory in engine.memory.buckets.values():
+        if memory.whole is not None:
+            stack.enter_context(memory.whole.filled())
+
+
+def _restore(engine: Engine, checkpoint: Checkpoint) -> None:
     # A run that was not in fp16 has left no loss scale: it begins anew.  So do outer steps and averages of weights,
     # where there were none.
     optional = (SCALE, OUTER, EMA)
@@ -160,6 +178,12 @@ def _averages(memory: BucketMemory, of: Average, start: int, stop: int, counters
         if counters or not any(box.start):
             names[parameter.name] = None
     yield from (_whole(f"{EMA}{name}.count", of.count) for name in names)
+
+
+def _whole_tensors(memory: BucketMemory) -> Iterator[Piece]:
+    """Yield the state of the parameters that this rank updates as whole tensors."""
+    for name, state in () if memory.whole is None else memory.whole.states():
+        yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items())
 
 
 def _outer(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:

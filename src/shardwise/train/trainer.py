@@ -31,6 +31,7 @@ from shardwise.data.streams import is_dataset
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.pipeline import stages_in_words
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect, ranks_of_a_host
@@ -97,7 +98,7 @@ class Trainer:
         comm: Communicator | None = None,
         progress: Callable[[int, Instruction], None] | None = None,
     ) -> None:
-        self.plan, self.seed, self.whole = plan, seed, whole
+        self.plan, self.seed, self.whole = whole_tensors_for(plan, optimizer), seed, whole
         self._of_data: list[str] = []  # notes on the last loader
         self._owns_comm = comm is None
         self._record = Progress.from_environment() if progress is None and comm is None else None
@@ -109,6 +110,8 @@ class Trainer:
             self._record.set_role(stages_in_words(plan, self.comm.rank))
             self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
+        if isinstance(module, Compiled) and module.plan.data.updates != self.plan.data.updates:
+            module = module.under(self.plan)
         self.compiled = (
             module if isinstance(module, Compiled)
             else self._compiled(module, formed(example, whole), loss, loss_weight, initial, varies or {})

@@ -12,7 +12,7 @@ from shardwise.core.frames import Share as ServedRange
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.units.share import Share, Span, Updated
+from shardwise.units.share import Share, updates_of
 from shardwise.units.trace import Bucket
 
 ONE = Mesh.of(dp=1)
@@ -46,5 +46,4 @@ def served_share(bucket: Bucket, held: ServedRange, choice: OptimizerChoice) -> 
     """Return the share of a server that has, and updates, this range of a bucket."""
     where = FlatShard(held.start, held.stop)
     share = Share.of(bucket, Plan(), choice, 0)
-    spans = tuple(Span(start, stop, group) for group, start, stop in where.segments(share.layout))
-    return replace(share, rule=RULE, held=where, updates=(Updated(spans),), apart=True)
+    return replace(share, rule=RULE, held=where, updates=updates_of(where, share.layout, choice), apart=True)

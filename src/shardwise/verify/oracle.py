@@ -34,7 +34,9 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
+from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
+from shardwise.runtime.shampoo import Shampoo
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
@@ -385,17 +387,61 @@ def averaged_model(choice: Averaging, masters: Mapping[str, Tensor]) -> Averaged
 
 
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
-    """Return a maker of the optimizer of ``torch.optim`` that ``choice`` names, neither fused nor over lists."""
+    """Return a maker of the optimizers that ``choice`` names, neither fused nor over lists: torch's own, and those of
+    this package that torch has not."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        plain: dict[int, list[dict[str, Any]]] = {}
+        own: dict[torch.optim.Optimizer, list[dict[str, Any]]] = {}
+        for group in groups:
+            part = group.get("number", 0) // 2
+            if (theirs := choice.parts[part].own) is not None:
+                own.setdefault(theirs.prototype, []).append(group)
+            else:
+                plain.setdefault(choice.kind(part), []).append(group)
+        every = [_plain_part(choice.parts[part])(members) for part, members in plain.items()]
+        return InTurn([*every, *(_own(choice, members) for members in own.values())])
+
+    return make
+
+
+def _own(choice: OptimizerChoice, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the user's own class over all of these groups together."""
+    each = [(choice.parts[group["number"] // 2].own, group) for group in groups]
+    found: torch.optim.Optimizer = each[0][0].over({own.group: group["params"] for own, group in each})
+    for made, (_, group) in zip(found.param_groups, each, strict=True):
+        made["number"] = group["number"]
+    return found
+
+
+def _plain_part(choice: OptimizerChoice) -> OptimizerFactory:
+    """Return a maker of the optimizer of one part of a choice."""
     classes: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
         "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
         "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
         "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD, "rprop": torch.optim.Rprop, "lion": Lion,
+        "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor, "lamb": Lamb, "shampoo": Shampoo,
     }  # fmt: skip
     make = classes[choice.name]
     legal = [name for name in inspect.signature(make).parameters if name not in ("params", "foreach")]
     options = {name: value for name in legal if (value := getattr(choice, name, None)) is not None}
-    return lambda groups: make(groups, foreach=False, **options)
+    if "foreach" in inspect.signature(make).parameters:
+        options["foreach"] = False
+    return lambda groups: make(groups, **options)
+
+
+class InTurn(torch.optim.Optimizer):
+    """Several optimizers, each of parameters of its own, which take their steps one after the other."""
+
+    def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
+        self.each = each
+        super().__init__([group for one in each for group in one.param_groups], {})
+        self.param_groups = [group for one in each for group in one.param_groups]  # the very ones
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for one in self.each:
+            one.step()
 
 
 def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ from shardwise.lower.outer import fragments
 from shardwise.lower.traced_for import solves
 from shardwise.parallel.local import island_rows
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.whole_tensors import whole_tensors_for
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
@@ -139,6 +140,7 @@ def verify(
     clip_norm = clip_norm if clip_value is None else None
     check_clipping(plan, clip_norm, clip_value)
     check_average(plan, optimizer)
+    plan = whole_tensors_for(plan, optimizer)
     if plan.serving.apart:
         return _verify_apart(module, batches, plan, loss, optimizer, clip_norm, seed, tolerance, captured, start)
     device = torch.device(device) if captured is None else captured.device

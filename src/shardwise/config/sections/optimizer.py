@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.core import optim
 from shardwise.core.learning_rates import LR_SCHEDULES, Annealing, Schedule
 from shardwise.core.optim import OptimizerName
 
 from ..rules import (
+    any_keys,
     choice,
     integer,
     key,
@@ -25,7 +26,7 @@ from ..rules import (
 
 OF_GROUPS = {
     "lr": number(0), "weight_decay": number(0), "betas": pair(number(0, below=1)), "eps": number(0),
-    "momentum": number(0, below=1),
+    "momentum": number(0, below=1), "name": choice(*optim.CHOICES["name"]),
 }  # fmt: skip
 """What a group of parameters may have of its own."""
 
@@ -47,7 +48,7 @@ class OptimizerConfig:
     name: OptimizerName = key(
         choice(*optim.CHOICES["name"]),
         "adamw",
-        does="the optimizer of `torch.optim`",
+        does="the optimizer: of `torch.optim`, or lion, lamb or shampoo",
     )
     lr: float = key(
         number(0),
@@ -57,8 +58,8 @@ class OptimizerConfig:
     betas: tuple[float, float] | None = key(
         pair(number(0, below=1)),
         does=(
-            "for adamw, adam, nadam, radam, adamax and lion: how much of the averages of gradients and of their squares"
-            " each step keeps"
+            "for adamw, adam, nadam, radam, adamax, lamb and lion: how much of the averages of gradients and of their"
+            " squares each step keeps"
         ),
         otherwise="`[0.9, 0.95]`, with lion `[0.9, 0.99]`",
         legal="two numbers from 0 to below 1",
@@ -66,7 +67,7 @@ class OptimizerConfig:
     weight_decay: float | None = key(
         number(0),
         does="the weight decay of all parameters but norms and biases",
-        otherwise="0.1 with adamw, else 0; rprop has none",
+        otherwise="0.1 with adamw and muon, else 0; rprop has none",
     )
     eps: float | None = key(
         number(0),
@@ -76,19 +77,33 @@ class OptimizerConfig:
     )
     momentum: float | None = key(
         number(0, below=1),
-        does="for sgd and rmsprop: how much of its last move a parameter repeats",
-        otherwise="0",
+        does="for sgd, rmsprop and muon: how much of its last move a parameter repeats",
+        otherwise="0, with muon 0.95",
         legal="from 0 to below 1",
     )
     nesterov: bool | None = key(
         switch(),
-        does="for sgd with `momentum`: whether that is Nesterov's",
-        otherwise="`false`",
+        does="for muon, and sgd with `momentum`: whether that is Nesterov's",
+        otherwise="`false`, with muon `true`",
     )
     amsgrad: bool | None = key(
         switch(),
         does="for adamw and adam: whether an update is divided by the largest average of squares so far",
         otherwise="`false`",
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(
+        choice("original", "match_rms_adamw"),
+        does=(
+            "for muon: what the rate of a matrix of A × B is multiplied by, √max(1, A/B) or 0.2 √max(A, B), by which it"
+            " suits adamw too"
+        ),
+        otherwise='`"original"`',
+    )
+    beside: Mapping[str, Any] | None = key(
+        any_keys(f"a table with any of {', '.join(OF_GROUPS)}", OF_GROUPS),
+        does="the optimizer of what muon does not take: all but matrices in numbered modules (`blocks.0`)",
+        otherwise="adamw with the same `lr`, `weight_decay` and schedule",
+        legal='a table such as `{name = "adamw", lr = 0.001}`, with ' + ", ".join(f"`{name}`" for name in OF_GROUPS),
     )
     groups: tuple[Mapping[str, Any], ...] | None = key(
         GROUPS,

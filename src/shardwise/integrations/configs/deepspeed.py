@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import CHOICES
+from shardwise.core.optimizers import OPTIMIZERS
 
 from .answers import Answer, Context, Rule, always, by_value, checked, elsewhere, key, none, number, switch
 from .fsdp import OFFLOADED, dtype_of
@@ -39,6 +40,8 @@ def _optimizer(name: str, value: Any, context: Context) -> Answer:
         decoupled = context.values.get(f"{params}adam_w_mode", True)
         why = "DeepSpeed's Adam decouples weight decay unless adam_w_mode is false"
         return Answer("key", why, {"optimizer.name": "adamw" if decoupled else "adam"})
+    if word in OPTIMIZERS and OPTIMIZERS[word].whole is not None:
+        return Answer("none", f"optimizer.name has {word} as torch or its paper defines it, DeepSpeed another")
     if word in CHOICES["name"]:
         return Answer("key", "", {"optimizer.name": word})
     return Answer("none", f"legal in optimizer.name: {', '.join(CHOICES['name'])}")

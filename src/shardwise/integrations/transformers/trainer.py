@@ -17,8 +17,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, sort_checkpoin
 from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch
-from shardwise.graph.torch_private import note_step
-from shardwise.train.optimizers import choice_of, settings_of
+from shardwise.train.optimizers import choice_of, note_steps, settings_of
 
 from ..collated import RankBatches
 from .checkpoints import STATE, Saving
@@ -147,8 +146,8 @@ class ShardwiseTrainer(Saving):
 
     def _take(self, batch: Batch) -> None:
         """Take a step; the host waits for nothing."""
-        self.sharded.engine.settings = settings_of(self._choice.name, self.optimizer)
-        note_step(self.optimizer)
+        self.sharded.engine.settings = settings_of(self.optimizer)
+        note_steps(self.optimizer)
         self._result, self._ahead = self.sharded.step(batch), True
         loss = self._result.loss.detach()
         if self._losses.device != loss.device or self._losses.dtype != loss.dtype:
