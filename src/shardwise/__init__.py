@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.parameter_groups import ParameterGroup
     from shardwise.core.plan import Plan
+    from shardwise.data.padding import Padding
     from shardwise.initial.initial import record
     from shardwise.initial.values import Values
     from shardwise.train.checkpoints import Checkpoints
@@ -25,6 +26,7 @@ _HOMES = {
     "LossScaleError": "shardwise.train.errors",
     "NonFiniteError": "shardwise.train.errors",
     "OptimizerChoice": "shardwise.core.optim",
+    "Padding": "shardwise.data.padding",
     "ParameterGroup": "shardwise.core.parameter_groups",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.train.trainer",
@@ -32,8 +34,8 @@ _HOMES = {
     "record": "shardwise.initial.initial",
 }
 __all__ = [
-    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "ParameterGroup",
-    "Plan", "Trainer", "Values", "record",
+    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Padding",
+    "ParameterGroup", "Plan", "Trainer", "Values", "record",
 ]  # fmt: skip
 
 

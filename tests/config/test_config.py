@@ -279,6 +279,11 @@ REFUSED = [
     ("model.config={a = 1}", ["model.config", "left out", "model.transformers"]),
     ("model.arguments={a = 1}", ["model.arguments", "left out", "model.factory"]),
     ("data.arguments={a = 1}", ["data.arguments", "left out", "data.factory"]),
+    ("data.pad={a = 1}", ["data.pad", "left out", "data.factory"]),
+    ('data.varies={"a.1" = 9}', ["data.varies", "left out", "data.factory"]),
+    ('data.varies={"a.1" = 0}', ["data.varies", "a table of the largest size of each FIELD.DIM"]),
+    ("data.pad={}", ["data.pad", "a table of a number for each field"]),
+    ("data.pad_to_multiple_of=8", ["data.pad_to_multiple_of", "left out", "data.factory"]),
     ("data.source=/no/such/text", ["data.source", "/no/such/text does not exist"]),
     ("model.factory=/no/such/file.py:f", ["model.factory", "There is no /no/such/file.py"]),
     ("model.loss=/no/such/file.py:f", ["model.loss", "There is no /no/such/file.py"]),
@@ -578,7 +583,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "dropout tied config arguments weights pretrained lora experts experts_per_token shared_experts "
         "capacity_factor balance balance_weight z_weight bias_rate",
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
-        "sequence_length",
+        "sequence_length pad pad_mask pad_to_multiple_of varies",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
         "layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps cycle_mult "
         "step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
@@ -879,7 +884,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.sft",
         "data.end_token",
         "data.factory",
-        "data.arguments",
+        *(f"data.{key}" for key in ("arguments", "pad", "pad_mask", "pad_to_multiple_of", "varies")),
         "train.epochs",
         "train.clip_value",
         "parallel.links",

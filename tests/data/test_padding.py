@@ -1,14 +1,20 @@
 """Rows of different lengths are filled up to the longest of their batch."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shardwise.config import Hardware, load_config
+from shardwise.config.build import Data, build_data
 from shardwise.core.errors import ConfigError
-from shardwise.data.padding import Padding
+from shardwise.core.mesh import Mesh
+from shardwise.data.padding import Padded, Padding
+from shardwise.data.stream_loader import open_loader
+from shardwise.launch.subject import example_of
 
 
 def test_rows_are_filled_at_their_end() -> None:
@@ -70,3 +76,63 @@ def test_a_mask_needs_a_name_of_its_own() -> None:
         Padding({"a": 0}, mask="mask")([{"a": [1], "mask": [1]}])
     with pytest.raises(ConfigError, match="pad_to_multiple_of: 0 is not legal"):
         Padding({"a": 0}, 0)
+
+
+CODE = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+def rows(count=9):
+    return [{"ids": list(range(1 + 3 * i % 7))} for i in range(count)]
+
+def loader():
+    return DataLoader(rows(), batch_size=4)
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(rows(100))
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "ragged.py"
+    path.write_text(CODE)
+    return path
+
+
+def loaded(code: Path, name: str, *more: str) -> Data:
+    words = [f"data.factory={code}:{name}", "data.batch_size=4", *more]
+    return build_data(load_config(None, words, hardware=Hardware(cores=1)))
+
+
+def test_a_config_fills_rows(code: Path) -> None:
+    data = loaded(code, "rows", "data.pad={ids = 7}", "data.pad_to_multiple_of=4", "validation.share=0.34")
+    assert isinstance(data.train, Padded)
+    assert isinstance(data.validation, Padded)
+    with open_loader(data.train, Mesh.of(dp=1), 0, 3, 1, 0) as batches:
+        shapes = {tuple(next(batches).fields["ids"].shape) for _ in range(4)}
+    assert shapes <= {(3, 4), (3, 8)}
+
+
+def test_the_example_is_the_longest_rows(code: Path) -> None:
+    """Memory is predicted for it."""
+    assert example_of(loaded(code, "rows", "data.pad={ids = 7}", "validation.share=0").train)["ids"].shape == (2, 7)
+
+
+def test_an_iterable_dataset_is_filled_too(code: Path) -> None:
+    data = loaded(code, "Endless", "data.pad={ids = 7}", "validation.share=0")
+    with open_loader(data.train, Mesh.of(dp=1), 0, 3, 1, 0) as batches:
+        assert next(batches).fields["ids"].tolist() == [[0, *[7] * 6], [0, 1, 2, 3, 7, 7, 7], [*range(7)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("loader", (), "data.pad of a DataLoader: it makes batches itself; legal: a dataset"),
+        ("Endless", ("validation.share=0.5",), "validation.share = 0.5: of .*legal: validation.factory"),
+    ],
+)
+def test_data_that_cannot_be_filled_is_refused(code: Path, name: str, more: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(code, name, "data.pad={ids = 7}", *more)

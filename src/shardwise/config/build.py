@@ -20,10 +20,11 @@ from shardwise.core.server_options import APART
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.forming import kind_of
 from shardwise.data.mixture import Joined, Mixture
+from shardwise.data.padding import Padded, Padding
 from shardwise.data.samples import Samples
 from shardwise.data.sft import Conversations, open_conversations
 from shardwise.data.split import split
-from shardwise.data.streams import LEGAL, Source, is_dataset, source_of
+from shardwise.data.streams import LEGAL, Source, is_dataset, is_loader, source_of
 from shardwise.data.tokenise import OnProgress
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.windows import DocumentFields
@@ -139,6 +140,8 @@ def _data(config: Config, progress: OnProgress | None) -> Data:
     if data.factory is not None:
         train = _factory_dataset("data.factory", data.factory, data.arguments or {})
         held_out: Any = own
+        if data.pad is not None:
+            return _padded(config, train, held_out)
         if (source := source_of(train, data.batch_size)) is not None:
             _check_stream(config, source)
             return Data(train, held_out, None, None, "")
@@ -218,6 +221,24 @@ def _own_dataset(config: Config) -> Any:
     """Return the dataset of ``validation.factory``, or None."""
     own = config.validation
     return None if own.factory is None else _factory_dataset("validation.factory", own.factory, own.arguments or {})
+
+
+def _padded(config: Config, train: Any, held_out: Any) -> Data:
+    """Return data whose rows are filled up to the longest of a batch."""
+    data = config.data
+    padding = Padding(data.pad or {}, data.pad_to_multiple_of or 1, data.pad_mask)
+    if is_loader(train):
+        raise ConfigError.on(f"data.pad of {kind_of(train)}", "it makes batches itself", "a dataset")
+    if config.validation.share and is_dataset(train):
+        train, held_out = split(train, config.validation.share)
+    elif config.validation.share:
+        wrong = f"of {kind_of(train)}"
+        raise ConfigError.on(f"validation.share = {config.validation.share:g}", wrong, "validation.factory")
+    if config.parallel.server in APART:
+        legal = "data without data.pad, for the workers of servers take batches in any order"
+        raise ConfigError.on("data.pad", f"with parallel.server = {shown(config.parallel.server)}", legal)
+    held_out = None if held_out is None else Padded(held_out, padding)
+    return Data(Padded(train, padding), held_out, None, None, "")
 
 
 def _check_stream(config: Config, source: Source) -> None:

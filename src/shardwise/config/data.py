@@ -16,6 +16,7 @@ from .sections import rules
 
 KINDS = ("data.source", "data.mix", "data.sft", "data.factory")
 OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
+OF_FACTORY = ("arguments", "pad", "pad_mask", "pad_to_multiple_of", "varies")
 TEXTS = "data.source and data.mix"
 
 
@@ -24,8 +25,12 @@ def complete_data(draft: ConfigDraft) -> int | None:
     kinds = [key for key in KINDS if draft.given(key)]
     for key in kinds[1:]:
         draft.refuse(key, f"{' or '.join(KINDS)}, not both" if len(kinds) == 2 else f"one of {', '.join(KINDS)}")
-    if draft.given("data.arguments") and "data.factory" not in kinds:
-        draft.refuse("data.arguments", "left out, for it belongs to data.factory")
+    for name in OF_FACTORY:
+        if draft.given(f"data.{name}") and draft.sound(f"data.{name}") and "data.factory" not in kinds:
+            draft.refuse(f"data.{name}", "left out, for it belongs to data.factory")
+    for name in ("pad_mask", "pad_to_multiple_of"):
+        if draft.given(f"data.{name}") and "data.factory" in kinds and not draft.given("data.pad"):
+            draft.refuse(f"data.{name}", "left out, for it belongs to data.pad")
     file_exists(draft, "data.factory")
     if "data.factory" in kinds:
         _not_text(draft)

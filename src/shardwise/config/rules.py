@@ -255,6 +255,17 @@ def settings(legal: str, each: dict[str, tuple[Rule, Any]]) -> Rule:
     return Rule(legal, read)
 
 
+def by_name(legal: str, one: Rule) -> Rule:
+    """Return the rule for a table with a value of the rule ``one`` for each name, and at least one."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or not value:
+            raise Illegal
+        return {_plain(name): one.read(item) for name, item in value.items()}
+
+    return Rule(legal, read)
+
+
 def table(legal: str) -> Rule:
     """Return the rule for a table of any texts, numbers, booleans, lists and tables."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ class Padding:
         longest = (max(one.shape[dim] for one in rows) for dim in range(rows[0].dim()))
         shape = [-(-size // self.multiple_of) * self.multiple_of for size in longest]
         return torch.stack([F.pad(one, _after(one.shape, shape), value=fill) for one in rows])
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Data whose samples are put together by a :class:`Padding`."""
+
+    data: Any
+    padding: Padding
+
+    def longest(self, most: int) -> list[Any]:
+        """Return the first samples of a map-style dataset, at ``most`` so many, those with most to fill first."""
+        samples = [self.data[i] for i in range(min(most, len(self.data)))]
+        return sorted(samples, key=lambda one: -sum(torch.as_tensor(one[n]).numel() for n in self.padding.fill))
 
 
 def _after(shape: Sequence[int], whole: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ from shardwise.core.structure import Fields
 from .forming import fields_of, kind_of
 from .generators import Generators
 from .order import sample_order
+from .padding import Padded
 from .samples import Samples
 
 Collate = Callable[[list[Any]], Any]
@@ -218,6 +219,8 @@ def is_loader(data: Any) -> bool:
 def source_of(data: Any, rows: int, collate: Collate | None = None, whole: tuple[str, ...] = ()) -> Source | None:
     """Return what reads whole batches of ``data``; None for a map-style dataset without a collator, of which each rank
     reads its own rows.  Raises :class:`ConfigError` for what is none of these."""
+    if isinstance(data, Padded):
+        return source_of(data.data, rows, data.padding, whole)
     if is_loader(data):
         if collate is not None:
             raise ConfigError.on("collate_fn", f"given beside {kind_of(data)}", "the collate_fn of the loader")

@@ -108,7 +108,7 @@ def compiled_of(config: Config, dataset: Any) -> Compiled:
     with without_gc():
         return Compiled(
             initial.module, build_plan(config), example_of(dataset), loss, initial=initial,
-            batch_rows=config.rows_together, loss_weight=config.model.loss_weight,
+            batch_rows=config.rows_together, loss_weight=config.model.loss_weight, varies=config.data.varies or {},
         )  # fmt: skip
 
 

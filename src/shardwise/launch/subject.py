@@ -23,10 +23,11 @@ from shardwise.core.links import LEGAL_PROFILE, LinkProfile
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.structure import Fields
-from shardwise.data.forming import kind_of, rows_of
+from shardwise.data.forming import fields_of, kind_of, rows_of
+from shardwise.data.padding import Padded
 from shardwise.data.samples import Samples
 from shardwise.data.stream_loader import open_loader, open_pass
-from shardwise.data.streams import samples_of, source_of
+from shardwise.data.streams import is_dataset, samples_of, source_of
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
@@ -121,8 +122,14 @@ def compare_weights(config: Config) -> None:
         initial_values(config, build_model(config)[0])
 
 
+LOOKED_AT = 256  # samples
+
+
 def example_of(dataset: Any) -> Fields:
-    """Return the first two rows of a dataset, or the only one; the model is captured with them."""
+    """Return the first two rows of a dataset, or the only one; the model is captured with them.  Of rows of different
+    lengths it is the longest of the first :data:`LOOKED_AT`, since memory is predicted for them."""
+    if isinstance(dataset, Padded) and is_dataset(dataset.data):
+        return fields_of(dataset.padding(dataset.longest(LOOKED_AT)[:2]))
     if source_of(dataset, 2) is None:
         samples = Samples(dataset)
         return samples.read(range(min(2, samples.size)))
@@ -154,6 +161,7 @@ def compiled_here(
         links=links_of(config),
         loss_weight=config.model.loss_weight,
         wanted=wanted_of(config),
+        varies=config.data.varies or {},
     )
 
 
@@ -249,5 +257,5 @@ def _compiled(
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.rows_together, kind=kind,
             model=model, per_host=default_ranks_per_host(plan.mesh), links=links_of(config),
-            loss_weight=config.model.loss_weight, wanted=wanted_of(config),
+            loss_weight=config.model.loss_weight, wanted=wanted_of(config), varies=config.data.varies or {},
         )  # fmt: skip

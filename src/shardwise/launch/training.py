@@ -158,7 +158,7 @@ def _build(
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.rows_together,
             per_host=per_host, model=_slowest(cards), links=links_of(config), loss_weight=config.model.loss_weight,
-            wanted=wanted_of(config),
+            wanted=wanted_of(config), varies=config.data.varies or {},
         )  # fmt: skip
     check_loads(config, compiled)
     progress.phase("predicting the memory")

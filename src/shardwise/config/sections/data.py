@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - each call of `key` makes a new field
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 from shardwise.data.sources import LEGAL_SFT
 
 from ..rules import (
+    by_name,
     choice,
     integer,
     key,
@@ -101,6 +103,29 @@ class DataConfig:
         does="keyword arguments of the factory",
         otherwise="none",
         legal="a table",
+    )
+    pad: Mapping[str, float] | None = key(
+        by_name("a table of a number for each field", number(-math.inf)),
+        does="the fields whose rows have several lengths, with the numbers that fill them up to the longest of a batch",
+        otherwise="none",
+        legal="a table such as `{input_ids = 0, labels = -100}`",
+    )
+    pad_mask: str | None = key(
+        text("the name of a field"),
+        does="a field that batches get besides: 1 where a row of the first field of `pad` has a value, else 0",
+        otherwise="none",
+        legal='a name such as `"attention_mask"`',
+    )
+    pad_to_multiple_of: int | None = key(
+        integer(1),
+        does="what filled lengths are a multiple of, so that there are fewer shapes, each of which is traced",
+        otherwise="1",
+    )
+    varies: Mapping[str, int] | None = key(
+        by_name("a table of the largest size of each FIELD.DIM", integer(1)),
+        does="the dims of fields whose sizes vary from batch to batch, with the largest, for which memory is predicted",
+        otherwise="none",
+        legal='a table such as `{"input_ids.1" = 512}`',
     )
     batch_size: int = key(
         integer(1),
