@@ -15,7 +15,7 @@ from sweeping.torchvision_ops import ready
 
 FACTOR = 8
 CONVOLUTIONAL: dict[str, dict[str, Any]] = {
-    "alexnet": {"size": 64},
+    "alexnet": {},
     "densenet121": {},
     "efficientnet_b0": {},
     "efficientnet_v2_s": {},
@@ -35,7 +35,7 @@ CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     "vgg11_bn": {},
     "wide_resnet50_2": {},
 }
-"""Nets of convolutions, with the size of their images where it is not 32, and arguments of theirs."""
+"""Nets of convolutions, with the size of their images where it is not 64, and arguments of theirs."""
 ATTENTION = ("vit", "swin", "swin_v2", "maxvit", "convnext")
 SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
 DETECTION = ("faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet", "fcos", "ssd")
@@ -88,7 +88,7 @@ def classifier(model: nn.Module, *shape: int) -> Case:
     return Case(First(model.float().train()), batches(batch), cross_entropy)
 
 
-def convolutional(name: str, size: int = 32, **given: Any) -> Case:
+def convolutional(name: str, size: int = 64, **given: Any) -> Case:
     """Return a net of convolutions on images of shape (rows, 3, size, size)."""
     import torchvision.models as models
 
@@ -151,7 +151,7 @@ def video(name: str) -> Case:
             num_classes=LABELS,
         )
         return classifier(model, 3, 4, 32, 32)
-    size = (16, 224) if name == "s3d" else (4, 32)
+    size = (16, 224) if name == "s3d" else (4, 64)
     with narrowed(FACTOR):
         model = getattr(m, name)(weights=None, num_classes=LABELS)
     return classifier(model, 3, size[0], size[1], size[1])
@@ -166,10 +166,10 @@ def segmentation(name: str) -> Case:
         model = getattr(models, name)(weights=None, weights_backbone=None, num_classes=LABELS)
 
     def batch(draws: Draws) -> dict[str, Tensor]:
-        label = draws.integers(0, LABELS, 32, 32)
+        label = draws.integers(0, LABELS, 64, 64)
         for row in range(draws.rows):
             label[row, : 2 * row] = -100
-        return {"x": draws.numbers(3, 32, 32), "label": label}
+        return {"x": draws.numbers(3, 64, 64), "label": label}
 
     return Case(First(model.float().train()), batches(batch), of_pixels)
 
