@@ -197,7 +197,7 @@ def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[st
     elif shape.head in ("seq2seq", "speech"):
         found["labels"] = draws.targets(WORDS - 40, LENGTH - 3, draws.padding(LENGTH - 3))
     elif shape.head == "ctc":
-        found["labels"] = draws.integers(4, WORDS - 40, 3)
+        found["labels"] = draws.integers(4, 20, 3)
         found["labels"][::2, 2:] = -100
     elif shape.head in ("tokens", "frames"):
         found["labels"] = draws.targets(LABELS, length, mask)

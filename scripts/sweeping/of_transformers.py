@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches
-from sweeping.heads import HEADS, MIXED, Detector, Regression, Shape, WithLossOf, batch
+from sweeping.heads import HEADS, MIXED, Detector, Regression, Shape, WithLossOf, batch, configs
 from sweeping.overrides import DEFAULT, OVERRIDES
 from sweeping.shrink import completed, shrunk
 from sweeping.torchvision_ops import ready
@@ -96,7 +96,11 @@ def built(kind: str, name: str, own: Mapping[str, Any]) -> tuple[nn.Module, Any]
         config = completed(CONFIG_MAPPING[kind](**arguments))
     if getattr(config, "num_labels", None) != LABELS:
         config.id2label = {i: f"L{i}" for i in range(LABELS)}
-    module = getattr(transformers, name)(config)
+    kind_of_model = getattr(transformers, name)
+    wanted = getattr(kind_of_model, "config_class", None)
+    if isinstance(wanted, type) and not isinstance(config, wanted):  # a model of text alone, of a config of more
+        config = next((one for one in configs(config) if isinstance(one, wanted)), config)
+    module = kind_of_model(config)
     count = sum(p.numel() for p in module.parameters())
     if count > LARGEST:
         raise ValueError(f"the tiny config still has {count:,} parameters")
