@@ -156,7 +156,15 @@ def _wave(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
 
 
 def _spectrum(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
-    mel = shape.number(16, "num_mel_bins", "feature_size", "input_feat_per_channel", "num_mel_filters", "input_dim")
+    mel = shape.number(
+        16,
+        "feature_projection_input_dim",
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "num_mel_filters",
+        "input_dim",
+    )
     time = shape.number(64, "sweep_frames")
     first = shape.own.get("mel_first", False)
     fields = {name: draws.numbers(*((mel, time) if first else (time, mel)))}

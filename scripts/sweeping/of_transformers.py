@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches
 from sweeping.heads import HEADS, MIXED, Detector, Regression, Shape, WithLossOf, batch, configs
 from sweeping.overrides import DEFAULT, OVERRIDES
-from sweeping.shrink import completed, shrunk
+from sweeping.shrink import LARGE, completed, shrunk
 from sweeping.torchvision_ops import ready
 
 LARGEST = 8_000_000  # parameters of a model that counts as tiny
@@ -49,7 +49,7 @@ def make(kind: str, head: str, name: str) -> Case:
     images among the tokens, then text alone."""
     own = {**OVERRIDES.get(kind, {}), **OVERRIDES.get(f"{kind}/{head}", {})}
     torch.manual_seed(0)
-    module, config = built(kind, name, own)
+    module, config = built(kind, name, own, 2 if head == "question" else LABELS)
     errors: list[Exception] = []
     for changed, more in attempts(module, head, own):
         try:
@@ -68,7 +68,7 @@ def make(kind: str, head: str, name: str) -> Case:
 
 def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return what is tried in turn as inputs of a model, as a head and numbers of its own: all that it takes, images
-    without tokens in their place, text alone, and targets of the length of the input."""
+    without tokens in their place, spectra with their frames last, text alone, and targets as long as the input."""
     names = inspect.signature(module.forward).parameters
     if "images" in own or "only" in own:
         yield head, {}
@@ -76,6 +76,8 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
     if head in MIXED and "pixel_values" in names and "input_ids" in names and head not in ("contrastive", "base"):
         yield head, {"images": 4}
     yield head, {}
+    if "input_features" in names:  # as Whisper takes them, twice as long as its encoder's positions
+        yield head, {"mel_first": True, "sweep_frames": 2 * LARGE}
     if "input_ids" in names and ("pixel_values" in names or "input_features" in names or "input_values" in names):
         yield head, {"only": ("input_ids",)}
         yield "causal", {"only": ("input_ids",)}
@@ -83,8 +85,8 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
         yield "causal", {}
 
 
-def built(kind: str, name: str, own: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    """Return a tiny model of a class, and its config."""
+def built(kind: str, name: str, own: Mapping[str, Any], labels: int) -> tuple[nn.Module, Any]:
+    """Return a tiny model of a class, and its config with a number of ``labels``."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -94,8 +96,8 @@ def built(kind: str, name: str, own: Mapping[str, Any]) -> tuple[nn.Module, Any]
         plain = CONFIG_MAPPING[kind]()
         arguments = merged(shrunk(plain), own.get("config", {}))
         config = completed(CONFIG_MAPPING[kind](**arguments))
-    if getattr(config, "num_labels", None) != LABELS:
-        config.id2label = {i: f"L{i}" for i in range(LABELS)}
+    if getattr(config, "num_labels", None) != labels:
+        config.id2label = {i: f"L{i}" for i in range(labels)}
     kind_of_model = getattr(transformers, name)
     wanted = getattr(kind_of_model, "config_class", None)
     if isinstance(wanted, type) and not isinstance(config, wanted):  # a model of text alone, of a config of more

@@ -54,7 +54,11 @@ Results go to `sweep/results.jsonl`, a line for each model and plan; `scripts/sw
 def page(records: Sequence[Record]) -> str:
     """Return the page."""
     ran = [one for one in records if one.trains and one.plans]
-    parts = [INTRODUCTION, totals(ran), tensor(ran), families(ran), failures(ran), untrained(records)]
+    tried = (
+        f"Of the models that the sweep can build, {len(records)} have been tried so far, not all under every plan; "
+        "a sweep goes on\nwhere the one before has stopped.\n"
+    )
+    parts = [INTRODUCTION, tried, totals(ran), tensor(ran), families(ran), failures(ran), untrained(records)]
     return "\n".join(parts)
 
 
@@ -81,7 +85,7 @@ def totals(ran: Sequence[Record]) -> str:
     for name in [*LIBRARIES, "all"]:
         own = [one for one in ran if name in (one.library, "all")]
         if own:
-            of_plans = (f"{good} of {tried}" for good, tried in (passed(own, plan) for plan in PLANS))
+            of_plans = (f"{good} of {n}" if n else "-" for good, n in (passed(own, plan) for plan in PLANS))
             rows.append([name, len({(one.library, one.family) for one in own}), len(own), *of_plans])
     shares = [percent(*passed(ran, plan)) for plan in PLANS]
     wanted = [f"{TARGETS[plan]:g} %" for plan in PLANS]

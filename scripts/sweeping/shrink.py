@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     (r"source_positions|max_source|^max_length$", LARGE),
     (r"position|n_ctx|max_.*(seq|len)|seq_?len|context_length|max_target", POSITIONS),
     (r"image_size|crop_size|input_size|img_size|^height$|^width$|image_(height|width)", IMAGE),
-    (r"patch_size|patch_stride", PATCH),
+    (r"patch_size|patch_stride|encoder_stride", PATCH),
     (r"num_frames|temporal_size|num_pose", 4),
     (r"num_queries|num_query|latents|num_proposals|denoising|conv_pos_embeddings$", 8),
     (r"groups$", 4),

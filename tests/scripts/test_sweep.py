@@ -207,7 +207,7 @@ def test_records_keep_the_newest_and_the_page_counts_what_trains(tmp_path: Path)
     condensed.write(path, records)
     assert list(condensed.read(path).values()) == records
     text = page(records)
-    assert "| transformers | 2 | 2 | 1 of 2 | 0 of 0 | 0 of 0 | 1 of 1 |" in text
+    assert "| transformers | 2 | 2 | 1 of 2 | - | - | 1 of 1 |" in text
     assert "dp: not &lt;this>; legal: that" in text and "ValueError: there is no loss" in text
     assert "In 0 of 1 models (0 %" in text and "| transformers/a/x | 50% |" in text
     (newer,) = condensed.merged({one.model: one for one in records}, [Outcome("transformers/a/x", "dp", PASSES)])[:1]

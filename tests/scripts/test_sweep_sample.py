@@ -22,7 +22,7 @@ SAMPLE = (
         "llama/causal", "gpt2/causal", "gptj/causal", "bloom/causal", "mixtral/causal", "qwen3_moe/causal",
         "deepseek_v3/causal", "gemma3_text/causal", "mamba/causal", "falcon_mamba/causal", "axk1/causal",
         "bailing_hybrid/causal", "cpmant/causal", "bert/masked", "fnet/masked", "big_bird/masked",
-        "albert/classification", "roberta/tokens", "electra/question", "bert/next", "bert/choice", "t5/seq2seq",
+        "albert/classification", "roberta/tokens", "distilbert/question", "bert/next", "bert/choice", "t5/seq2seq",
         "bart/seq2seq", "pegasus/seq2seq", "llava/image-text", "glm4v/image-text", "whisper/speech",
         "wav2vec2-bert/ctc", "audio-spectrogram-transformer/audio", "vit/image", "swin/image", "resnet/image",
         "convnext/image", "deit/masked-image", "timesformer/video", "vivit/video", "clip/contrastive",
