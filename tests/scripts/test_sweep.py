@@ -58,18 +58,10 @@ def test_what_does_not_train_in_plain_torch_is_not_held_against_a_plan() -> None
 
 
 def test_a_refusal_is_a_sentence_and_a_crash_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(6, 2)
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return self.net(input) * (2 if input.sum().item() > 0 else 1)
-
     case = regression()
-    case.module = Reads()
-    found = {one.plan: one for one in trial(Entry("own", "net", "reads", lambda: case))}
-    assert found["zero3"].outcome == REFUSED and found["zero3"].opaque and "legal:" in found["zero3"].text
+    case.module = nn.Linear(6, 2)  # one unit, which cannot be two stages
+    found = {one.plan: one for one in trial(Entry("own", "net", "small", lambda: case), "pp".__eq__)}
+    assert found["pp"].outcome == REFUSED and found["pp"].text.startswith("pp: ") and "legal:" in found["pp"].text
     monkeypatch.setattr("sweeping.trial.verify", lambda *args, **kwargs: {}["missing"])
     found = {one.plan: one for one in trial(Entry("own", "net", "regression", regression), "dp".__eq__)}
     assert found["dp"].outcome == CRASH and found["dp"].text.startswith("KeyError: 'missing' (")
