@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
@@ -25,10 +24,14 @@ def _more_with_more_rows(h: Tensor) -> Tensor:
     return h
 
 
+def _gamma(h: Tensor) -> Tensor:
+    return h * torch.distributions.Gamma(torch.ones(5), torch.ones(5), validate_args=False).sample()
+
+
 DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "without a key": (lambda h: h * torch.multinomial(h.softmax(-1), 1), r"aten\.multinomial\.default"),
     "a permutation": (lambda h: h + h[torch.randperm(len(h))], r"aten\.randperm\.default"),
-    "by a library": (lambda h: F.gumbel_softmax(h), r"aten\.exponential_\.default"),
+    "by a library": (_gamma, r"aten\._standard_gamma\.default"),
     "by a generator": (lambda h: h * torch.rand(5, generator=torch.Generator()), "rand"),
     "of rows by rows": (_as_many_as_rows, "rand"),
     "for each row": (_more_with_more_rows, "rand_like"),

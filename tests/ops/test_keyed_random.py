@@ -17,6 +17,7 @@ from shardwise.ops.keyed_random import (
     between,
     keyed_bernoulli,
     keyed_dropout,
+    keyed_exponential,
     keyed_mask,
     keyed_normal,
     keyed_randint,
@@ -110,7 +111,7 @@ def test_mask_drops_with_probability_p(p: float) -> None:
     assert abs(together / masks[..., 1:].numel() - p * p) < 5 * p / math.sqrt(masks.numel())
 
 
-def test_uniform_normal_randint_bernoulli() -> None:
+def test_uniform_normal_exponential_randint_bernoulli() -> None:
     shape, batch = (300, 7, 50), (0, 1)
     u = keyed_uniform(1, 2, 3, shape, batch)
     assert abs(_chi_square_z(torch.histc(u, 100, 0, 1).double())) < 5
@@ -120,6 +121,11 @@ def test_uniform_normal_randint_bernoulli() -> None:
     assert abs(_chi_square_z(cells.double())) < 5
     serial = (n.flatten()[1:] * n.flatten()[:-1]).sum() / math.sqrt(n.numel())
     assert abs(float(serial)) < 5
+    e = keyed_exponential(1, 2, 3, shape, batch, dtype=torch.float64)
+    cells = (1 - (-e).exp()).mul(100).long().flatten().bincount(minlength=100)
+    assert abs(_chi_square_z(cells.double())) < 5 and float(e.min()) > 0
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert bool(keyed_exponential(1, 2, 3, shape, batch, dtype=dtype).log().isfinite().all())
     i = keyed_randint(-3, 8, 1, 2, 3, shape, batch)
     assert i.dtype is torch.int64 and abs(_chi_square_z((i + 3).flatten().bincount(minlength=11).double())) < 5
     b = keyed_bernoulli(torch.full((100_000,), 0.3), 1, 2, 3)

@@ -689,7 +689,9 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
         h * torch.empty_like(h).uniform_(1, 2)
         + torch.zeros(h.shape).normal_(0.5, 0.1)
         + torch.empty(h.shape).bernoulli_(0.3)
+        + torch.empty(h.shape).exponential_(0.5)
     ),
+    "gumbel": lambda m, h, b: h * F.gumbel_softmax(h, 0.5),
     "keep by rows": lambda m, h, b: h * (torch.rand(h.shape[0], 1, 1) > 0.4) / 0.6,
     "reparameterised": lambda m, h, b: h[:, 0] + (h[:, 1] * 0.5).exp() * torch.randn_like(h[:, 1]),
     "masked tokens": lambda m, h, b: F.embedding(torch.where(torch.rand(b["ids"].shape) < 0.3, 1, b["ids"]), m.table),

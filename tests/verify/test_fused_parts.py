@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_tensor import OPTIMIZER, PLAIN, check, oracle
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.verify.verify import verify
 
 Case = tuple[int, int, str, int]
 CASES: list[Case] = [
@@ -76,6 +78,25 @@ def test_together_with_all_else(kind: str, dp: int, zero: int, pp: int, recomput
     one, (module, batches) = compiled(8, 2, "split", 2, kind), subject(8, 2, "split")
     plan = pipeline(data_parallel(Plan.of(microbatches=m, recompute=recompute, precision="fp64"), dp, zero), pp)
     check(one.under(tensor_parallel(plan, 2, kind)), batches, oracle(module, None, batches, OPTIMIZER, m), OPTIMIZER)  # type: ignore[arg-type]
+
+
+class AllOfIt(nn.Module):
+    """A projection of which a part is all and the rest nothing, as where all dims of a head are rotated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rotated, rest = self.key(x).split([8, 0], -1)
+        return F.mse_loss(self.out(torch.cat([rotated.sin(), rest], -1)).squeeze(-1), y)
+
+
+def test_a_part_may_be_empty() -> None:
+    torch.manual_seed(2)
+    batches = [{"x": torch.randn(rows, 6), "y": torch.randn(rows)} for rows in (5, 3)]
+    report = verify(AllOfIt(), batches, tensor_parallel(Plan.of(Mesh(())), 2, "1d"))
+    assert report.passed, report.worst
 
 
 @pytest.mark.parametrize("parts", [(8, 2, 2), (5, 1, 3), (1, 1)], ids=str)

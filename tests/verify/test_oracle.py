@@ -239,6 +239,8 @@ RANDOM: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "bernoulli_": ((3, 4), lambda x: x * torch.empty_like(x).bernoulli_(0.3)),
     "uniform_": ((3, 4), lambda x: x * torch.empty_like(x).uniform_(-1, 2)),
     "normal_": ((3, 4), lambda x: x * torch.empty_like(x).normal_(1, 2)),
+    "exponential_": ((3, 4), lambda x: x * torch.empty_like(x).exponential_(2.5)),
+    "gumbel_softmax": ((3, 4), lambda x: x * F.gumbel_softmax(x, 0.5)),
     "rand": ((3, 4), lambda x: x * torch.rand(x.shape)),
     "rand sizes": ((3, 4), lambda x: x * torch.rand(x.shape[0], 3, 4, device=x.device)),
     "randn_like": ((3, 4), lambda x: x + torch.randn_like(x)),
@@ -363,7 +365,7 @@ def test_attention_spelled_out_equals_torchs() -> None:
     [
         ("multinomial", lambda x: x * torch.multinomial(x.detach().sigmoid().flatten(1), 1)),
         ("randperm", lambda x: x[torch.randperm(x.shape[0])]),
-        ("exponential", lambda x: F.gumbel_softmax(x)),
+        ("cauchy", lambda x: x * torch.empty_like(x).cauchy_()),
         ("normal_", lambda x: x * nn.init.normal_(torch.empty_like(x))),
         ("rrelu", lambda x: F.rrelu(x, training=True)),
     ],

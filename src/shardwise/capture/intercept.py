@@ -61,8 +61,13 @@ def _wrap(layer: Layer, inner: Proceed) -> Proceed:
 
 
 def _body(func: FunctionType) -> FunctionType:
-    """Return ``func`` without its first question, whether somebody wants to handle the call: the mode just did."""
-    unasked = dict.fromkeys(_CHECKS, lambda *_: False)
+    """Return ``func`` without its first question, whether somebody wants to handle the call: the mode just did. A
+    function may leave the question to a helper (``torch.meshgrid`` does), which would ask the mode again and again."""
+    unasked: dict[str, Any] = dict.fromkeys(_CHECKS, lambda *_: False)
+    for name in func.__code__.co_names:
+        helper = func.__globals__.get(name)
+        if name.startswith("_") and isinstance(helper, FunctionType) and set(_CHECKS) & {*helper.__code__.co_names}:
+            unasked[name] = _body(helper)
     body = FunctionType(
         func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
     )

@@ -112,6 +112,7 @@ class KeyedRandom:
             Tensor.bernoulli_: self._bernoulli_,
             Tensor.uniform_: self._uniform_,
             Tensor.normal_: self._normal_,
+            Tensor.exponential_: self._exponential_,
             torch.rand: self._rand,
             torch.randn: self._randn,
             torch.randint: self._randint,
@@ -243,6 +244,9 @@ class KeyedRandom:
 
     def _normal_(self, name: str, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
         return input.copy_(self._values(keyed.keyed_normal, name, input.detach()) * std + mean)
+
+    def _exponential_(self, name: str, input: Tensor, lambd: float = 1.0) -> Tensor:
+        return input.copy_(self._values(keyed.keyed_exponential, name, input.detach()).div_(lambd))
 
     def _rand(self, name: str, *size: Any, **options: Any) -> Tensor:
         return self._values(keyed.keyed_uniform, name, torch.empty(*size, **options), options.get("dtype"))

@@ -319,6 +319,25 @@ def _pairs(columns: Tensor | None) -> Tensor | None:
     return None if columns is None else torch.stack([2 * columns, 2 * columns + 1], -1).reshape(-1)
 
 
+def keyed_exponential(
+    seed: int,
+    step: int,
+    ordinal: int,
+    shape: Sequence[int],
+    batch: Batch | None = None,
+    row_start: int = 0,
+    device: torch.device | str = "cpu",
+    kind: str = "",
+    columns: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return exponential values of ``shape`` with mean 1, all above 0, computed in the widest dtype of the device and
+    rounded; of these Gumbel noise is the negative logarithm."""
+    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns).to(torch.int64)
+    u = words.add_(_WORD // 2).to(Backend.of(words.device).widest_float).add_(0.5).mul_(1.0 / _WORD)
+    return u.log_().neg_().to(dtype).clamp_(min=torch.finfo(dtype).smallest_normal)
+
+
 def keyed_normal(
     seed: int,
     step: int,

@@ -119,7 +119,8 @@ def random_like(
     a: float,
     b: float,
 ) -> Tensor:
-    """Draw a tensor of the shape and dtype of ``x``: uniform in [a, b), or normal with mean a and deviation b."""
+    """Draw a tensor of the shape and dtype of ``x``: uniform in [a, b), normal with mean a and deviation b, or
+    exponential with rate a."""
     return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
 
 
@@ -127,12 +128,15 @@ def random_of(
     env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, shape: Sequence[int],
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
-    """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, or randint (integers in [a, b))."""
+    """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, exponential, or randint (integers in
+    [a, b))."""
     key = (*_key(env, ordinal), tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
     columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
     dtype = dtype or torch.get_default_dtype()
+    if kind == "exponential":
+        return keyed.keyed_exponential(*key, columns=columns, dtype=dtype).div_(a)
     if kind == "normal":
         return keyed.keyed_normal(*key, columns=columns, dtype=dtype).mul_(b).add_(a)
     return keyed.between(keyed.keyed_uniform(*key, columns=columns, dtype=dtype), a, b)

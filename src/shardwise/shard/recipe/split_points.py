@@ -108,7 +108,7 @@ class SplitPoints:
                 found |= {
                     end - part.shape[dim]: (r, part.shape[dim])
                     for end, part, r in zip(ends, whole, results, strict=True)
-                    if r is not None
+                    if r is not None and part.shape[dim]  # an empty part needs no cut
                 }
             elif (
                 op_name(user) == "slice"

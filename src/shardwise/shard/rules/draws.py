@@ -106,15 +106,19 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-_LIKE = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal"}
+_LIKE = {
+    "rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal",
+    "exponential": "exponential",
+}  # fmt: skip
+_GIVEN = {"uniform": ("from", "to"), "normal": ("mean", "std"), "exponential": ("lambd", "lambd")}
 _NEW = {"rand": "uniform", "randn": "normal", "randint": "randint"}
 
 
 @RULES.rule(*_LIKE)
 def _random_like(context: ShardingContext, node: fx.Node) -> Any:
     kind = _LIKE[op_name(node)]
-    first, second = ("from", "to") if kind == "uniform" else ("mean", "std")
-    a, b = given(node, first, 0.0), given(node, second, 1.0)
+    first, second = _GIVEN[kind]
+    a, b = given(node, first, 1.0 if kind == "exponential" else 0.0), given(node, second, 1.0)
 
     def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
         if node.meta["val"].dtype != node.args[0].meta["val"].dtype:

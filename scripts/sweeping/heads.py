@@ -1,0 +1,289 @@
+"""The heads of transformers that train, and batches for each, made from a model's config and the names of its
+inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sweeping.case import LABELS, LENGTH, WORDS, Draws
+from sweeping.shrink import FIRST_ID, IMAGE
+
+HEADS: tuple[tuple[str, str], ...] = (
+    ("causal", "MODEL_FOR_CAUSAL_LM"),
+    ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM"),
+    ("masked", "MODEL_FOR_MASKED_LM"),
+    ("image-text", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"),
+    ("speech", "MODEL_FOR_SPEECH_SEQ_2_SEQ"),
+    ("ctc", "MODEL_FOR_CTC"),
+    ("multimodal", "MODEL_FOR_MULTIMODAL_LM"),
+    ("image", "MODEL_FOR_IMAGE_CLASSIFICATION"),
+    ("video", "MODEL_FOR_VIDEO_CLASSIFICATION"),
+    ("audio", "MODEL_FOR_AUDIO_CLASSIFICATION"),
+    ("contrastive", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION"),
+    ("detection", "MODEL_FOR_OBJECT_DETECTION"),
+    ("segmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION"),
+    ("universal", "MODEL_FOR_UNIVERSAL_SEGMENTATION"),
+    ("depth", "MODEL_FOR_DEPTH_ESTIMATION"),
+    ("masked-image", "MODEL_FOR_MASKED_IMAGE_MODELING"),
+    ("series", "MODEL_FOR_TIME_SERIES_PREDICTION"),
+    ("classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION"),
+    ("tokens", "MODEL_FOR_TOKEN_CLASSIFICATION"),
+    ("question", "MODEL_FOR_QUESTION_ANSWERING"),
+    ("choice", "MODEL_FOR_MULTIPLE_CHOICE"),
+    ("next", "MODEL_FOR_NEXT_SENTENCE_PREDICTION"),
+    ("pretraining", "MODEL_FOR_PRETRAINING"),
+    ("frames", "MODEL_FOR_AUDIO_FRAME_CLASSIFICATION"),
+    ("speaker", "MODEL_FOR_AUDIO_XVECTOR"),
+    ("retrieval", "MODEL_FOR_RETRIEVAL"),
+    ("series-class", "MODEL_FOR_TIME_SERIES_CLASSIFICATION"),
+    ("series-value", "MODEL_FOR_TIME_SERIES_REGRESSION"),
+    ("base", "MODEL"),
+)
+"""Names of heads in the sweep, with the registry of transformers' auto classes that lists their models."""
+CHOICES, FRAMES, SAMPLES, BOXES = 2, 4, 4000, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What batches need to know of a model: its config's numbers, at any depth, with a family's own before them."""
+
+    config: Any
+    head: str
+    names: tuple[str, ...]  # of the inputs of forward
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) -> Shape:
+        """Return the shape of inputs of a module."""
+        return Shape(config, head, tuple(inspect.signature(module.forward).parameters), own)
+
+    def number(self, default: Any, *names: str) -> Any:
+        """Return the first of the numbers ``names`` that the family, its config or a sub-config has."""
+        for name in names:
+            if name in self.own:
+                return self.own[name]
+            for config in configs(self.config):
+                if isinstance(value := getattr(config, name, None), int | list | tuple) and not isinstance(value, bool):
+                    return value
+        return default
+
+
+def configs(config: Any) -> list[Any]:
+    """Return a config and its sub-configs."""
+    inner = [v for v in vars(config).values() if hasattr(v, "to_dict") and hasattr(v, "model_type")]
+    return [config, *(one for each in inner for one in configs(each))]
+
+
+def batch(shape: Shape, draws: Draws) -> dict[str, Tensor]:
+    """Return a batch for a model: its inputs, padded at the right, and its targets."""
+    fields: dict[str, Tensor] = {}
+    only = shape.own.get("only")
+    for names, make in INPUTS:
+        if only is not None and names[0] not in only:
+            continue
+        if name := next((n for n in names if n in shape.names), None):
+            fields |= make(shape, draws, name)
+            if shape.head not in MIXED:
+                break
+    fields |= targets(shape, draws, fields)
+    for name, make_own in shape.own.get("fields", {}).items():
+        made = make_own(shape, draws, fields)
+        if made is None:
+            fields.pop(name, None)
+        else:
+            fields[name] = made
+    return fields
+
+
+MIXED = ("image-text", "multimodal", "contrastive", "retrieval", "base")
+
+
+def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    length = shape.number(LENGTH, "sweep_length")
+    ids = draws.integers(FIRST_ID, WORDS - 40, length)
+    fields = {name: ids}
+    if "attention_mask" in shape.names:
+        mask = draws.padding(length)
+        pad = shape.number(0, "pad_token_id")
+        fields[name] = ids.masked_fill(mask == 0, pad if isinstance(pad, int) and 0 <= pad < WORDS else 0)
+        fields["attention_mask"] = mask
+    if shape.head == "choice":
+        fields = {k: v[:, None].repeat(1, CHOICES, 1) for k, v in fields.items()}
+        fields[name][:, 1] = fields[name][:, 1].flip(-1)
+    if count := shape.own.get("images"):
+        token = shape.number(None, "image_token_id", "image_token_index")
+        start = 1
+        ids = fields[name] = torch.cat(
+            [ids[:, :start], torch.full((draws.rows, count), token), fields[name][:, start:]], 1
+        )
+        fields["attention_mask"] = torch.cat(
+            [torch.ones(draws.rows, count, dtype=torch.long), fields["attention_mask"]], 1
+        )
+    return fields
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+def _image(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    height, width = _pair(shape.number(IMAGE, "sweep_image", "image_size", "img_size"))
+    channels = shape.number(3, "num_channels", "in_channels", "in_chans")
+    size = (channels if isinstance(channels, int) else 3, height, width)
+    if shape.head == "video":
+        size = (shape.number(FRAMES, "num_frames", "frames_per_clip"), *size)
+    return {name: draws.numbers(*size)}
+
+
+def _video(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    if shape.head not in ("video", "base"):
+        return {}
+    return {name: _image(Shape(shape.config, "video", shape.names, shape.own), draws, name)[name]}
+
+
+def _wave(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    length = shape.number(SAMPLES, "sweep_samples")
+    fields = {name: draws.numbers(length)}
+    if "attention_mask" in shape.names:
+        fields["attention_mask"] = draws.padding(10).repeat_interleave(length // 10, 1)
+    return fields
+
+
+def _spectrum(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    mel = shape.number(
+        16,
+        "feature_projection_input_dim",
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "num_mel_filters",
+        "input_dim",
+    )
+    time = shape.number(64, "sweep_frames")
+    first = shape.own.get("mel_first", False)
+    fields = {name: draws.numbers(*((mel, time) if first else (time, mel)))}
+    if "attention_mask" in shape.names and not first:
+        fields["attention_mask"] = draws.padding(time)
+    return fields
+
+
+def _series(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    length = shape.number(64, "context_length", "prediction_length")
+    return {name: draws.numbers(length, shape.number(1, "num_input_channels"))}
+
+
+INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Tensor]]], ...] = (
+    (("input_features",), _spectrum),
+    (("input_values",), _wave),
+    (("input_ids",), _text),
+    (("pixel_values",), _image),
+    (("pixel_values_videos",), _video),
+    (("past_values",), _series),
+)
+"""Names of inputs, and what makes them; a head of ``MIXED`` takes all, another the first that forward has."""
+
+
+def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the targets of a head."""
+    names, found = shape.names, {}
+    ids, mask = fields.get("input_ids"), fields.get("attention_mask")
+    length = ids.shape[-1] if ids is not None else LENGTH
+    if (
+        shape.head in ("causal", "masked", "image-text", "multimodal")
+        or shape.head == "pretraining"
+        and ids is not None
+    ):
+        if ids is not None and "labels" in names:
+            aligned = mask if mask is not None and mask.shape == ids.shape else None
+            found["labels"] = draws.targets(WORDS - 40, length, aligned)
+    elif shape.head in ("seq2seq", "speech"):
+        found["labels"] = draws.targets(WORDS - 40, LENGTH - 3, draws.padding(LENGTH - 3))
+    elif shape.head == "ctc":
+        found["labels"] = draws.integers(4, 20, 3)
+        found["labels"][::2, 2:] = -100
+    elif shape.head in ("tokens", "frames"):
+        found["labels"] = draws.targets(LABELS, length, mask)
+    elif shape.head in ("classification", "image", "video", "audio", "speaker"):
+        found["labels"] = draws.integers(0, LABELS)
+    elif shape.head == "question":
+        found["start_positions"], found["end_positions"] = draws.integers(0, 6), draws.integers(0, 6)
+    elif shape.head == "choice":
+        found["labels"] = draws.integers(0, CHOICES)
+    elif shape.head == "next":
+        found["labels"] = draws.integers(0, 2)
+    elif shape.head == "segmentation":
+        size = _pair(shape.number(IMAGE, "sweep_image", "image_size", "img_size"))
+        found["labels"] = draws.integers(0, LABELS, *size)
+    elif shape.head == "depth":
+        size = _pair(shape.number(IMAGE, "sweep_image", "image_size", "img_size"))
+        found["labels"] = draws.uniform(*size) + 0.1
+    elif shape.head in ("detection",):
+        found["classes"] = draws.integers(0, LABELS, BOXES)
+        found["boxes"] = draws.uniform(BOXES, 4) * 0.3 + 0.2
+    elif shape.head == "masked-image":
+        height, width = _pair(shape.number(IMAGE, "image_size"))
+        found["bool_masked_pos"] = draws.integers(
+            0, 2, shape.number((height // 8) * (width // 8), "sweep_patches")
+        ).bool()
+    elif shape.head == "series":
+        found["future_values"] = draws.numbers(
+            shape.number(8, "prediction_length"), shape.number(1, "num_input_channels")
+        )
+    if shape.head == "pretraining":
+        for name in ("next_sentence_label", "sentence_order_label"):
+            if name in names:
+                found[name] = draws.integers(0, 2)
+        if "labels" in found and "next_sentence_label" not in names and "discriminator" in shape.own:
+            found["labels"] = draws.integers(0, 2, length)
+    return {k: v for k, v in found.items() if k in names or k in ("classes", "boxes")}
+
+
+class WithLossOf(nn.Module):
+    """A model that makes its loss itself where it is asked to (``return_loss``)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **fields: Tensor) -> Any:
+        """Return the loss of a batch."""
+        return self.model(**fields, return_loss=True).loss
+
+
+class Detector(nn.Module):
+    """A detector whose targets, a dict for each image, are two tensors here: classes and boxes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, classes: Tensor, boxes: Tensor, **fields: Tensor) -> Any:
+        """Return the loss of a batch; ``classes`` are of shape (rows, n), ``boxes`` of (rows, n, 4)."""
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes.unbind(), boxes.unbind(), strict=True)]
+        return self.model(**fields, labels=labels).loss
+
+
+class Regression:
+    """The mean square of what a model without a head gives for a batch, less the batch's field ``wanted``."""
+
+    @staticmethod
+    def output(found: Any) -> Tensor:
+        """Return the first tensor of numbers that depends on parameters."""
+        values = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple | list) else [found]
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad and value.dim():
+                return value
+        for value in values:
+            if isinstance(value, Mapping | tuple | list):
+                return Regression.output(value)
+        raise ValueError("the model gives no tensor that depends on its parameters")
+
+    def __call__(self, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss."""
+        return (Regression.output(output) - fields["wanted"]).square().mean()
