@@ -224,7 +224,6 @@ def test_every_argument_is_answered(tmp_path: Path) -> None:
             "across_devices: False is not supported; legal: True",
         ),
         ({"gradient_accumulation_steps": 3}, "3, but the plan has 2 microbatches; legal: 1, or 2"),
-        ({"optim": "adafactor"}, "optimizer: Adafactor is not legal"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:

@@ -71,7 +71,7 @@ def test_an_evaluation(narrow: Narrow) -> None:
     engine: Any = SimpleNamespace(
         comm=SimpleNamespace(device=CPU, mesh=Mesh.of(dp=1)), compiled=compiled, evaluate=lambda *_, **__: next(results)
     )
-    batch: Any = SimpleNamespace(rows=2, fields={}, ones=None)
+    batch: Any = SimpleNamespace(rows=2, fields={}, ones=None, alike=False)
     with narrow:
         found = evaluate(engine, [batch] * 2)
     assert found.loss == 1.75

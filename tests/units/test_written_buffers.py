@@ -206,7 +206,7 @@ class NormInBranch(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.first(x)
-        if bool((x > 100).any()):
+        if float((x > 100).sum()) > 0:  # a float: the model is not captured
             h = self.norm(h)
         h = self.norm(h) if self.always else h
         return F.mse_loss(self.out(h).squeeze(-1), y)

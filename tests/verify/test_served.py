@@ -104,11 +104,13 @@ def refused(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> str:
 
 
 class Linear(torch.nn.Module):
-    def __init__(self, branches: bool) -> None:
+    def __init__(self, branches: str = "") -> None:
         super().__init__()
         self.one, self.branches = torch.nn.Linear(3, 1).double(), branches
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.branches == "by a float" and float(x.sum()) > 0:
+            return 2 * self.one(x).mean()
         if self.branches and x.sum() > 0:
             return self.one(x).mean() * 2
         return self.one(x).mean()
@@ -117,10 +119,11 @@ class Linear(torch.nn.Module):
 def test_what_workers_cannot_know_is_refused() -> None:
     """A hook would see the gradient too late; of a model that is not captured nobody knows what a batch reaches."""
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
-    hooked = Linear(False)
+    hooked = Linear()
     hooked.one.weight.register_hook(lambda g: g * 0)
     assert "one.weight: it has a hook" in refused(hooked, batch)
-    assert "the model could not be captured" in refused(Linear(True), batch)
+    assert "the model could not be captured" in refused(Linear("by a float"), batch)
+    assert "forward decides in Python by values of a batch" in refused(Linear("by a branch"), batch)
 
 
 @pytest.mark.parametrize("push", ["int8", "top-k"])

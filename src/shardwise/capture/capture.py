@@ -88,7 +88,12 @@ def capture(
             captured = _captured(wrapped, batch, rows, varies)
         except Uncapturable as error:
             captured, wrapped, again = _answered(watched, batch, rows, varies, error)
-        results = _check_state(captured, wrapped, again, batch)
+            try:
+                results = _check_state(captured, wrapped, again, batch)
+            except ConfigError:
+                raise error from None  # the model has its own trials as one unit, which say what is wrong
+        else:
+            results = _check_state(captured, wrapped, again, batch)
     if looped:
         captured.notes.append(NOTE)
     if results is not None and wanted == "loss":

@@ -61,7 +61,7 @@ class Operand(NamedTuple):
 
 
 class UnlikeRead(Exception):
-    """Forward reads something else than in the run that gave the answers."""
+    """Forward reads something else than in the run that gave the answers, or what has too many answers."""
 
 
 class Answering:
@@ -107,6 +107,8 @@ class _Asking:
             return proceed(func, args, kwargs)
         with without_modes(), without_torch_functions():
             answer = func(*values)
+        if any(isinstance(one, float) for one in tree_leaves(answer)):
+            raise UnlikeRead("a float, which would be another in each batch")
         arguments = tuple(Operand() if isinstance(one, Tensor) else one for one in args)
         self.reads.append(Read(func, arguments, answer))
         return answer

@@ -220,12 +220,13 @@ class Compiled:
             self._check_learning(found)
         return found
 
-    def _check_learning(self, other: Compiled) -> None:
-        """Raise :class:`ConfigError` where other parameters learn by another computation with this model."""
+    def _check_learning(self, other: Compiled, fewer: bool = False) -> None:
+        """Raise :class:`ConfigError` where other parameters learn by another computation with this model; ``fewer`` may
+        learn by it."""
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
             self.buckets, other.general.buckets,
         ))  # fmt: skip
-        if others := sorted(here ^ there):
+        if others := sorted(there - here if fewer else here ^ there):
             wrong = f"{others[0]} has a gradient in one step and none in another"
             raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
 
@@ -293,7 +294,7 @@ class Compiled:
                 wrong = f"a batch for which forward decides in another way, and so cannot be captured: {why}"
                 raise ConfigError.on("batch", wrong, "torch.where in place of branches in Python")
             if self.training:
-                self._check_learning(found)
+                self._check_learning(found, fewer=self.general.per_parameter(self.plan.mesh))
             self._decided = [*self._decided[-FORMS:], found]
             if len(self._decided) == MANY:
                 warnings.warn(
@@ -417,6 +418,7 @@ class Compiled:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
+                    first=not self.buckets,
                     tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
                     loss_weight=self.loss_weight,
                     over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,

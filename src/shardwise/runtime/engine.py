@@ -93,8 +93,8 @@ class Engine:
         self.settings: Settings | None = None  # the hyperparameters of the next step, if not the optimizer's
         self.step_index = 0
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
-        per_parameter = trace.opaque is not None
-        if per_parameter and any(rule.rest == "S" for rule in plan.data.parameters):
+        per_parameter = trace.per_parameter(plan.mesh)
+        if trace.opaque is not None and any(rule.rest == "S" for rule in plan.data.parameters):
             wrong = f"a model that could not be captured keeps its parameters whole ({trace.opaque})"
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.memory.check_device(Backend.of(comm.device).kind)
@@ -166,6 +166,9 @@ class Engine:
                 raise ConfigError.on(f"parameter {name}", wrong, whole)
             if (why := self.compiled.general.opaque) is not None:
                 wrong = f"the model could not be captured ({why}), and servers would update what a batch does not reach"
+                raise ConfigError.on("server", wrong, whole)
+            if self.compiled.general.checks is not None:
+                wrong = "forward decides in Python by values of a batch, and servers would update what it leaves out"
                 raise ConfigError.on("server", wrong, whole)
             if self.comm.device.type != "cpu":
                 raise ConfigError.on("server", f'"{plan.serving.kind}" on a {self.comm.device.type} device', '"sync"')

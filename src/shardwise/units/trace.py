@@ -23,6 +23,7 @@ from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
 from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.op_spec import Placement
 from shardwise.shard.sizes import local_shape
@@ -357,6 +358,11 @@ class Trace:
             same = bool(found) and unit.block == self.units[unit.index - 1].block
             found.append(found[-1] + (not same) if found else 0)
         return tuple(found)
+
+    def per_parameter(self, mesh: Mesh) -> bool:
+        """Whether each parameter has an optimizer of its own, which takes no step where no rank has reached it: a batch
+        by which forward decides may leave some out.  Stages of a pipeline do not know of each other's."""
+        return self.opaque is not None or (self.checks is not None and mesh.axis_size(PIPELINE) == 1)
 
     @property
     def weighs_targets(self) -> bool:

@@ -84,6 +84,7 @@ def trace(
     wanted: Wanted = "loss",
     segments: bool = False,
     dense: Container[str] | None = None,
+    first: bool = True,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -100,6 +101,7 @@ def trace(
         over_batch: whether microbatches exchange, as ranks do, where rows meet (``units/exchanges.py``).
         wanted: whether units give the model's outputs too, for an evaluation, or the load of experts.
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
+        first: whether the trace says which parameters learn, also in batches by which forward decides in another way.
         dense: the parameters whose gradients are as large as they are, though all their lookups are sparse; None: all.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
         varying: what is known of batches of other shapes, and the captures that serve several of them.
@@ -118,6 +120,10 @@ def trace(
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
             check_exchanges(exchanges, buffers, ALONE if numbered else APART)
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
+        units = split(sharded, exchanges, segments)
+        learning = _learning(units)
+        if normal.checks is not None and training and first:
+            _check_reached(module, learning)
     except Uncapturable as error:
         if not opaque:
             raise
@@ -142,9 +148,7 @@ def trace(
             legal = APART if one.divisible and not one.unknown_buffers else f"dp = 1 and {ALONE}"
             raise ConfigError.on("rows", wrong, legal) from error
         return one
-    units = split(sharded, exchanges, segments)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
-    learning = _learning(units)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
     tables = () if dense is None else _tables(units, sharded.layouts, sharded.summed, dense)
@@ -219,6 +223,14 @@ def _learning(units: list[Unit]) -> set[str]:
         places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
         found |= {name for name, place in zip(unit.parameters, places, strict=False) if place in reached}
     return found
+
+
+def _check_reached(module: nn.Module, learning: Container[str]) -> None:
+    """Raise :class:`Uncapturable` where forward decides by values and does not reach all parameters of the module: for
+    another batch it may reach others, of which a program would not know."""
+    missed = [name for name, one in module.named_parameters() if one.requires_grad and name not in learning]
+    if missed:
+        raise Uncapturable(f"it decides in Python by values of a batch, and {missed[0]} has no gradient for the first")
 
 
 def _tables(
