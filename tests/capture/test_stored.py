@@ -219,6 +219,16 @@ def test_the_files_used_last_stay(folder: Path, exported: list[str], monkeypatch
         assert len(exported) == [1, 2, 2, 3, 3, 4][number]
 
 
+class Shy(Net):
+    def extra_repr(self) -> str:
+        raise RuntimeError("not ready")
+
+
+def test_a_module_that_cannot_be_told_is_not_kept(folder: Path) -> None:
+    assert capture(Shy(), batch()).rows is None
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 def test_there_need_be_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exported: list[str]) -> None:
     (tmp_path / "file").write_text("")

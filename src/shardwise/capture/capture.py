@@ -63,6 +63,7 @@ def capture(
     looped = False
     key = stored.key_of(module, batch, loss, varies, precision, training, ones, wanted)
     keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
+    kept = wanted == "loss" and key is not None
 
     def watched(trial: bool = False, reading: Answering | None = None) -> Watched:
         nonlocal looped
@@ -79,7 +80,7 @@ def capture(
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, ones, precision, wanted), training)
 
     with generators_kept():
-        if wanted == "loss":
+        if kept:
             for one in keys:
                 if (known := stored.find(one, lambda: watched(trial=True), batch)) is not None:
                     return known
@@ -96,7 +97,7 @@ def capture(
             results = _check_state(captured, wrapped, again, batch)
     if looped:
         captured.notes.append(NOTE)
-    if results is not None and wanted == "loss":
+    if results is not None and kept:
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, results)
     return captured
 

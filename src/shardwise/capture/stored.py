@@ -57,8 +57,17 @@ def folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "captures"
 
 
-def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str:
-    """Return the hash of what a capture depends on, as far as it can be told beforehand."""
+def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str | None:
+    """Return the hash of what a capture depends on, as far as it can be told beforehand; None where nothing is kept."""
+    if folder() is None:
+        return None
+    try:
+        return _hash_of(module, batch, loss, varies, *options)
+    except Exception:  # what a user's class says of itself may raise anything
+        return None
+
+
+def _hash_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str:
     parts: list[Any] = [FORMAT, sys.version_info[:2], torch.__version__, _own_sources(), *map(str, options)]
     for name, shape, dtype in form_of(batch):
         first, symbolic = (1 if has_rows(name) else 0), varies.get(name, ())
