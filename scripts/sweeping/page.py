@@ -38,14 +38,13 @@ those that do not are named at the end. A plan **passes** if every loss, gradien
 and buffer is that of one device within 1e-10. It is **refused** where shardwise says in one
 sentence, before the first step, that it cannot do it.
 
-<!-- not run: it takes hours, and libraries that are no dependencies -->
-```
-.venv/bin/pip install --no-deps --requirement scripts/sweeping/requirements.txt
-.venv/bin/python scripts/sweep.py --only transformers/bert   # some models
-.venv/bin/python scripts/sweep.py --workers 4                # all that have no result yet
-.venv/bin/python scripts/sweep.py --again failed             # those that did not pass, once more
-.venv/bin/python scripts/sweep.py --page                     # this page
-```
+| command | what it does |
+|---|---|
+| `.venv/bin/pip install --no-deps --requirement scripts/sweeping/requirements.txt` | installs the libraries |
+| `.venv/bin/python scripts/sweep.py --only transformers/bert` | some models |
+| `.venv/bin/python scripts/sweep.py --workers 4` | all that have no result yet |
+| `.venv/bin/python scripts/sweep.py --again failed` | those that did not pass, once more |
+| `.venv/bin/python scripts/sweep.py --page` | this page |
 
 Results go to `sweep/results.jsonl`, a line for each model and plan; `scripts/sweep.json` keeps them in short.
 """
