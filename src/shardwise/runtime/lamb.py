@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shardwise.runtime.by_tensor import ByTensor
 
-class Lamb(torch.optim.Optimizer):
+
+class Lamb(ByTensor):
     """The update of Adam, with weight decay added, takes each tensor as far as its norm says (You et al. 2020, arXiv
     1904.00962, algorithm 2, with the identity for the function of the norm).
 
@@ -26,19 +27,6 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]

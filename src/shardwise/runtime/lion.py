@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shardwise.runtime.by_tensor import ByTensor
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(ByTensor):
     """Each element moves by the learning rate, in the direction of the sign of an average of its gradients (Chen et al.
     2023, arXiv 2302.06675, algorithm 2).
 
@@ -25,19 +26,6 @@ class Lion(torch.optim.Optimizer):
         *, foreach: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]

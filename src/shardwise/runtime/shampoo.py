@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.core.optimizers import LARGEST
+from shardwise.runtime.by_tensor import ByTensor
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(ByTensor):
     """A gradient of k dims is multiplied on each dim by the power -1/(2k) of a matrix, the sum over all steps of what
     the gradient is times itself over the other dims (Gupta et al. 2018, arXiv 1802.09568, algorithm 2).
 
@@ -26,19 +26,6 @@ class Shampoo(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-1, eps: float = 1e-4, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[param], param.grad
