@@ -66,7 +66,6 @@ def capture(
     kept = wanted == "loss" and key is not None
 
     def watched(trial: bool = False, reading: Answering | None = None) -> Watched:
-        nonlocal looped
         found = bare(trial)
         found.reading = reading
         return found

@@ -198,10 +198,9 @@ class Compiled:
                 alike = example is self.example
                 like = None if self.like is None else self.like.evaluation(wanted, example)
                 self._evaluations[key] = replace(
-                    self, training=False, wanted=wanted, example=example, like=like, _traces={}, _programs={},
-                    _lock=threading.RLock(), _evaluations={}, _captures=self._captures if alike else {},
-                    _forms=OrderedDict(), _constants={}, _varying=self._varying if alike else self._varying.again(),
-                    _decided=[],
+                    self, training=False, wanted=wanted, example=example, like=like,
+                    _captures=self._captures if alike else {},
+                    _varying=self._varying if alike else self._varying.again(), **_of_its_own(),
                 )  # fmt: skip
             return self._evaluations[key]
 
@@ -212,9 +211,8 @@ class Compiled:
 
         Raises :class:`ConfigError` if with a ``backward`` other parameters learn by it."""
         found = replace(
-            self, loss=loss, example=example, training=training, _traces={}, _weights={}, _captures={}, _programs={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _constants={}, _varying=Varying(),
-            varies={}, _decided=[],
+            self, loss=loss, example=example, training=training, varies={}, _weights={}, _captures={},
+            _varying=Varying(), **_of_its_own(),
         )  # fmt: skip
         if training and backward:
             self._check_learning(found)
@@ -266,8 +264,7 @@ class Compiled:
             return found
         found = replace(
             self, example=example, varies={}, like=None if self.like is None else self.like.fitting(example),
-            _traces={}, _weights={}, _captures={}, _programs={}, _lock=threading.RLock(), _evaluations={},
-            _forms=OrderedDict(), _constants={}, _decided=[],
+            _weights={}, _captures={}, **_of_its_own(),
         )  # fmt: skip
         if found.general.opaque is not None:
             wrong = f"rows of shapes {named_sizes.shown(example)} cannot be captured: {found.general.opaque}"
@@ -285,9 +282,7 @@ class Compiled:
                 if one.general.checks is not None and one.general.checks.hold(fields, buffers):
                     return one
             found = replace(
-                self, example=batch, varies={}, _traces={}, _weights={}, _captures={}, _programs={},
-                _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _decided=[], _varying=Varying(),
-                _constants={},
+                self, example=batch, varies={}, _weights={}, _captures={}, _varying=Varying(), **_of_its_own()
             )  # fmt: skip
             if found.general.opaque is not None or found.general.checks is None:
                 why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
@@ -368,9 +363,8 @@ class Compiled:
         traces, weights = (self._traces, self._weights) if same else ({}, {})
         buckets, axes = (self.buckets, self._axes) if same else ([], {})
         return replace(
-            self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
-            _stages={},
-            _lock=threading.RLock(), _evaluations={}, _forms=OrderedDict(), _constants={}, _decided=[],
+            self, plan=plan, like=like, buckets=buckets, _axes=axes, _weights=weights, _stages={},
+            **{**_of_its_own(), "_traces": traces},
         )  # fmt: skip
 
     @cached_property
@@ -546,6 +540,14 @@ def _key(example: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """Return what a capture depends on of an example."""
     structure = structure_of(example)
     return *(() if structure is None or structure.plain else (structure.tree, *structure.key)), *form_of(example)
+
+
+def _of_its_own() -> dict[str, Any]:
+    """Return the fields of a computation that has made nothing yet."""
+    return {
+        "_traces": {}, "_programs": {}, "_lock": threading.RLock(), "_evaluations": {}, "_forms": OrderedDict(),
+        "_constants": {}, "_decided": [],
+    }  # fmt: skip
 
 
 def _lying(one: Parameter) -> str:
