@@ -22,6 +22,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.batch import StepResult
+from shardwise.runtime.choices import Choices
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
@@ -114,7 +115,7 @@ def test_ranks_that_take_different_traces_compute_one_step(zero: int) -> None:
             losses = [float(engine.step(mine, ROWS).loss) for _ in range(3)]
             return losses, engine.state_dict()
 
-        own = patch.object(Engine, "agreed_ones", lambda self, *_: taken[self.comm.rank]) if alone else nullcontext()
+        own = patch.object(Choices, "agreed_ones", lambda self, *_: taken[self.comm.rank]) if alone else nullcontext()
         with own:
             return run_ranks(plan.mesh, rank, timeout=60)
 

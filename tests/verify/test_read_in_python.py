@@ -112,6 +112,34 @@ def test_what_forward_raises_for_a_batch_is_said() -> None:
         verify(Deciding(), [BATCHES[0], wrong], Plan.of())
 
 
+class Keeping(nn.Module):
+    """It keeps a mean over rows, of batches that are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        loss = F.cross_entropy(self.out(h + self.kept), label)
+        if x.abs().max() < 0.01:
+            self.kept = h.detach().mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_that_meet_in_one_branch_alone(microbatches: int) -> None:
+    """No note could say before that branch is taken what its microbatches compute."""
+    first = {"x": torch.randn(6, 4, dtype=torch.float64), "label": torch.arange(6) % CLASSES}
+    batches, plan = [first, {**first, "x": 1e-3 * first["x"]}, first], Plan.of(microbatches=microbatches)
+    if microbatches == 1:
+        assert verify(Keeping(), batches, data_parallel(plan, 2)).passed
+        return
+    with pytest.raises(ConfigError, match="microbatches: rows meet in the buffer kept by the branch that"):
+        verify(Keeping(), batches, plan)
+
+
 def test_windows_of_batches_are_refused() -> None:
     plan = Plan.of(Mesh.of(pp=2), schedule="pipedream", window=2)
     with pytest.raises(ConfigError, match="schedule: batches overlap, and forward decides in Python by values of each"):

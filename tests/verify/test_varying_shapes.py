@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from captures import apart
 from shardwise.capture.forms import form_of, resized
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
@@ -150,9 +151,10 @@ def test_one_capture_gives_the_graphs_of_captures_of_every_shape(model: str, mon
     exported: list[int] = []
     export = torch.export.export
     monkeypatch.setattr(torch.export, "export", lambda *a, **k: exported.append(1) or export(*a, **k))
-    compiled = Compiled(module, Plan.of(precision="fp64"), several[0])
-    for batch in several:
-        compiled.fitting(batch)
+    with apart():
+        compiled = Compiled(module, Plan.of(precision="fp64"), several[0])
+        for batch in several:
+            compiled.fitting(batch)
     # The first shape, and that in which some sizes are symbolic; of pictures, first the width and then the height is.
     assert len(exported) == {"text": 2, "pictures": 3}[model]
     for batch in several[1:]:

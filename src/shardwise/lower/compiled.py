@@ -228,6 +228,14 @@ class Compiled:
             wrong = f"{others[0]} has a gradient in one step and none in another"
             raise ConfigError(f"model: {wrong}; legal: a loss in every step that depends on the same parameters")
 
+    def _check_meeting(self, other: Compiled) -> None:
+        """Raise :class:`ConfigError` where rows meet in ``other`` and not here, so that no note has said what its
+        microbatches compute."""
+        new = [where for where in other.general.meets if where not in self.general.meets]
+        if self.plan.microbatches > 1 and new:
+            wrong = f"rows meet in {', '.join(new)} by the branch that forward takes for this batch, and by no other"
+            raise ConfigError.on("microbatches", wrong, other.general.ways_to_meet(self.plan.mesh.axis_size(PIPELINE) > 1))
+
     # ---- batches of other shapes -------------------------------------------------------------------------------------
 
     @cached_property
@@ -290,6 +298,7 @@ class Compiled:
                 raise ConfigError.on("batch", wrong, "torch.where in place of branches in Python")
             if self.training:
                 self._check_learning(found, fewer=self.general.per_parameter(self.plan.mesh))
+            self._check_meeting(found)
             self._decided = [*self._decided[-FORMS:], found]
             if len(self._decided) == MANY:
                 warnings.warn(

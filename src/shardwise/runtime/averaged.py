@@ -27,5 +27,6 @@ def _exchange(memory: RankMemory, comm: Communicator | None, is_averaged: bool) 
     for bucket in memory.buckets.values():
         if bucket.average is not None:
             bucket.average.exchange()
+        if bucket.learns:  # also where others update it all: all ranks send and receive it whole once
             bucket.publish()
     memory.is_averaged = is_averaged
