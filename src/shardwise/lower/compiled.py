@@ -234,7 +234,8 @@ class Compiled:
         new = [where for where in other.general.meets if where not in self.general.meets]
         if self.plan.microbatches > 1 and new:
             wrong = f"rows meet in {', '.join(new)} by the branch that forward takes for this batch, and by no other"
-            raise ConfigError.on("microbatches", wrong, other.general.ways_to_meet(self.plan.mesh.axis_size(PIPELINE) > 1))
+            pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
+            raise ConfigError.on("microbatches", wrong, other.general.ways_to_meet(pipelined))
 
     # ---- batches of other shapes -------------------------------------------------------------------------------------
 
