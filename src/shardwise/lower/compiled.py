@@ -283,6 +283,11 @@ class Compiled:
             raise ConfigError.on("batch", wrong, f"shapes that can, such as {named_sizes.shown(self.example)}")
         return found
 
+    @property
+    def reads_batch(self) -> bool:
+        """Whether forward decides in Python by values of the batch, and not by random numbers and buffers alone."""
+        return self.general.checks is not None and bool(self.general.checks.fields)
+
     def deciding(
         self, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing = NO_STEP
     ) -> Compiled:
@@ -303,6 +308,9 @@ class Compiled:
                 why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
                 wrong = f"a batch for which forward decides in another way, and so cannot be captured: {why}"
                 raise ConfigError.on("batch", wrong, "torch.where in place of branches in Python")
+            if found.reads_batch and not self.reads_batch:
+                wrong = f"forward reads {found.general.checks.fields[0]} in Python in one branch alone"
+                raise ConfigError.on("model", wrong, "a forward that reads values of the batch in every step")
             if self.training:
                 self._check_learning(found, fewer=True)
             self._check_meeting(found)

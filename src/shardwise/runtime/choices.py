@@ -65,6 +65,8 @@ class Choices:
         if found.general.checks is None:
             return found
         self.check(fields, rows, found)
+        if not found.reads_batch:
+            return found.deciding(found.example, self.buffers(), drawing)
         if self._plan.local.steps and self._parts > 1:
             wrong = "forward decides in Python by values of the batch, of which ranks of an island have a part each"
             raise ConfigError.on("local", wrong, "one rank for each island, or no islands")
