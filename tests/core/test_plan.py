@@ -84,7 +84,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if "local_steps" in own:
         words["norm"] = "barrier"
         words["offload"] = "none"
-    if words["norm"] == "post-validate" or own.get("server") in ("async", "stale"):
+    if words["norm"] == "post-validate" or words["server"] in APART:
         words["updates"] = "elements"
     counts = {**own, "microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
     if words["schedule"] == "auto":

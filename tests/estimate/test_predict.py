@@ -244,17 +244,17 @@ def test_layers_cost_no_walk_of_their_own() -> None:
     assert more[Category.PARAMETERS] == 4 * share * 2 and more[Category.GRADIENTS] == 4 * share * 4
     assert more[Category.OPTIMIZER] == 4 * (share * 12 + 4)  # and a counter of steps
     assert few.at == "backward of blocks.3 in microbatch 0" and many.at == "backward of blocks.7 in microbatch 0"
-    started = time.perf_counter()
+    started = time.process_time()
     of_large(8, recompute="selective")
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.full
 def test_llama_70b_in_seconds() -> None:
     large(80)
-    started = time.perf_counter()
+    started = time.process_time()
     found = of_large(80, recompute="full")
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     states = 68.7e9 * (2 + 4 + 12) / 1024
     own = sum(n for b, n in found.persistent.items() if b.kind in ("param", "grad", "state"))
     assert abs(own - states) < 0.02 * states and found.timeline.peak_bytes < 24 * 2**30

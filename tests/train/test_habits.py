@@ -39,7 +39,15 @@ class Net(nn.Module):
 
 
 class Branched(Net):
-    """It cannot be captured, for a branch depends on values."""
+    """It cannot be captured, for a branch depends on what it computes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss * 2 if loss > 1e9 else loss
+
+
+class Deciding(Net):
+    """A branch of its forward depends on values of the batch."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().forward(x, y)
@@ -222,6 +230,12 @@ def same_or_raised(habits: list[tuple[int, str, str]], kind: type[Net] = Net, **
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["an evaluation", "an evaluation in inference mode", "a forward for nothing"])
+def test_habits_with_a_forward_that_decides(name: str) -> None:
+    assert same_or_raised([(1, "before", name)], Deciding) == ""
 
 
 @pytest.mark.quick(10)

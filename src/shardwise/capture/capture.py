@@ -156,7 +156,9 @@ def _answered(
     for functions in (BRANCHES, BRANCHES | NUMBERS):
         try:
             asking = watched()
-            own = {name: cast_field(value.detach().cpu(), asking.precision) for name, value in batch.items()}
+            # Copies: autograd takes no tensors that were made in inference mode.
+            plain = {name: value.detach().to("cpu", copy=True) for name, value in batch.items()}
+            own = {name: cast_field(value, asking.precision) for name, value in plain.items()}
             whole = like(own, batch)
             reads = asked(asking, asking.module, whole, functions, rows_in(batch), drawing)
             if not reads:
