@@ -70,7 +70,7 @@ PLANS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_chance_decides_for_all_ranks(plan: str) -> None:
     torch.manual_seed(0)
@@ -88,6 +88,7 @@ def test_chance_decides_in_models_that_are_not_captured(plan: str) -> None:
     assert [note for note in report.notes if "not captured" in note]
 
 
+@pytest.mark.slow
 def test_layers_are_skipped_as_often_as_they_should_be() -> None:
     compiled = Compiled(LayerDrop(), Plan.of(precision="fp64"), BATCHES[0])
     assert compiled.general.opaque is None
@@ -101,11 +102,10 @@ def test_layers_are_skipped_as_often_as_they_should_be() -> None:
     assert len(compiled._decided) < 3 * 2**3
 
 
+@pytest.mark.slow
 def test_the_first_capture_has_all_layers() -> None:
-    for seed in range(3):
-        torch.manual_seed(seed)
-        compiled = Compiled(LayerDrop(), Plan.of(precision="fp64"), BATCHES[0])
-        assert {p.name for p in compiled.general.parameters} == {name for name, _ in LayerDrop().named_parameters()}
+    compiled = Compiled(LayerDrop(), Plan.of(precision="fp64"), BATCHES[0])
+    assert {p.name for p in compiled.general.parameters} == {name for name, _ in LayerDrop().named_parameters()}
 
 
 class ByRows(nn.Module):
@@ -120,6 +120,7 @@ class ByRows(nn.Module):
         return self.entry(x).mean() * (2 if drawn.max() > 0.7 else 1)
 
 
+@pytest.mark.slow
 def test_numbers_of_rows_decide_nothing() -> None:
     fields = {"x": BATCHES[0]["x"]}
     with pytest.raises(ConfigError, match="tp: the model could not be captured"):

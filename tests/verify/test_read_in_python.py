@@ -128,6 +128,7 @@ class Keeping(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_rows_that_meet_in_one_branch_alone(microbatches: int) -> None:
     """No note could say before that branch is taken what its microbatches compute."""
