@@ -105,6 +105,7 @@ def test_layers_are_skipped_as_often_as_they_should_be() -> None:
 @pytest.mark.slow
 def test_the_first_capture_has_all_layers() -> None:
     compiled = Compiled(LayerDrop(), Plan.of(precision="fp64"), BATCHES[0])
+    assert compiled.general.opaque is None
     assert {p.name for p in compiled.general.parameters} == {name for name, _ in LayerDrop().named_parameters()}
 
 
