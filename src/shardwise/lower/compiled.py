@@ -26,6 +26,7 @@ from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.check import check
+from shardwise.core.collector import old_objects_passed_by
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -291,7 +292,8 @@ class Compiled:
                 if one.general.checks is not None and one.general.checks.hold(fields, buffers):
                     return one
             found = replace(
-                self, example=batch, varies={}, _weights={}, _captures={}, _varying=Varying(), **_of_its_own()
+                self, example=batch, varies={}, _weights={}, _captures={}, _varying=self._varying.another_way(),
+                **_of_its_own(),
             )  # fmt: skip
             if found.general.opaque is not None or found.general.checks is None:
                 why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
@@ -418,18 +420,20 @@ class Compiled:
         key = (ones, rows)
         with self._lock:
             if key not in self._traces:
-                numeric, rule = self.plan.numeric, self.plan.data.rule
-                self._traces[key] = trace(
-                    self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
-                    dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
-                    first=not self.buckets,
-                    tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
-                    loss_weight=self.loss_weight,
-                    over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
-                    segments=self.plan.tensor.overlap == "pairs",
-                    dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
-                )  # fmt: skip
+                with old_objects_passed_by():
+                    self._traces[key] = self._traced(ones, rows)
         return self._traces[key]
+
+    def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
+        numeric, rule = self.plan.numeric, self.plan.data.rule
+        return trace(
+            self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
+            dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule, first=not self.buckets,
+            tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
+            loss_weight=self.loss_weight, over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
+            segments=self.plan.tensor.overlap == "pairs",
+            dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
+        )  # fmt: skip
 
     def trace_of(self, ones: tuple[str, ...], size: int, rows: int) -> Trace:
         """Return the trace for a microbatch of ``size`` rows of a batch of ``rows`` rows."""

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.computation import Computation
+from shardwise.capture.known import Known
 from shardwise.capture.outputs import Wanted, number_of
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction
@@ -20,11 +21,12 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
-from shardwise.graph.captured import Uncapturable
+from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.checks import take_checks
 from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
+from shardwise.graph.ones import with_ones
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import Shard
 from shardwise.shard.rules import find
@@ -187,18 +189,32 @@ def _normal(
 ) -> Normal:  # fmt: skip
     """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
-        precision, training, ones, rows, wanted = key
-        capturing = partial(
-            capture, module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
-            wanted="loss" if wanted == "load" else wanted,
-        )  # fmt: skip
-        normal = functionalise(varying.captured(key, batch, lambda dims: capturing(varies=dims)))
+        _, _, ones, _, wanted = key
+        normal = functionalise(with_ones(_captured(module, batch, loss, key, captures, varying), ones))
         normal.checks = take_checks(normal)
         normalise(normal)
         if wanted == "load":
             keep_loads(normal)
         captures[key] = normal
     return captures[key]
+
+
+def _captured(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures,
+    varying: Varying,
+) -> Captured:  # fmt: skip
+    """Return what ``key`` asks for as it is captured: for fields of any values, and by the same forward whether or not
+    the load of experts is wanted."""
+    precision, training, _, rows, wanted = key
+    returns: Wanted = "loss" if wanted == "load" else wanted
+    general: CaptureKey = (precision, training, (), rows, returns)
+    if general in captures:
+        return captures[general].captured
+    capturing = partial(
+        capture, module, batch, loss=loss, precision=precision, training=training, rows=rows, wanted=returns,
+        known=varying.known.setdefault(general, Known()),
+    )  # fmt: skip
+    return varying.captured(general, batch, lambda dims: capturing(varies=dims))
 
 
 def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> UnbucketedBytes:
