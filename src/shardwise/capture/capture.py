@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.example import example_of
 from shardwise.capture.expert_loops import NOTE, without_loops
-from shardwise.capture.forms import NOTHING_VARIES, Dims
+from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
+from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, asked
@@ -48,23 +49,23 @@ def capture(
     loss: LossFunction | None = None,
     precision: str = "fp32",
     training: bool = True,
-    ones: tuple[str, ...] = (),
     rows: int | None = None,
     wanted: Wanted = "loss",
     varies: Dims = NOTHING_VARIES,
-    deciding: Drawing | None = None,
+    known: Known | None = None,
+    drawing: Drawing | None = None,
 ) -> Captured:
     """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
 
     ``rows`` asks for a static graph of exactly that many rows; without it the batch dim is symbolic where the model
     allows and otherwise static, as large as ``batch``.  ``wanted`` says whether the graph returns outputs too.  The
-    dims of ``varies`` are symbolic, too, where the model allows.  With ``deciding`` the model is known to decide in
-    Python, and ``batch`` is the one by which it decides, in the step of this drawing.  Raises :class:`Uncapturable`
-    with the reason where export stops.
+    dims of ``varies`` are symbolic, too, where the model allows.  What is ``known`` of its forward from earlier
+    captures is not found again.  Where forward decides in Python, it is captured for the values of ``batch`` and the
+    random numbers of ``drawing``.  Raises :class:`Uncapturable` with the reason where export stops.
     """
     refuse_module_hooks(module)
     looped = False
-    key = stored.key_of(module, batch, loss, varies, precision, training, ones, wanted)
+    key = stored.key_of(module, batch, loss, varies, precision, training, wanted)
     keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
     kept = wanted == "loss" and key is not None
 
@@ -78,32 +79,57 @@ def capture(
         own = shadow(module, precision)
         looped = without_loops(own)
         if wanted == "loss":
-            return set_mode(Watched(own, loss, ones, precision), training)
-        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, ones, precision, wanted), training)
+            return set_mode(Watched(own, loss, (), precision), training)
+        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, (), precision, wanted), training)
 
     with generators_kept():
         if kept:
             for one in keys:
-                if (known := stored.find(one, lambda: watched(trial=True), batch)) is not None:
-                    return known
-        wrapped, again = watched(), watched(trial=True)
-        try:
-            if deciding is not None:
-                raise Uncapturable("forward decides in another way than before, and cannot be captured so")
-            captured = _captured(wrapped, batch, rows, varies)
-        except Uncapturable as error:
-            captured, wrapped, again = _answered(watched, batch, rows, varies, error, deciding)
-            try:
-                results = _check_state(captured, wrapped, again, batch)
-            except ConfigError:
-                raise error from None  # the model has its own trials as one unit, which say what is wrong
-        else:
-            results = _check_state(captured, wrapped, again, batch)
+                if (found := stored.find(one, lambda: watched(trial=True), batch)) is not None:
+                    return found
+        captured, trial = _made(watched, batch, rows, varies, known or Known(), drawing)
     if looped:
         captured.notes.append(NOTE)
-    if results is not None and kept:
-        stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, results)
+    if trial is not None and kept:
+        stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured
+
+
+def _made(
+    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
+    drawing: Drawing | None,
+) -> tuple[Captured, Tried | None]:  # fmt: skip
+    """Return a capture and its trial: with answers to what forward reads in Python where it takes these, which is tried
+    at once where an earlier capture took them."""
+    if known.answered is not None:
+        with contextlib.suppress(Uncapturable):
+            refused = Uncapturable("forward decides in another way than before, and cannot be captured so")
+            return _answered(watched, batch, rows, varies, known, drawing, (known.answered,), refused)
+    wrapped, again = watched(), watched(trial=True)
+    try:
+        captured = _captured(wrapped, batch, rows, varies, known)
+    except Uncapturable as error:
+        return _answered(watched, batch, rows, varies, known, drawing, (BRANCHES, BRANCHES | NUMBERS), error)
+    return captured, _trial(captured, wrapped, again, batch, known)
+
+
+def _trial(
+    captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor], known: Known
+) -> Tried | None:
+    """Return the trial that shows that what forward computes depends on nothing that it keeps in Python: an earlier one
+    that serves, or a new one; None where it changes or draws something.  Raises :class:`ConfigError` where it does
+    depend."""
+    noted, form = wrapped.noted, form_of(batch)
+    state = None if noted.before is None else noted.before.plain()
+    if not (noted.changes or noted.drawn):
+        for one in known.trials:
+            if one.serves(captured, state, form):
+                return one
+    results = _check_state(captured, wrapped, again, batch)
+    if results is None:
+        return None
+    known.trials.append(Tried(state, captured.reads, captured.rows, form, results))
+    return known.trials[-1]
 
 
 def _check_state(
@@ -148,12 +174,13 @@ def _check_state(
 
 
 def _answered(
-    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, error: Uncapturable,
-    drawing: Drawing | None,
-) -> tuple[Captured, Watched, Watched]:  # fmt: skip
-    """Capture a model that reads tensors in Python, with the answers for ``batch`` in the step of a ``drawing``; raise
-    ``error`` where these follow from other things.  Return the capture, and what was and what is to be run."""
-    for functions in (BRANCHES, BRANCHES | NUMBERS):
+    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
+    drawing: Drawing | None, choices: Sequence[frozenset[Any]], error: Uncapturable,
+) -> tuple[Captured, Tried | None]:  # fmt: skip
+    """Capture a model that reads tensors in Python by one of these ``choices`` of functions, with the answers for
+    ``batch`` in the step of ``drawing``; raise ``error`` where these follow from other things.  Return the capture and
+    its trial."""
+    for functions in choices:
         try:
             asking = watched()
             # Copies: autograd takes no tensors that were made in inference mode.
@@ -164,39 +191,43 @@ def _answered(
             if not reads:
                 continue
             wrapped, again = (watched(one, Answering(reads, functions)) for one in (False, True))
-            captured = _captured(wrapped, batch, rows, varies)
+            captured = _captured(wrapped, batch, rows, varies, known)
         except Exception:  # the first reason says more than what stops here
             continue
-        captured.reads = tuple(reads)
-        return captured, wrapped, again
+        captured.reads, known.answered = tuple(reads), functions
+        try:
+            return captured, _trial(captured, wrapped, again, batch, known)
+        except ConfigError:
+            raise error from None  # the model has its own trials as one unit, which say what is wrong
     raise error
 
 
-def _captured(wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:
-    if rows is None:
+def _captured(
+    wrapped: Watched, batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known
+) -> Captured:  # fmt: skip
+    """Capture for ``rows`` rows; without them for any number where an earlier capture could do that, or there is none,
+    and otherwise for as many as ``batch`` has."""
+    reason = known.fixed_rows
+    if rows is None and reason is None:
         try:
             return _export(wrapped, batch, None, varies)
         except ConfigError:
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
             reason = fixed_rows(error, wrapped.module)
-        rows = rows_in(batch)
-        try:
-            captured = _export(wrapped, batch, rows, varies)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise Uncapturable(not_captured(error, wrapped.module)) from error
-        captured.notes.append(
-            f"captured for {rows} rows at a time, and again for every other number that comes: {reason}"
-        )
-        return captured
+    number = rows_in(batch) if rows is None else rows
     try:
-        return _export(wrapped, batch, rows, varies)
+        captured = _export(wrapped, batch, number, varies)
     except ConfigError:
         raise
     except Exception as error:
         raise Uncapturable(not_captured(error, wrapped.module)) from error
+    if rows is None:
+        known.fixed_rows = reason
+        captured.notes.append(
+            f"captured for {number} rows at a time, and again for every other number that comes: {reason}"
+        )
+    return captured
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:

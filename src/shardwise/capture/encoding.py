@@ -187,7 +187,7 @@ class _First(nn.Module):
 class _Reader:
     def __init__(self, written: Mapping[str, Any], example: Mapping[str, Tensor]) -> None:
         self.texts: Sequence[str] = written["texts"]
-        self.storages: dict[int, Tensor] = {}
+        self.storages: dict[int, Tensor] = {}  # on the meta device
         self.first = _first({field: example[field] for field in written["fields"].values()}, written["symbols"])
         sizes = {name: self.first[field].shape[dim] for name, (field, dim) in written["symbols"].items()}
         self.expressions = {name: size.node.expr for name, size in sizes.items() if isinstance(size, torch.SymInt)}
@@ -242,12 +242,11 @@ class _Reader:
         self, at: int, dtype: str, device: str, grad: bool, offset: Any, sizes: Sequence[Any], strides: Sequence[Any]
     ) -> Tensor:
         shape, steps = (tuple(map(self.number, one)) for one in (sizes, strides))
-        with self.symbols.mode:
-            if at not in self.storages:
-                self.storages[at] = torch.empty_strided(shape, steps, dtype=getattr(torch, dtype), device=device)
-                found = self.storages[at]
-            else:
-                found = self.storages[at].detach().as_strided(shape, steps, self.number(offset))
+        if at not in self.storages:
+            seen = self.storages[at] = torch.empty_strided(shape, steps, dtype=getattr(torch, dtype), device="meta")
+        else:
+            seen = self.storages[at].as_strided(shape, steps, self.number(offset))
+        found = self.symbols.shown(seen, torch.device(device))
         return found.requires_grad_(grad) if grad else found
 
     def number(self, written: Any) -> Any:

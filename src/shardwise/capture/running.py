@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 
 from torch import Tensor, nn
@@ -14,8 +16,15 @@ from shardwise.core.errors import ShardwiseError, of_user
 
 def users_line() -> str:
     """Return ``file:line`` of the innermost line of the user's code that is running; "" if there is none."""
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((f"{name}:{line}" for name, line in lines if of_user(name) and not name.startswith("<")), "")
+    frame = inspect.currentframe()
+    while frame is not None and not _of_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@cache
+def _of_user(filename: str) -> bool:
+    return of_user(filename) and not filename.startswith("<")
 
 
 def running_module() -> str:

@@ -262,6 +262,24 @@ def difference(before: Any, after: Any) -> Difference | None:
     return Difference("", shown(before), shown(after))
 
 
+def plain(look: Any) -> Any:
+    """Return a look without what a copy of all that was looked at would not share: an object that was not looked into
+    is told by its class, a function by its code."""
+    if isinstance(look, Parts):
+        keys = (key if isinstance(key, PLAIN) else type(key) for key in look.items)
+        return type(look.value), list(zip(keys, map(plain, look.items.values()), strict=True))
+    if not isinstance(look, Itself):
+        return look
+    value, state = look
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.requires_grad, state[-1]
+    if isinstance(state, frozenset):
+        return value, frozenset(one if isinstance(one, PLAIN) else type(one) for one in state)
+    if isinstance(value, type | ModuleType):
+        return value
+    return value.__code__ if isinstance(value, FunctionType) else (type(value), state)
+
+
 def shown(look: Any) -> Any:
     """Return what a message shows of a look."""
     if isinstance(look, Parts):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from shardwise.capture.snapshot import Look, difference
+from shardwise.capture.snapshot import Look, difference, plain
 
 INTERNAL = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of every module that are no state of its forward, beside the dicts of hooks."""
@@ -79,6 +79,18 @@ class PythonState:
         for function in self.functions:
             found["", getattr(function, "__name__", type(function).__name__)] = look(function)
         return found | dict(look.of_functions())
+
+    def plain(self) -> Any:
+        """Return all that forward could read, in a form that is equal for a copy of the module."""
+        modules = dict(self.module.named_modules())
+        parts = [(path, type(one), one.training) for path, one in modules.items()]
+        learn = [(name, one.requires_grad) for name, one in self.module.named_parameters()]
+        hooks = [
+            getattr(hook, "__code__", type(hook))
+            for one in modules.values() for name, value in vars(one).items()
+            if name.endswith("_hooks") and isinstance(value, dict) for hook in value.values()
+        ]  # fmt: skip
+        return parts, learn, hooks, {key: plain(one) for key, one in self.values.items()}
 
     def drawn(self) -> list[str]:
         """Return the names of the generators that have drawn since."""

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from shardwise.capture.computation import Computation
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
 from shardwise.capture.example import example_of
-from shardwise.capture.forms import Dims, form_of, resized
+from shardwise.capture.forms import Dims, Form, form_of, resized
 from shardwise.capture.hooks import RefuseTensorHooks
 from shardwise.capture.in_form import InForm
+from shardwise.capture.known import Tried
 from shardwise.capture.trial import runs
 from shardwise.capture.wrapped import Watched
 from shardwise.core.fields import has_rows
@@ -133,10 +134,11 @@ def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> 
         data = path.read_bytes()
         size = int.from_bytes(data[:HEAD], "big")
         written = json.loads(zlib.decompress(data[HEAD : HEAD + size]))
-        form = tuple((name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in written["form"])
         model = made()
-        example = example_of(model, resized(batch, form), written["rows"])
-        if not _computes(model, example, written["results"]):
+        tried, example = (
+            example_of(model, resized(batch, _read(written[form])), written["rows"]) for form in ("tried", "form")
+        )
+        if not _computes(model, tried, written["results"]):
             return None
         found = decoded(written, example, load(data[HEAD + size :]), dict(model.module.named_buffers()))
         os.utime(path)
@@ -158,15 +160,15 @@ def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[st
     return not functions and dict(found.results) == results
 
 
-def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], results: Mapping[str, str]) -> None:
-    """Write a capture of batches like ``batch`` to disk, with the names of what its model computes; where that is not
-    possible, do nothing."""
+def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
+    """Write a capture of batches like ``batch`` to disk, with the names of what its model computes in a ``trial``;
+    where that is not possible, do nothing."""
     place = folder()
     if place is None:
         return
     try:
-        form = [(name, shape, str(dtype).removeprefix("torch.")) for name, shape, dtype in form_of(batch)]
-        written = {**encoded(captured), "results": dict(results), "form": form}
+        forms = {"form": _written(form_of(batch)), "tried": _written(trial.form)}
+        written = {**encoded(captured), "results": dict(trial.results), **forms}
         head = zlib.compress(json.dumps(written).encode(), 1)
         tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
     except (NotEncoded, TypeError, ValueError):
@@ -178,6 +180,14 @@ def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], results: Map
         os.replace(file.name, place / key)
         for old in sorted(_files(place), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
+
+
+def _written(form: Form) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, shape, str(dtype).removeprefix("torch.")) for name, shape, dtype in form]
+
+
+def _read(written: Any) -> Form:
+    return tuple((name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in written)
 
 
 def _files(place: Path) -> Iterator[Path]:

@@ -35,6 +35,7 @@ from shardwise.graph.torch_private import (
 
 RUNS, RUNS_UNSEEN = 3, 2  # the second where no change was seen, as in most models
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # a size that depends on data
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 WORDS, EXTREME = 624, 64  # the words of a Mersenne twister's state, and how many of them give an extreme number
 
 
@@ -77,7 +78,7 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._plain(value)
 
     def _plain(self, value: Any) -> str:
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, SYMBOLIC):
             return renamed(value, self._symbols)
         return repr(value)
 
@@ -104,7 +105,7 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _results(self, found: Any, tensors: Sequence[Tensor], whole: str, constant: bool) -> None:
         shared = {storage_key(one) for one in tensors}
         for number, one in enumerate(tree_leaves(found)):
-            if isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool):
+            if isinstance(one, SYMBOLIC):
                 self._symbol(one, whole, number)
             elif isinstance(one, Tensor):
                 for dim, size in enumerate(one.shape):

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.capture.coins import Drawing
 from shardwise.capture.forms import Dims, Form, form_of
+from shardwise.capture.known import Known
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.specialised import specialised, symbolic_dims
 
@@ -16,15 +18,23 @@ from shardwise.graph.specialised import specialised, symbolic_dims
 @dataclass
 class Varying:
     """The ``dims`` of fields whose sizes vary, as far as they are known, and the captures in which some are symbolic,
-    by all that a capture depends on besides the form; all forms of the batches of one computation share it."""
+    and what is ``known`` of its forward, by all that a capture depends on besides the form; all forms of the batches of
+    one computation share it.  ``drawing`` keys the random numbers by which forward decides; None: before the first
+    step."""
 
     dims: dict[str, frozenset[int]] = field(default_factory=dict)
     captures: dict[Any, list[Captured]] = field(default_factory=dict)
-    tried: set[tuple[Any, Form]] = field(default_factory=set)
+    asked: set[tuple[Any, Form]] = field(default_factory=set)  # for which a capture with symbolic dims was made
+    known: dict[Any, Known] = field(default_factory=dict)
+    drawing: Drawing | None = None
 
     def again(self) -> Varying:
         """Return it for another computation on batches like these."""
         return Varying(dict(self.dims))
+
+    def another_way(self, drawing: Drawing) -> Varying:
+        """Return it for batches by whose values, and the random numbers of a step, forward decides in another way."""
+        return Varying(known=self.known, drawing=drawing)
 
     def add(self, dims: Dims) -> None:
         """Note dims that vary."""
@@ -40,8 +50,8 @@ class Varying:
             if (found := specialised(one, shapes)) is not None:
                 return found
         dims = {name: ones for name, ones in self.dims.items() if name in batch}
-        if dims and (key, form) not in self.tried:
-            self.tried.add((key, form))
+        if dims and (key, form) not in self.asked:
+            self.asked.add((key, form))
             try:
                 symbolic = capture(dims)
             except Uncapturable:

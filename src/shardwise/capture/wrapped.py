@@ -101,6 +101,7 @@ class Noted:
 
     changes: list[Change] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
+    before: PythonState | None = None  # what it began with
 
 
 class Watched(WithLoss):
@@ -131,7 +132,7 @@ class Watched(WithLoss):
         with contextlib.nullcontext() if self.reading is None else self.reading.answers():
             results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
-        self.noted.changes, self.noted.drawn = before.changes(), before.drawn()
+        self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before
         return results
 
 

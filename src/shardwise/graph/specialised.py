@@ -45,6 +45,11 @@ def specialised(captured: Captured, shapes: Shapes) -> Captured | None:
     return replace(captured, graph=owner.graph, owner=owner, notes=list(captured.notes))
 
 
+def holds_for(captured: Captured, shapes: Shapes) -> bool:
+    """Whether what ``captured`` assumed of its sizes holds for these ``shapes``."""
+    return _solved(captured, shapes) is not None
+
+
 def _fields(captured: Captured) -> dict[str, Tensor]:
     places = captured.graph.find_nodes(op="placeholder")
     return {captured.fields[n.name]: n.meta["val"] for n in places if n.name in captured.fields}
@@ -72,7 +77,8 @@ class _Copy:
 
     def __init__(self, symbols: Symbols) -> None:
         self.symbols = symbols
-        self.memory: dict[int, Tensor] = {}  # by old storage, so that what shares memory goes on to
+        # By old storage, so that what shares memory goes on to: on the meta device, or an old value that stays.
+        self.memory: dict[int, Tensor] = {}
 
     def module(self, old: fx.GraphModule) -> fx.GraphModule:
         """Return a copy of a module and of those of its sub-graphs."""
@@ -121,15 +127,17 @@ class _Copy:
             self.memory[key] = old
             return old
         sizes, strides, offset = tuple(found[: old.dim()]), tuple(found[old.dim() : -1]), found[-1]
-        with self.symbols.mode:
-            base = self.memory.get(key)
-            if base is None:
-                if offset != 0 or old.is_conj():
-                    raise _Unusual
-                new = torch.empty_strided(sizes, strides, dtype=old.dtype, device=old.device)
-                self.memory[key] = new
-            elif base.dtype != old.dtype or old.is_conj() != base.is_conj():
+        base = self.memory.get(key)
+        if base is None:
+            if offset != 0 or old.is_conj():
                 raise _Unusual
-            else:
+            base = self.memory[key] = torch.empty_strided(sizes, strides, dtype=old.dtype, device="meta")
+            new = self.symbols.shown(base, old.device)
+        elif base.dtype != old.dtype or old.is_conj() != base.is_conj():
+            raise _Unusual
+        elif type(base) is Tensor:
+            new = self.symbols.shown(base.as_strided(sizes, strides, offset), old.device)
+        else:
+            with self.symbols.mode:
                 new = base.detach().as_strided(sizes, strides, offset)
         return new.requires_grad_(old.requires_grad) if old.requires_grad else new

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -44,7 +43,7 @@ def is_composite(op: OpOverload) -> bool:
 
 def storage_key(x: Tensor) -> int:
     """Return a key that is the same for tensors that share memory."""
-    return int(StorageWeakRef(x.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+    return int(x.untyped_storage()._cdata)
 
 
 def has_storage(x: Tensor) -> bool:
@@ -172,6 +171,11 @@ class Symbols:
         hint = plain(hint) if not hint.free_symbols else None
         make = self._env.create_symintnode if kind is torch.SymInt else self._env.create_symfloatnode
         return make(expression, hint=hint)
+
+    def shown(self, meta: Tensor, device: torch.device) -> Tensor:
+        """Return a value of the capture, on a device, that shows the memory of a tensor on the meta device; an op in
+        the capture's mode would take ten times as long to make it."""
+        return self.mode.fake_tensor_converter.from_meta_and_device(self.mode, meta, device)  # type: ignore[no-any-return]
 
 
 def written_expression(expression: Any, names: Mapping[Any, str]) -> Any:

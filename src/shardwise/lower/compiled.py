@@ -27,6 +27,7 @@ from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.check import check
+from shardwise.core.collector import old_objects_passed_by
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -117,7 +118,6 @@ class Compiled:
     varies: Mapping[str, int] = field(default_factory=dict)
     _varying: Varying = field(default_factory=Varying)
     _forms: OrderedDict[Form, Compiled] = field(default_factory=OrderedDict)
-    decides: Drawing | None = None  # the step in which forward decided in a way of its own, for which this is
     _decided: list[Compiled] = field(default_factory=list)  # for the other ways in which forward decides
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
@@ -301,7 +301,7 @@ class Compiled:
                 if one.general.checks is not None and one.general.checks.hold(fields, buffers, drawing):
                     return one
             found = replace(
-                self, example=batch, decides=drawing, varies={}, _weights={}, _captures={}, _varying=Varying(),
+                self, example=batch, varies={}, _weights={}, _captures={}, _varying=self._varying.another_way(drawing),
                 **_of_its_own(),
             )  # fmt: skip
             if found.general.opaque is not None or found.general.checks is None:
@@ -432,18 +432,20 @@ class Compiled:
         key = (ones, rows)
         with self._lock:
             if key not in self._traces:
-                numeric, rule = self.plan.numeric, self.plan.data.rule
-                self._traces[key] = trace(
-                    self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
-                    dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
-                    first=not self.buckets, deciding=self.decides,
-                    tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
-                    loss_weight=self.loss_weight,
-                    over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
-                    segments=self.plan.tensor.overlap == "pairs",
-                    dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
-                )  # fmt: skip
+                with old_objects_passed_by():
+                    self._traces[key] = self._traced(ones, rows)
         return self._traces[key]
+
+    def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
+        numeric, rule = self.plan.numeric, self.plan.data.rule
+        return trace(
+            self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
+            dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule, first=not self.buckets,
+            tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
+            loss_weight=self.loss_weight, over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
+            segments=self.plan.tensor.overlap == "pairs",
+            dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
+        )  # fmt: skip
 
     def trace_of(self, ones: tuple[str, ...], size: int, rows: int) -> Trace:
         """Return the trace for a microbatch of ``size`` rows of a batch of ``rows`` rows."""

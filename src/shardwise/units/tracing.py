@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.checks import take_checks
-from shardwise.capture.coins import Drawing
 from shardwise.capture.computation import Computation
+from shardwise.capture.known import Known
 from shardwise.capture.outputs import Wanted, number_of
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction
@@ -22,10 +22,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
-from shardwise.graph.captured import Uncapturable
+from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
+from shardwise.graph.ones import with_ones
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import Shard
 from shardwise.shard.rules import find
@@ -86,7 +87,6 @@ def trace(
     segments: bool = False,
     dense: Container[str] | None = None,
     first: bool = True,
-    deciding: Drawing | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -104,7 +104,6 @@ def trace(
         wanted: whether units give the model's outputs too, for an evaluation, or the load of experts.
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
         first: whether the trace says which parameters learn, also in batches by which forward decides in another way.
-        deciding: the step in which forward decides in another way than in the first trace; ``batch`` is the step's.
         dense: the parameters whose gradients are as large as they are, though all their lookups are sparse; None: all.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
         varying: what is known of batches of other shapes, and the captures that serve several of them.
@@ -112,7 +111,7 @@ def trace(
     try:
         key: CaptureKey = (precision, training, ones, rows, wanted)
         captures, varying = {} if captures is None else captures, varying or Varying()
-        normal = _normal(module, batch, loss, key, captures, varying, deciding)
+        normal = _normal(module, batch, loss, key, captures, varying)
         captured = normal.captured
         sharded = shard(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
@@ -187,22 +186,36 @@ def trace(
 
 def _normal(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures,
-    varying: Varying, deciding: Drawing | None = None,
+    varying: Varying,
 ) -> Normal:  # fmt: skip
     """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
-        precision, training, ones, rows, wanted = key
-        capturing = partial(
-            capture, module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
-            wanted="loss" if wanted == "load" else wanted, deciding=deciding,
-        )  # fmt: skip
-        normal = functionalise(varying.captured(key, batch, lambda dims: capturing(varies=dims)))
+        _, _, ones, _, wanted = key
+        normal = functionalise(with_ones(_captured(module, batch, loss, key, captures, varying), ones))
         normal.checks = take_checks(normal)
         normalise(normal)
         if wanted == "load":
             keep_loads(normal)
         captures[key] = normal
     return captures[key]
+
+
+def _captured(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures,
+    varying: Varying,
+) -> Captured:  # fmt: skip
+    """Return what ``key`` asks for as it is captured: for fields of any values, and by the same forward whether or not
+    the load of experts is wanted."""
+    precision, training, _, rows, wanted = key
+    returns: Wanted = "loss" if wanted == "load" else wanted
+    general: CaptureKey = (precision, training, (), rows, returns)
+    if general in captures:
+        return captures[general].captured
+    capturing = partial(
+        capture, module, batch, loss=loss, precision=precision, training=training, rows=rows, wanted=returns,
+        known=varying.known.setdefault(general, Known()), drawing=varying.drawing,
+    )  # fmt: skip
+    return varying.captured(general, batch, lambda dims: capturing(varies=dims))
 
 
 def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> UnbucketedBytes:

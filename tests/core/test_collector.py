@@ -1,0 +1,40 @@
+"""Python's garbage collector passes by old objects for a while."""
+
+import gc
+import weakref
+
+from shardwise.core.collector import old_objects_passed_by
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_old_objects_are_passed_by_and_new_ones_are_not() -> None:
+    old = weakref.ref(Ring())
+    with old_objects_passed_by():
+        new = weakref.ref(Ring())
+        gc.collect()
+        assert new() is None
+        assert old() is not None
+    gc.collect()
+    assert old() is None
+
+
+def test_what_somebody_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        with old_objects_passed_by():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_an_error_leaves_nothing_frozen() -> None:
+    try:
+        with old_objects_passed_by():
+            raise KeyError
+    except KeyError:
+        assert gc.get_freeze_count() == 0
