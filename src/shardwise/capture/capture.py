@@ -79,8 +79,8 @@ def capture(
         own = shadow(module, precision)
         looped = without_loops(own)
         if wanted == "loss":
-            return set_mode(Watched(own, loss, (), precision), training)
-        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, (), precision, wanted), training)
+            return set_mode(Watched(own, loss, precision), training)
+        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
 
     with generators_kept():
         if kept:

@@ -40,7 +40,6 @@ class WithLoss(nn.Module):
         self,
         module: nn.Module,
         loss: LossFunction | None = None,
-        ones: tuple[str, ...] = (),
         precision: str = "fp32",
     ) -> None:
         super().__init__()
@@ -48,7 +47,6 @@ class WithLoss(nn.Module):
         self.form = loss if isinstance(loss, InForm) else None
         self.loss: UserLoss | None = loss.loss if isinstance(loss, InForm) else loss
         self.precision = self.fields_in = precision  # what computes, and in what fields come
-        self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
 
     def __call__(self, fields: Mapping[str, Tensor]) -> Any:
         """Return what ``forward`` does; hooks on all modules are not called for this one, which no user knows."""
@@ -66,7 +64,7 @@ class WithLoss(nn.Module):
 
     def seen(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields as the module sees them."""
-        return like({k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}, fields)
+        return like(dict(fields), fields)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Compute in the precision meanwhile."""
@@ -142,10 +140,8 @@ class WithOutputs(Watched):
     ``outputs`` tells how they make what the module returned.
     """
 
-    def __init__(
-        self, module: nn.Module, loss: LossFunction | None, ones: tuple[str, ...], precision: str, wanted: Wanted
-    ) -> None:
-        super().__init__(module, loss, ones, precision)
+    def __init__(self, module: nn.Module, loss: LossFunction | None, precision: str, wanted: Wanted) -> None:
+        super().__init__(module, loss, precision)
         self.wanted, self.outputs = wanted, Found()
 
     def forward(self, fields: Mapping[str, Tensor]) -> Any:

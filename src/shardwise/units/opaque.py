@@ -58,7 +58,7 @@ def opaque_unit(
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
     own = _skeleton(module)
-    made = Assigning(own, loss) if wanted == "loss" else AssigningOutputs(own, loss, (), "fp32", wanted)
+    made = Assigning(own, loss) if wanted == "loss" else AssigningOutputs(own, loss, "fp32", wanted)
     wrapped: WithLoss = set_mode(made, training)
     wrapped.fields_in = precision
     call = OpaqueCall(wrapped, parameters, buffers, fields, precision_layers(precision), weight, trial, written)
