@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
+from shardwise.capture.ctc import CtcLosses
 from shardwise.capture.in_form import InForm, UserLoss
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
@@ -127,7 +128,7 @@ class Watched(WithLoss):
         functions = [] if isinstance(self.loss, Computation) else [self.loss]
         before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
         same_rows(fields)
-        with contextlib.nullcontext() if self.reading is None else self.reading.answers():
+        with contextlib.nullcontext() if self.reading is None else self.reading.answers(), Intercept(CtcLosses()):
             results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before

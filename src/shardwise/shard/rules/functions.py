@@ -29,6 +29,10 @@ def custom_function(context: ShardingContext, node: fx.Node) -> OpSharding | Non
     rows = next((own[0] for own in sizes if own and _follows(context, own[0])), None)
     cut = [rows is not None and bool(own) and own[0] == rows for own in sizes]
     each = 1 if rows is None or rows == context.rows else int(rows / context.rows)
+    if getattr(node.target.function, "independent_rows", False):
+        pairs = [(o, [0 if c and d == 0 else None for d in range(len(own))])
+                 for o, own, c in zip(operands, sizes, cut, strict=True)]  # fmt: skip
+        return context.labelled(node, pairs, [[0, *[None] * (v.dim() - 1)] for v in results], several=True)
     given = [(o.meta["val"].dtype, context.shape(o)) for o in operands]
     trial = Trial(node.target, given, cut, each, _computing(context.device))
     trial.check()
