@@ -197,8 +197,8 @@ def _answered(
         captured.reads, known.answered = tuple(reads), functions
         try:
             return captured, _trial(captured, wrapped, again, batch, known)
-        except ConfigError:
-            raise error from None  # the model has its own trials as one unit, which say what is wrong
+        except ConfigError as found:  # as one unit the model has trials of its own
+            raise Uncapturable(str(found).removeprefix("model: ").partition("; legal: ")[0]) from None
     raise error
 
 

@@ -32,7 +32,7 @@ def _refuse_uncaptured(trace: Trace, plan: Plan) -> None:
         wrong = (
             "the model was not captured, and a trial did not show that its loss is a mean over rows, a sum, or a mean "
         )
-        wrong += "over targets that are not -100"
+        wrong += f"over targets that are not -100 (not captured: {trace.opaque})"
         legal = 'such a loss, or dp = 1 and microbatches = 1; "rows", "sum" or "targets:FIELD" where you know better '
         legal += "than the trial (it is not checked)"
         raise ConfigError.on("model.loss_weight", wrong, legal)
