@@ -59,10 +59,16 @@ class Depthwise(nn.Module):
 
 
 class Standard(nn.Conv2d):
-    """A convolution whose weight is standardised for each of its outputs (Qiao et al., arXiv 1903.10520)."""
+    """A convolution whose weight is standardised for each of its outputs (Qiao et al., arXiv 1903.10520), perhaps with
+    a gain."""
+
+    def __init__(self, wide: int, gain: bool) -> None:
+        super().__init__(wide, wide, 3)
+        self.gain = nn.Parameter(torch.ones(wide, 1, 1, 1)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, training=True)
+        scale = None if self.gain is None else (self.gain * 0.5).view(-1)
+        flat = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, scale, training=True)
         return F.conv2d(x, flat.reshape_as(self.weight), self.bias, padding=1)
 
 
@@ -74,7 +80,8 @@ class Channels(nn.Module):
         self.stem, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.InstanceNorm2d(6, affine=True)
         self.blocks = nn.ModuleList([Squeezed(6), Depthwise(6)])
         self.wider = nn.ConvTranspose2d(6, 12, 2, 2, groups=3)
-        self.standard, self.reweighed = Standard(12, 12, 3), weight_norm(nn.Conv2d(12, 12, 3, groups=4), dim=2)
+        self.standard = nn.Sequential(Standard(12, gain=False), Standard(12, gain=True))
+        self.reweighed = weight_norm(nn.Conv2d(12, 12, 3, groups=4), dim=2)
         self.head = nn.Linear(12, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
