@@ -17,11 +17,14 @@ Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
 @dataclass
 class Case:
-    """A module in training mode, a batch for each step, and a loss function if the module returns none itself."""
+    """A module in training mode, a batch for each step, and a loss function if the module returns none itself.
+
+    ``weight`` is what a user would say of the loss (``model.loss_weight``) where a trial of the module cannot tell."""
 
     module: nn.Module
     batches: list[dict[str, Tensor]]
     loss: Loss | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True)

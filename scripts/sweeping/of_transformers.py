@@ -148,4 +148,5 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
             if wanted.shape[0] != ROWS[0]:
                 raise ValueError(f"there is no loss, and an output of shape {tuple(wanted.shape)} for {ROWS[0]} rows")
             one["wanted"] = Draws(91 + step, rows).numbers(*wanted.shape[1:])
-    return Case(module, several, loss)
+    # Each row has as many boxes as all others, so that the loss is a mean over rows; a trial also ignores some.
+    return Case(module, several, loss, "rows" if head == "detection" else None)
