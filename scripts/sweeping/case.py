@@ -12,6 +12,7 @@ from torch import Tensor, nn
 ROWS = (7, 5)
 """The rows of the two batches: neither can be divided evenly by 2 ranks or 2 microbatches."""
 WORDS, LENGTH, LABELS = 120, 12, 3
+SAMPLES = 4000  # of a wave
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
 

@@ -54,7 +54,10 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         "HieraDet",
         {"embed_dim": 16, "stages": (1, 1, 2, 1), "global_att_blocks": (3,), "window_spec": (8, 4, 2, 2)},
     ),
-    "hiera": ("hiera_tiny_224", {"img_size": (64, 64), "embed_dim": 16, "stages": (1, 1, 2, 1), "mask_unit_size": (4, 4)}),
+    "hiera": (
+        "hiera_tiny_224",
+        {"img_size": (64, 64), "embed_dim": 16, "stages": (1, 1, 2, 1), "mask_unit_size": (4, 4)},
+    ),
     "metaformer": ("MetaFormer", {"depths": (1, 1, 1, 1), "dims": (16, 32, 32, 64)}),
     "nasnet": ("nasnetalarge", {"stem_size": 16, "num_features": 24 * 16}),
     "nextvit": ("nextvit_small", {"stem_chs": (8, 8, 16), "depths": (1, 1, 5, 1), "head_dim": 16}),

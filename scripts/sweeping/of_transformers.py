@@ -49,7 +49,7 @@ def make(kind: str, head: str, name: str) -> Case:
     images among the tokens, then text alone."""
     own = {**OVERRIDES.get(kind, {}), **OVERRIDES.get(f"{kind}/{head}", {})}
     torch.manual_seed(0)
-    module, config = built(kind, name, own, 2 if head == "question" else LABELS)
+    module, config = built(kind, name, own, own.get("labels", 2 if head == "question" else LABELS))
     errors: list[Exception] = []
     for changed, more in attempts(module, head, own):
         try:
@@ -129,7 +129,7 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
     loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
     if "wrap" in own:
         module = own["wrap"](module)
-    elif head == "contrastive" and "return_loss" in shape.names:
+    elif head in ("contrastive", "base") and "return_loss" in shape.names:
         module = WithLossOf(module)
     elif head == "detection":
         module = Detector(module)
