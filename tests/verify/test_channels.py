@@ -16,6 +16,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.units.trace import Trace
 from shardwise.verify.verify import verify
@@ -141,6 +142,21 @@ class Added(nn.Module):
         return F.cross_entropy(self.out(h.mean(1)) + start, y)
 
 
+class Between(nn.Module):
+    """Six blocks, with a norm of sharded channels by itself behind the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            x = block(self.norm(x).relu() if i == 4 else x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
 def pictures(rows: int = 5) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(rows, 3, 12, 12), "y": torch.randint(0, 3, (rows,))}
@@ -191,6 +207,13 @@ def test_a_convolution_net_is_sharded_by_channels() -> None:
     assert not found.replicated
     assert not {name for name in kept if name.endswith("weight") and sizes[name] > 12}
     assert sum(sizes[name] for name in kept) < 0.1 * sum(sizes.values())
+
+
+def test_a_rank_of_a_pipeline_has_the_statistics_of_its_channels() -> None:
+    torch.manual_seed(0)
+    plan = pipeline(tensor_parallel(Plan.of(microbatches=2), 2, "1d"), 2, "1f1b")
+    report = verify(Between(), [pictures(5), pictures(4)], plan)
+    assert report.passed, report.worst[:3]
 
 
 def test_a_convolution_of_each_channel_of_a_whole_value_is_gathered() -> None:
