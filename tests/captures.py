@@ -75,10 +75,11 @@ class SharedCaptures:
 
     def __call__(
         self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey, captures: Captures,
-        varying: Varying,
+        varying: Varying, deciding: Any = None,
     ) -> Normal:  # fmt: skip
-        if varying.dims:  # one capture serves several shapes, in ways that are tested
-            return self.make(module, batch, loss, key, captures, varying)
+        # One capture serves several shapes, in ways that are tested, or the values of a batch.
+        if varying.dims or deciding is not None:
+            return self.make(module, batch, loss, key, captures, varying, deciding)
         if key not in captures:
             captures[key] = self._shared(module, batch, loss, key)
         return captures[key]

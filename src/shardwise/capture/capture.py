@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.capture import stored
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.coins import Drawing
 from shardwise.capture.example import example_of
 from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims
@@ -51,13 +52,15 @@ def capture(
     rows: int | None = None,
     wanted: Wanted = "loss",
     varies: Dims = NOTHING_VARIES,
+    deciding: Drawing | None = None,
 ) -> Captured:
     """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
 
     ``rows`` asks for a static graph of exactly that many rows; without it the batch dim is symbolic where the model
     allows and otherwise static, as large as ``batch``.  ``wanted`` says whether the graph returns outputs too.  The
-    dims of ``varies`` are symbolic, too, where the model allows.  Raises :class:`Uncapturable` with the reason where
-    export stops.
+    dims of ``varies`` are symbolic, too, where the model allows.  With ``deciding`` the model is known to decide in
+    Python, and ``batch`` is the one by which it decides, in the step of this drawing.  Raises :class:`Uncapturable`
+    with the reason where export stops.
     """
     refuse_module_hooks(module)
     looped = False
@@ -85,9 +88,11 @@ def capture(
                     return known
         wrapped, again = watched(), watched(trial=True)
         try:
+            if deciding is not None:
+                raise Uncapturable("forward decides in another way than before, and cannot be captured so")
             captured = _captured(wrapped, batch, rows, varies)
         except Uncapturable as error:
-            captured, wrapped, again = _answered(watched, batch, rows, varies, error)
+            captured, wrapped, again = _answered(watched, batch, rows, varies, error, deciding)
             try:
                 results = _check_state(captured, wrapped, again, batch)
             except ConfigError:
@@ -143,16 +148,17 @@ def _check_state(
 
 
 def _answered(
-    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, error: Uncapturable
-) -> tuple[Captured, Watched, Watched]:
-    """Capture a model that reads tensors in Python, with the answers for ``batch``; raise ``error`` where these do not
-    follow from the batch alone.  Return the capture, and what was and what is to be run."""
+    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, error: Uncapturable,
+    drawing: Drawing | None,
+) -> tuple[Captured, Watched, Watched]:  # fmt: skip
+    """Capture a model that reads tensors in Python, with the answers for ``batch`` in the step of a ``drawing``; raise
+    ``error`` where these follow from other things.  Return the capture, and what was and what is to be run."""
     for functions in (BRANCHES, BRANCHES | NUMBERS):
         try:
             asking = watched()
             own = {name: cast_field(value.detach().cpu(), asking.precision) for name, value in batch.items()}
             whole = like(own, batch)
-            reads = asked(asking, asking.module, whole, functions)
+            reads = asked(asking, asking.module, whole, functions, rows_in(batch), drawing)
             if not reads:
                 continue
             wrapped, again = (watched(one, Answering(reads, functions)) for one in (False, True))

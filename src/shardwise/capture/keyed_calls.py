@@ -7,8 +7,9 @@ probability above 0, and every other random function.  Dropout outside training 
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -92,6 +93,11 @@ def batch_of(
     return found
 
 
+def decides(draws: Sequence[Draw]) -> bool:
+    """Whether a forward draws single numbers, by which it may decide what else it draws."""
+    return any(math.prod(one.shape) == 1 for one in draws)
+
+
 class KeyedRandom:
     """This layer answers random functions; ``batches`` is :func:`batch_of`'s list, or None to record ``draws`` only."""
 
@@ -138,6 +144,17 @@ class KeyedRandom:
             )
         result = answer(func.__name__, *args, **kwargs)
         return proceed(func, args, kwargs) if result is NotImplemented else result
+
+    def counts(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call draws, and so has an ordinal."""
+        answer = self._answers.get(func)
+        if answer is None:
+            return False
+        named = {name: value for name, value in kwargs.items() if name != "generator"}
+        given = inspect.signature(answer).bind(func.__name__, *args, **named).arguments
+        if func is F.scaled_dot_product_attention:
+            return bool(given.get("dropout_p"))
+        return given.get("train") is not False
 
     def _key(self, name: str, shape: Sequence[int]) -> tuple[int, int, int, keyed.Batch | None, int]:
         """Count a draw; return (seed, step, ordinal, batch, row_start)."""

@@ -1,8 +1,9 @@
-"""What forward reads of tensors in Python (``if mask.any()``, ``labels.max() >= n``) and follows from the batch.
+"""What forward reads of tensors in Python (``if mask.any()``, ``labels.max() >= n``) and follows from the batch, and
+from random numbers that are drawn for all rows (``if torch.rand([]) > chance``).
 
 Such a read stops a capture, which has no values.  So a first forward computes without values what depends on
 parameters, and with values what does not: it tells the answers.  With these the model is captured, and what was read
-is given out beside the loss: from that come the checks (:mod:`shardwise.graph.checks`) by which each batch finds the
+is given out beside the loss: from that come the checks (:mod:`shardwise.capture.checks`) by which each batch finds the
 capture that it fits.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.capture.coins import Coins, Drawing
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
@@ -102,7 +104,7 @@ class _Asking:
         self.reads: list[Read] = []
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        values = [self.known.of(one) if isinstance(one, Tensor) else one for one in args]
+        values = [self.known.of_argument(one) for one in args]
         if func not in self.functions or kwargs or any(one is None for one in values):
             return proceed(func, args, kwargs)
         with without_modes(), without_torch_functions():
@@ -131,6 +133,15 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None if storage_key(tensor) in self._unknown else found
         return None if tensor.is_meta or storage_key(tensor) in self._unknown else tensor
 
+    def of_argument(self, argument: Any) -> Any:
+        """Return an argument of a function with its value, None if it has none."""
+        return self.of(argument) if isinstance(argument, Tensor) else argument
+
+    def take(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor without a value have one."""
+        self._values[id(tensor)] = value
+        self._held.append(tensor)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -154,21 +165,21 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*args, **kwargs)
         for one, value in zip(tree_leaves(found), tree_leaves(result), strict=True):
             if isinstance(one, Tensor) and isinstance(value, Tensor):
-                self._values[id(one)] = value
-                self._held.append(one)
+                self.take(one, value)
         return found
 
 
 def asked(
     forward: Callable[[Mapping[str, Tensor]], Any], module: nn.Module, fields: Mapping[str, Tensor],
-    functions: frozenset[Any],
+    functions: frozenset[Any], rows: int, drawing: Drawing | None = None,
 ) -> list[Read]:  # fmt: skip
-    """Return what ``forward`` of ``fields`` reads by ``functions``, with the answers.
+    """Return what ``forward`` of ``fields``, with these ``rows``, reads by ``functions``, with the answers; ``drawing``
+    keys the random numbers, if it is a step's.
 
     Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
     mode = fake_mode()
     values = _Values(list(module.parameters()), mode)
-    asking = _Asking(values, functions)
-    with mode, values, exporting(), torch.enable_grad(), Intercept(asking):
+    asking, coins = _Asking(values, functions), Coins(drawing, rows, values.of_argument, values.take)
+    with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins):
         forward(fields)
     return asking.reads

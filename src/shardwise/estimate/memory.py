@@ -65,11 +65,11 @@ def accounts(
     on_device = HeldBytes()
     on_host = on_device if device == HOST else HeldBytes()
     own = trace.buckets if buckets is None else buckets
-    _buckets(on_device, on_host, own, plan, choice, rank, device, common, trace.per_parameter(plan.mesh))
+    _buckets(on_device, on_host, own, plan, choice, rank, device, common, bool(trace.optional))
     _pools(on_device, trace, plan, choice, program, rank, common)
     for bucket in own:
         if bucket.table:
-            share = Share.of(bucket, plan, choice, rank, trace.per_parameter(plan.mesh))
+            share = Share.of(bucket, plan, choice, rank, bool(trace.optional))
             _table(on_device, bucket, plan, choice, share, looked_up(trace, plan, bucket, rows))
     on_host.hold(BufferKind.UNUSED.of(), trace.beside.unused)
     on_device.hold(BufferKind.BUFFER.of(), trace.beside.buffers)

@@ -181,7 +181,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     largest model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
-    per_parameter = trace.per_parameter(plan.mesh)
+    per_parameter = bool(trace.optional)
     alike: dict[object, list[Bucket]] = {}
     for b in trace.buckets:
         names = [p.name for p in b.parameters]

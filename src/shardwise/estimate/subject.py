@@ -39,4 +39,4 @@ class Subject:
     def share(self, bucket: int, rank: int) -> Share:
         """Return what ``rank`` has of a bucket."""
         trace = self.traces[0]
-        return Share.of(trace.buckets[bucket], self.plan, self.choice, rank, trace.per_parameter(self.plan.mesh))
+        return Share.of(trace.buckets[bucket], self.plan, self.choice, rank, bool(trace.optional))

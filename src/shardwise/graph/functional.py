@@ -42,7 +42,7 @@ class Normal:
     graph: fx.Graph
     captured: Captured
     updates: list[str] = field(default_factory=list)  # the names of what follows the loss
-    checks: Any = None  # the `graph/checks.py` of what forward reads in Python, once they are taken out of the outputs
+    checks: Any = None  # the `capture/checks.py` of what forward reads in Python, once taken out of the outputs
 
 
 def functionalise(captured: Captured) -> Normal:

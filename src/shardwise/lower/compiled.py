@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_field
+from shardwise.capture.coins import Drawing
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.in_form import InForm
@@ -61,6 +62,7 @@ MOST_CONSTANTS = 16  # the most combinations of constants in batches for each of
 
 
 FORMS = 32  # the most shapes of batches, and ways of forward, whose traces are kept at a time
+NO_STEP = Drawing(0, 0)  # of a model that reads no random numbers
 MANY = 8  # the number of ways in which forward decides of which a user is told
 
 
@@ -115,7 +117,8 @@ class Compiled:
     varies: Mapping[str, int] = field(default_factory=dict)
     _varying: Varying = field(default_factory=Varying)
     _forms: OrderedDict[Form, Compiled] = field(default_factory=OrderedDict)
-    _decided: list[Compiled] = field(default_factory=list)  # for batches of which forward reads something else
+    decides: Drawing | None = None  # the step in which forward decided in a way of its own, for which this is
+    _decided: list[Compiled] = field(default_factory=list)  # for the other ways in which forward decides
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
@@ -280,25 +283,36 @@ class Compiled:
             raise ConfigError.on("batch", wrong, f"shapes that can, such as {named_sizes.shown(self.example)}")
         return found
 
-    def deciding(self, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Compiled:
-        """Return the same computation for a ``batch``, all rows of it on the host, by whose values forward decides in
-        Python; itself if it decides as for the example.
+    @property
+    def reads_batch(self) -> bool:
+        """Whether forward decides in Python by values of the batch, and not by random numbers and buffers alone."""
+        return self.general.checks is not None and bool(self.general.checks.fields)
+
+    def deciding(
+        self, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing = NO_STEP
+    ) -> Compiled:
+        """Return the same computation for a ``batch``, all rows of it on the host, by whose values, and by the random
+        numbers of the step of ``drawing``, forward decides in Python; itself if it decides as for the example.
 
         Raises :class:`ConfigError` where forward cannot be captured for the batch."""
         fields = like({name: cast_field(value, self.general.precision) for name, value in batch.items()}, batch)
         with self._lock:
             for one in (self, *self._decided):
-                if one.general.checks is not None and one.general.checks.hold(fields, buffers):
+                if one.general.checks is not None and one.general.checks.hold(fields, buffers, drawing):
                     return one
             found = replace(
-                self, example=batch, varies={}, _weights={}, _captures={}, _varying=Varying(), **_of_its_own()
+                self, example=batch, decides=drawing, varies={}, _weights={}, _captures={}, _varying=Varying(),
+                **_of_its_own(),
             )  # fmt: skip
             if found.general.opaque is not None or found.general.checks is None:
                 why = found.general.opaque or "it reads nothing of it in Python, though it did of others"
                 wrong = f"a batch for which forward decides in another way, and so cannot be captured: {why}"
                 raise ConfigError.on("batch", wrong, "torch.where in place of branches in Python")
+            if found.reads_batch and not self.reads_batch:
+                wrong = f"forward reads {found.general.checks.fields[0]} in Python in one branch alone"
+                raise ConfigError.on("model", wrong, "a forward that reads values of the batch in every step")
             if self.training:
-                self._check_learning(found, fewer=self.general.per_parameter(self.plan.mesh))
+                self._check_learning(found, fewer=True)
             self._check_meeting(found)
             self._decided = [*self._decided[-FORMS:], found]
             if len(self._decided) == MANY:
@@ -422,7 +436,7 @@ class Compiled:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
                     dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
-                    first=not self.buckets,
+                    first=not self.buckets, deciding=self.decides,
                     tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
                     loss_weight=self.loss_weight,
                     over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,

@@ -27,7 +27,7 @@ from shardwise.runtime.optimizer import Settings
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.step_sums import StepSums
 from shardwise.shard.op_spec import Placement
-from shardwise.units.trace import Parameter, Trace
+from shardwise.units.trace import Trace
 
 TURN = 0x9E3779B97F4A7C15  # far from the seeds that users choose; keys take it modulo 2**64
 
@@ -143,7 +143,7 @@ class BatchState:
         self.sums: StepSums | None = None
         self.weights: Tensor | None = None
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
-        # By rank and bucket; under ``per_parameter`` also whether each parameter was reached.
+        # By rank and bucket, and then whether each parameter that is optional was reached.
         self.norms: Tensor | None = None
         self.coefficient: Tensor | None = None
         self.clip: Tensor | None = None  # the clipping factor, without the loss scale
@@ -246,8 +246,8 @@ class BatchState:
             self.owner.hooks.apply(gradients, self.scale)
         owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
-        if owner.per_parameter:
-            flags = [float(p.name in gradients.reached) for p in self._learning()]
+        if owner.optional:
+            flags = [float(name in gradients.reached) for name in owner.optional]
             row = torch.cat([row, Backend.of(row.device).to_device(torch.tensor(flags, dtype=self.wide), row.device)])
         mesh, axes = owner.comm.mesh, (*owner.axes, *owner.tensor)
         self.norms = torch.zeros(mesh.axis_size(axes), row.numel(), dtype=self.wide, device=row.device)
@@ -272,15 +272,14 @@ class BatchState:
         if scale is not None:
             self.coefficient = scale.reciprocal() if self.clip is None else self.clip / scale
         self._skip_if(bad)
-        if self.owner.per_parameter:
-            unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
-            self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
+        self._judge()
 
     def decide_alone(self) -> None:
         """Let this stage take its step, unclipped, unless its own norm is not finite or training has halted."""
         self.halted = self.memory.halted.clone()
         bad = (~torch.isfinite(self._total())).to(torch.float32)
         self.skip = torch.maximum(self.memory.halted, bad)
+        self._judge()
         self.coefficient = None if self.scale is None else self.scale.reciprocal()
 
     def validate(self) -> bool:
@@ -292,9 +291,12 @@ class BatchState:
         self.repeated, self.skips = (bool(one) for one in torch.stack([wrong, self.skip]).tolist())
         return not self.repeated
 
-    def _learning(self) -> list[Parameter]:
-        """Return all parameters that learn; each rank must have all buckets."""
-        return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
+    def _judge(self) -> None:
+        """Note which parameters no rank has reached."""
+        if self.owner.optional:
+            assert self.norms is not None
+            unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
+            self.unreached = dict(zip(self.owner.optional, unreached, strict=True))
 
     def _skip_if(self, bad: Tensor) -> None:
         """Skip the step if the norm is not finite (``bad``).  Without loss scaling that halts training; under fp16 the

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.coins import Drawing
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
 from shardwise.core.layout import rank_rows, shard_sizes
@@ -54,17 +55,22 @@ class Choices:
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]
 
-    def fitting(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled, alike: bool = False) -> Compiled:
+    def fitting(
+        self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled, drawing: Drawing, alike: bool = False
+    ) -> Compiled:
         """Return a computation for a batch of ``rows`` rows, of which this rank has ``fields``: for their shapes, and
-        for what forward reads of the batch in Python.  ``alike`` says that all ranks have these shapes."""
+        for what forward reads in Python, of the batch and of the random numbers of the step of ``drawing``.  ``alike``
+        says that all ranks have these shapes."""
         found = self._of_shapes(fields, compiled, alike)
         if found.general.checks is None:
             return found
         self.check(fields, rows, found)
+        if not found.reads_batch:
+            return found.deciding(found.example, self.buffers(), drawing)
         if self._plan.local.steps and self._parts > 1:
             wrong = "forward decides in Python by values of the batch, of which ranks of an island have a part each"
             raise ConfigError.on("local", wrong, "one rank for each island, or no islands")
-        return found.deciding(self._whole(fields, rows), self.buffers())
+        return found.deciding(self._whole(fields, rows), self.buffers(), drawing)
 
     def _whole(self, fields: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
         """Return all rows of a batch, on the host; all ranks call it together."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
+from shardwise.capture.coins import Drawing
 from shardwise.capture.forms import differing, form_of
 from shardwise.capture.hooks import UserHooks
 from shardwise.core.averaging import check_average
@@ -91,9 +92,9 @@ class Engine:
         optimizer = optimizer.resolved(name for name, _ in compiled.module.named_parameters())
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.settings: Settings | None = None  # the hyperparameters of the next step, if not the optimizer's
-        self.step_index = 0
+        self.step_index, self._seed = 0, seed
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
-        per_parameter = trace.per_parameter(plan.mesh)
+        optional = trace.optional
         if trace.opaque is not None and any(rule.rest == "S" for rule in plan.data.parameters):
             wrong = f"a model that could not be captured keeps its parameters whole ({trace.opaque})"
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
@@ -122,7 +123,7 @@ class Engine:
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
-        shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
+        shares = {b.index: Share.of(b, plan, optimizer, comm.rank, bool(optional)) for b in own}
         buckets = {
             b.index: BucketMemory.allocate(
                 b, shares[b.index], comm, optimizer, plan.memory.offloads_optimizer, plan.local
@@ -147,7 +148,7 @@ class Engine:
         self.interpreter = Interpreter(
             comm, self.memory, axes, seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, clip_value,
-            progress, per_parameter=per_parameter,
+            progress, optional=optional,
             strict=strict, offload=plan.memory.offloads_activations, hooks=hooks if given.parameters else None,
             runs=PostValidatedRun if plan.post_validates else Run,
             servers=self._at_servers(servers, plan),
@@ -203,7 +204,7 @@ class Engine:
         ``turn``.
         """
         self.check_weights("step")
-        compiled = self.choices.fitting(fields, rows, compiled or self.compiled, alike)
+        compiled = self.choices.fitting(fields, rows, compiled or self.compiled, self.drawing, alike)
         part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
         program = self.program(compiled, traces, part=part)
@@ -226,6 +227,11 @@ class Engine:
         """Return the number that keys the random numbers of a step: islands draw numbers of their own."""
         mesh = self.comm.mesh
         return step * mesh.axis_size(ISLANDS) + mesh.index(self.comm.rank, ISLANDS)
+
+    @property
+    def drawing(self) -> Drawing:
+        """The key of the random numbers of the next step."""
+        return Drawing(self._seed, self._drawing(self.step_index))
 
     def _meeting(self, part: Part) -> Part:
         """Return a part of a step with the outer step that is due at its end; the first notes where all begin."""
@@ -267,7 +273,7 @@ class Engine:
         self.check_weights("steps")
         given = exactly(number, batches)
         fields, rows, stop = next(given)
-        compiled = self.choices.fitting(fields, rows, self.compiled)
+        compiled = self.choices.fitting(fields, rows, self.compiled, self.drawing)
         if compiled.general.checks is not None:
             wrong = "batches overlap, and forward decides in Python by values of each"
             raise ConfigError.on("schedule", wrong, "one in which a step ends before the next begins")
@@ -315,7 +321,7 @@ class Engine:
 
         ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
         training, no buffer changes, and the random numbers are those of the next step."""
-        compiled = self.choices.fitting(fields, rows, compiled or self.compiled.evaluation(), alike)
+        compiled = self.choices.fitting(fields, rows, compiled or self.compiled.evaluation(), self.drawing, alike)
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
@@ -364,7 +370,7 @@ class Engine:
         skipped again.
         """
         compiled = self.choices.fitting(
-            fields, rows, compiled or self.compiled, alike=True
+            fields, rows, compiled or self.compiled, Drawing(self._seed, self._drawing(step)), alike=True
         )  # the step has compared shapes
         traces = self.choose(fields, rows, compiled)
         program = self.program(compiled, traces)
@@ -423,19 +429,23 @@ class Engine:
         return averaged(self.memory, self.comm)
 
     def everywhere(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a whole tensor for each parameter that learns, by name: ``mine`` has those of this rank's stage, and
-        the other stages send theirs.  All ranks call it together.
+        """Return whole tensors of parameters that learn, by name: ``mine`` has those of this rank's stage, and the
+        other stages send what they have.  All ranks call it together.
         """
         if self.cut.ranks == 1:
             return dict(mine)
-        found = dict(mine)
-        for bucket in (b for b in self.compiled.general.buckets if b.learns):
+        found, learning = dict(mine), [b for b in self.compiled.general.buckets if b.learns]
+        every = [(b, p) for b in learning for p in b.parameters]
+        has = torch.tensor([float(p.name in mine) for _, p in every], device=self.comm.device)
+        self.comm.all_reduce(has, PIPELINE, lane="state", what="names of the tensors of stages").wait()
+        for (bucket, parameter), here in zip(every, has.tolist(), strict=True):
+            if not here:
+                continue
             dtype, root = bucket.wide, self.holders[bucket.index][0]
-            for parameter in bucket.parameters:
-                if parameter.name not in found:
-                    found[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=self.comm.device)
-                name = f"{parameter.name} of stage {root}"
-                self.comm.broadcast(found[parameter.name], PIPELINE, root, lane="state", what=name).wait()
+            if parameter.name not in found:
+                found[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=self.comm.device)
+            name = f"{parameter.name} of stage {root}"
+            self.comm.broadcast(found[parameter.name], PIPELINE, root, lane="state", what=name).wait()
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

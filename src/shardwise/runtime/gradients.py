@@ -35,6 +35,7 @@ class Gradients:
         self._slot: dict[str, int] = {}  # the slot for a parameter's gradient; -1, its bucket's buffer, by default
         self._written: set[tuple[str, int]] = set()  # (parameter, slot)
         self.reached: set[str] = set()
+        self._summed: set[int] = set()  # the buckets of which ranks have added up a gradient
 
     def begin(self, one: Instruction) -> None:
         """Prepare for a backward, which writes the gradients of ``one.slots`` to slots, anew if in ``one.first``."""
@@ -64,6 +65,7 @@ class Gradients:
         if (table := self._memory.buckets[bucket].table) is not None:
             table.clear()
         self._written.difference_update((p.name, -1) for p in self._memory.buckets[bucket].bucket.parameters)
+        self._summed.discard(bucket)
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add to a gradient, of the parameter's local shape; the first overwrites what was there."""
@@ -101,6 +103,16 @@ class Gradients:
                 goals[name].zero_()
             self._written |= places
 
+    def _settle(self, bucket: int) -> None:
+        """Set to zero what nothing has written of a bucket's own gradient since its last update: all of it, where this
+        step computes with none of its parameters."""
+        memory = self._memory.buckets[bucket]
+        self._complete(bucket, -1)
+        if memory.table is None and memory.rule.grad != "P" and bucket not in self._summed:
+            assert memory.grad is not None
+            memory.grad.zero_()
+            self._summed.add(bucket)
+
     def round(self, one: Instruction) -> None:
         """Copy a whole gradient into its slot, in the slot's dtype."""
         memory = self._memory.buckets[one.bucket]
@@ -117,6 +129,7 @@ class Gradients:
             return self._push_rows(one) if one.scatters else memory.table.reduce(comm, one.axes, lane, what)
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
+        self._summed.add(one.bucket)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
         own = part(x, memory.shard if memory.rule.state == "S" else memory.held)
         if not one.scatters:
@@ -139,6 +152,7 @@ class Gradients:
             return self._push_rows(one)
         assert memory.grad is not None
         self._complete(one.bucket, one.slot)
+        self._summed.add(one.bucket)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
         if servers is not None:
             return servers.push(one.bucket, x)
@@ -149,6 +163,7 @@ class Gradients:
         memory = self._memory.buckets[one.bucket]
         self._complete(one.bucket, one.slot)
         self._written |= {(p.name, -1) for p in memory.bucket.parameters}
+        self._summed.add(one.bucket)
         summed = part(self._memory.unreduced.views(one.slot, memory)[0], memory.held)
         goal = memory.held_gradient
         goal.copy_(summed) if one.first else goal.add_(summed)
@@ -160,7 +175,7 @@ class Gradients:
 
     def norm(self, bucket: int) -> Tensor:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
-        self._complete(bucket, -1)
+        self._settle(bucket)
         memory = self._memory.buckets[bucket]
         if memory.table is not None:
             return memory.table.norm(memory.held if memory.rule.servers else memory.shard)
@@ -170,5 +185,5 @@ class Gradients:
 
     def held(self, bucket: int) -> Tensor:
         """Return this rank's held range of a bucket's gradient, after all ranks on the batch axes have added theirs."""
-        self._complete(bucket, -1)
+        self._settle(bucket)
         return self._memory.buckets[bucket].held_gradient

@@ -22,9 +22,9 @@ class RankContext:
 
     ``axes`` are those of the batch, ``tensor`` those of tensor parallelism.  ``learning`` are the indices of all
     buckets that learn, on whatever rank; ``counted`` those whose norm this rank counts: at each place on the batch
-    axes, one of the ranks that have the same part of a bucket does.  ``per_parameter``: a parameter that no backward of
-    a step reaches on any rank takes no step.  ``strict`` fills memory with NaN as soon as the program says that its
-    content has ended.
+    axes, one of the ranks that have the same part of a bucket does.  ``optional`` are the parameters, of all ranks,
+    that take no step where no backward on any rank reaches them.  ``strict`` fills memory with NaN as soon as the
+    program says that its content has ended.
     """
 
     comm: Communicator
@@ -42,7 +42,7 @@ class RankContext:
     # This is given the whole gradients of each batch, before clipping; it is set on all ranks or none.
     keep_gradients: list[dict[str, Tensor]] | None = None
     needs_gradients: bool = True  # otherwise it is given empty dicts, and only other ranks put gradients together
-    per_parameter: bool = False
+    optional: tuple[str, ...] = ()
     strict: bool = False
     hooks: GradientHooks | None = None  # those of users' parameters, if there are any
     offload: bool = False  # whether activations are offloaded to the host

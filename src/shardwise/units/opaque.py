@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.capture.intercept import Intercept, Proceed
-from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
+from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims, decides
 from shardwise.capture.outputs import Found, Wanted
 from shardwise.capture.running import fields_in_words, running_module
 from shardwise.capture.state import kept_tensors
@@ -176,6 +176,7 @@ class OpaqueCall:
         # What a thread has for the communicator that it uses: a copy of the module, and its Agreement on buffers.
         self.own = threading.local()
         self.batches: Any = None
+        self.tried: tuple[int, int] | None = None  # the seed and the step whose draws are known, if others differ
         self.outputs = Found()  # how outputs make what the module returned, once it has run
         self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
         norms = [m for m in wrapped.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -192,7 +193,7 @@ class OpaqueCall:
         if empty:
             # A row of weight zero stands in: the module may refuse an empty batch, and others wait in its collectives.
             fields = {k: v.new_zeros((1, *v.shape[1:])) if has_rows(k) else v for k, v in fields.items()}
-        batches = self.sample_dims(values, fields)
+        batches = self.sample_dims(env, values, fields)
         loss, *outputs = self.run(env, values, fields, KeyedRandom(env.seed, batches))
         same = {n: values[f"module.{n}"] for n in self.buffers if self.written.get(n) == "same"}
         if same and not env.again:
@@ -250,25 +251,28 @@ class OpaqueCall:
             self.outputs.structure = wrapped.outputs.structure
         return result if isinstance(result, tuple) else (result,)
 
-    def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
-        """Return the batch dim of each random call; it is found once, by running the forward with more rows."""
+    def sample_dims(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
+        """Return the batch dim of each random call, found by running the forward with more rows: once, or in each step
+        where forward may decide by random numbers."""
         with self.lock:
-            if self.batches is None:
-                every = rows_in(fields)
+            if self.batches is None or self.tried not in (None, (env.seed, env.step)):
+                every, self.tried = rows_in(fields), None
                 few = min(max(every, 2), TRIED_ROWS)  # BatchNorm refuses a single row
-                self.batches = batch_dims(partial(self.drawn, values, fields), (few, every))
+                self.batches = batch_dims(partial(self.drawn, env, values, fields), (few, every))
             return self.batches
 
-    def drawn(self, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:
+    def drawn(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:
         """Return the random calls of a forward of ``rows`` rows, which repeat or cut those of ``fields``."""
         given = {
             k: torch.cat([v, v[:1].expand(max(rows - len(v), 0), *v.shape[1:])])[:rows].clone() if has_rows(k) else v
             for k, v in fields.items()
         }
         copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}
-        random = KeyedRandom(0)
+        random = KeyedRandom(env.seed)
         with self.afresh(), torch.enable_grad():  # forward may itself ask for gradients
-            self.run(Env(rows=rows), copies, given, random, self.met)
+            self.run(Env(rows=rows, step=env.step), copies, given, random, self.met)
+        if decides(random.draws):
+            self.tried = env.seed, env.step
         return random.draws
 
 

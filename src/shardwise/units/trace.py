@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from shardwise.capture.checks import Checks
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.flat import ALIGN, FlatBuffer
 from shardwise.core.layout import Layout
@@ -18,12 +19,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.tensor_options import NON_TENSOR_AXES
 from shardwise.graph.aten_ops import Fact, has
-from shardwise.graph.checks import Checks
 from shardwise.graph.dtypes import GRADIENT_DTYPE
 from shardwise.graph.schema import op_name
 from shardwise.ops.env import Env
 from shardwise.parallel.data import SHARDS
-from shardwise.parallel.pipeline import PIPELINE
 from shardwise.shard.assignment import Decisions
 from shardwise.shard.op_spec import Placement
 from shardwise.shard.sizes import local_shape
@@ -359,10 +358,13 @@ class Trace:
             found.append(found[-1] + (not same) if found else 0)
         return tuple(found)
 
-    def per_parameter(self, mesh: Mesh) -> bool:
-        """Whether each parameter has an optimizer of its own, which takes no step where no rank has reached it: a batch
-        by which forward decides may leave some out.  Stages of a pipeline do not know of each other's."""
-        return self.opaque is not None or (self.checks is not None and mesh.axis_size(PIPELINE) == 1)
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The parameters that have an optimizer of their own each, which takes no step where no rank has reached them:
+        all that learn, if forward may decide in Python, and so leave some out."""
+        if self.opaque is None and self.checks is None:
+            return ()
+        return tuple(p.name for p in self.parameters)
 
     @property
     def weighs_targets(self) -> bool:

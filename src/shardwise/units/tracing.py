@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 
 from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.checks import take_checks
+from shardwise.capture.coins import Drawing
 from shardwise.capture.computation import Computation
 from shardwise.capture.outputs import Wanted, number_of
 from shardwise.capture.varying import Varying
@@ -21,7 +23,6 @@ from shardwise.core.fields import OUTPUT, has_rows
 from shardwise.core.layout import Layout
 from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.captured import Uncapturable
-from shardwise.graph.checks import take_checks
 from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
@@ -85,6 +86,7 @@ def trace(
     segments: bool = False,
     dense: Container[str] | None = None,
     first: bool = True,
+    deciding: Drawing | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``; its graphs are sharded over the axes of the batch.
 
@@ -102,13 +104,15 @@ def trace(
         wanted: whether units give the model's outputs too, for an evaluation, or the load of experts.
         segments: whether blocks are cut where they exchange something (``units/segments.py``).
         first: whether the trace says which parameters learn, also in batches by which forward decides in another way.
+        deciding: the step in which forward decides in another way than in the first trace; ``batch`` is the step's.
         dense: the parameters whose gradients are as large as they are, though all their lookups are sparse; None: all.
         captures: the graphs that earlier traces of this module, loss and batch captured; a new graph is added to them.
         varying: what is known of batches of other shapes, and the captures that serve several of them.
     """
     try:
         key: CaptureKey = (precision, training, ones, rows, wanted)
-        normal = _normal(module, batch, loss, key, {} if captures is None else captures, varying or Varying())
+        captures, varying = {} if captures is None else captures, varying or Varying()
+        normal = _normal(module, batch, loss, key, captures, varying, deciding)
         captured = normal.captured
         sharded = shard(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
@@ -183,14 +187,14 @@ def trace(
 
 def _normal(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures,
-    varying: Varying,
+    varying: Varying, deciding: Drawing | None = None,
 ) -> Normal:  # fmt: skip
     """Return the graph that is to be sharded. All plans share it, so it must not be changed."""
     if key not in captures:
         precision, training, ones, rows, wanted = key
         capturing = partial(
             capture, module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows,
-            wanted="loss" if wanted == "load" else wanted,
+            wanted="loss" if wanted == "load" else wanted, deciding=deciding,
         )  # fmt: skip
         normal = functionalise(varying.captured(key, batch, lambda dims: capturing(varies=dims)))
         normal.checks = take_checks(normal)

@@ -24,7 +24,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.intercept import Intercept
-from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims
+from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims, decides
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.averaging import Averaging
@@ -143,13 +143,13 @@ class Oracle:
         self._random, self._drawing = KeyedRandom(seed), drawing
         self._losses = MeanCrossEntropy()
         self._norms, self.parts = BatchNormInParts(), parts
-        self._probed = False
+        self._probed = self._decides = False
 
     def step(self, batch: Fields, given: float | Settings | None = None) -> OracleStep:
         """Train on ``batch``, tensors with the global batch's rows in dim 0; ``given`` is the learning rate, or the
         hyperparameters of each group by its number, if they change."""
         fields = self._fields(batch)
-        if not self._probed:
+        if not self._probed or self._decides:
             self._probe(fields)
         loss = self._accumulate(fields)
         if self._hooks_last:
@@ -273,8 +273,9 @@ class Oracle:
     @torch.enable_grad()
     def _probe(self, fields: Fields) -> None:
         """Find the batch dims of random calls: run a copy of the module with two rows and with more, or, where it takes
-        no so few, with those of the batch and with more."""
-        promotions = self.promotions
+        no so few, with those of the batch and with more.  A forward that may decide by random numbers does other calls
+        in other steps."""
+        promotions, self._random.batches = self.promotions, None
         draws, whole = partial(self._draws, fields), self.microbatches == 1
         self._random.batches = batch_dims(draws, (2, _rows(fields)), whole, several=True)
         self.promotions = promotions
@@ -287,6 +288,7 @@ class Oracle:
         module = copy.deepcopy(self.module, kept_tensors(self.module))
         with self._modes():
             self._forward(module, some, 0)
+        self._decides |= decides(self._random.draws)
         return self._random.draws
 
     def _register_hooks(self) -> None:

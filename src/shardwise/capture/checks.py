@@ -1,4 +1,5 @@
-"""The checks of a capture: what forward reads of a batch in Python, and what it read when it was captured."""
+"""The checks of a capture: what forward reads in Python of a batch, and of random numbers that are drawn for all rows,
+and what it read when it was captured."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
 from shardwise.core.fields import is_kept
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
-from shardwise.graph.schema import outputs_of
+from shardwise.graph.schema import op_name, outputs_of
 
 
 @dataclass(frozen=True)
 class Checks:
-    """``module(*fields, *buffers, *constants)`` gives the tensors that ``reads`` read, one after the other."""
+    """``module(drawing, *fields, *buffers, *constants)`` gives the tensors that ``reads`` read, one after the other."""
 
     module: fx.GraphModule
     fields: tuple[str, ...]
@@ -25,11 +27,12 @@ class Checks:
     constants: tuple[Tensor, ...]
     reads: tuple[Any, ...]
 
-    def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
-        """Whether forward reads of a batch, all rows of it on the host, what it read when it was captured."""
+    def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> bool:
+        """Whether forward reads of a batch, all rows of it on the host, in the step of ``drawing`` what it read when it
+        was captured."""
         with torch.no_grad():
             given = [*(fields[n] for n in self.fields), *(buffers[n].cpu() for n in self.buffers), *self.constants]
-            operands = list(self.module(*given))
+            operands = list(self.module(drawing, *given))
         for read in self.reads:
             own, operands = operands[: read.operands], operands[read.operands :]
             answer = read.of(own)
@@ -41,7 +44,8 @@ class Checks:
 def take_checks(normal: Normal) -> Checks | None:
     """Take what is read out of the outputs of a graph, in place, and return the checks; None if nothing is read.
 
-    Raises :class:`Uncapturable` where that depends on parameters, random numbers, or buffers that forward writes."""
+    Raises :class:`Uncapturable` where that depends on parameters, random numbers of rows, or buffers that forward
+    writes."""
     reads = normal.captured.reads
     number = sum(read.operands for read in reads)
     if not number:
@@ -52,6 +56,10 @@ def take_checks(normal: Normal) -> Checks | None:
     _keep_outputs(normal, [*every[: last - number], *every[last:]])
     normal.updates[last - 1 - number : last - 1] = []
     return _checks(normal, read, reads)
+
+
+def _for_all_rows(node: fx.Node, rows: int | None) -> bool:
+    return op_name(node) in FUNCTIONS and for_all_rows(node.meta["val"].shape, rows)
 
 
 def _keep_outputs(normal: Normal, kept: Sequence[fx.Node]) -> None:
@@ -70,18 +78,23 @@ def _checks(normal: Normal, read: Sequence[fx.Node], reads: Sequence[Any]) -> Ch
     for node in seen:
         if node.name in captured.parameters and node.op == "placeholder":
             raise Uncapturable(f"{why} the parameter {captured.parameters[node.name]}")
-        if "ordinal" in node.meta:
-            raise Uncapturable(f"{why} random numbers")
+        if "ordinal" in node.meta and not _for_all_rows(node, captured.rows):
+            raise Uncapturable(f"{why} random numbers of rows")
         if node.op == "placeholder" and (name := captured.buffers.get(node.name)) in normal.updates:
             raise Uncapturable(f"{why} the buffer {name}, which it writes")
     places = [n for n in normal.graph.nodes if n in seen and n.op == "placeholder"]
     kinds = (captured.fields, captured.buffers, captured.constants)
     groups = [[n for n in places if n.name in names] for names in kinds]
     new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    drawing = new.placeholder("drawing")
     for node in (n for group in groups for n in group):
         copies[node] = new.placeholder(node.name)
     for node in normal.graph.nodes:
-        if node in seen and node.op == "call_function":
+        if node in seen and "ordinal" in node.meta:
+            args, options = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            options = {**options, "dtype": node.meta["val"].dtype}
+            copies[node] = new.call_function(drawn, (drawing, node.meta["ordinal"], op_name(node), *args), options)
+        elif node in seen and node.op == "call_function":
             copies[node] = new.node_copy(node, copies.__getitem__)
     new.output(tuple(copies[node] for node in read))
     fields, buffers, constants = groups
