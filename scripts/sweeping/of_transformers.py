@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -133,7 +134,7 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         module = WithLossOf(module)
     elif head == "detection":
         module = Detector(module)
-    output = module(**several[0])
+    output = copy.deepcopy(module)(**several[0])  # a forward may leave something behind
     found = (
         output
         if isinstance(output, Tensor)
@@ -141,7 +142,7 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         if isinstance(output, Mapping)
         else getattr(output, "loss", None)
     )
-    if found is None:
+    if found is None or found.dim():
         loss = Regression()
         wanted = Regression.output(output)
         for step, (rows, one) in enumerate(zip(ROWS, several, strict=True)):

@@ -24,11 +24,19 @@ RESNET = {
     "layer_type": "basic",
     "out_features": ["stage2", "stage3", "stage4"],
 }
+RESNET_OF_FOUR = {**RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]}
 BACKBONE = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
 LAST = {"config": {**BACKBONE, "backbone_kwargs": None, "backbone_config": {**RESNET, "out_features": ["stage4"]}}}
 THREE = {"config": {**BACKBONE, "backbone_kwargs": None, "backbone_config": RESNET}}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": HEAD}
 
+INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
 FOUR = {"config": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]}}
 HGNET = {
     "stem_channels": [3, 16, 16],
@@ -91,6 +99,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"config": {"num_experts_per_tok": 2}},
     "deformable_detr": THREE,
     "detr": LAST,
+    "detr/universal": {
+        "config": {
+            **LAST["config"],
+            "encoder_attention_heads": 8,
+            "decoder_attention_heads": 8,
+            "backbone_config": RESNET_OF_FOUR,
+        }
+    },
     "donut-swin": WINDOWS,
     "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}},
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
@@ -99,6 +115,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"config": MAMBA},
     "focalnet/masked-image": {"config": {"encoder_stride": 32}, "sweep_patches": 64},
     "git": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(3, IMAGE, IMAGE)}},
+    "glm5_next": {"config": {"text_config": {"index_kpool": 2}}},
+    "glm5_next_text": {"config": {"index_kpool": 2}},
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
@@ -115,8 +133,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lilt": {"config": {"hidden_size": 48}},
     "longformer/choice": SEPARATED,
     "longformer/question": SEPARATED,
+    "lxmert": {
+        "fields": {
+            "visual_feats": lambda shape, draws, fields: draws.numbers(4, shape.number(WIDTH, "visual_feat_dim")),
+            "visual_pos": lambda shape, draws, fields: draws.uniform(4, 4),
+        }
+    },
     "mamba2": {"config": {"num_heads": 8, "head_dim": HEAD}},
     "markuplm": {"config": {"tag_pad_id": 60, "subs_pad_id": 60}},
+    "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
     "mimi": MONO,
     "mimi_encoder": MONO,
@@ -128,18 +153,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "neomme": {"config": {"head_dim": 16}},
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
+    "pe_audio": MONO,
     "pe_audio_encoder": MONO,
     "pocket_tts_audio_tokenizer": MONO,
     "pocket_tts_audio_tokenizer_encoder": MONO,
-    "qwen4_exp_text": {
-        "config": {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": HEAD,
-            "indexer_budget": 4,
-            "indexer_compress_ratio": 2,
-        }
-    },
+    "qwen4_exp": {"config": {"text_config": INDEXER}},
+    "qwen4_exp_text": {"config": INDEXER},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3}},
     "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
     "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
