@@ -134,7 +134,7 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         module = WithLossOf(module)
     elif head == "detection":
         module = Detector(module)
-    output = copy.deepcopy(module)(**several[0])  # a forward may leave something behind
+    output = (copy.deepcopy(module) if "leaves" in own else module)(**several[0])
     found = (
         output
         if isinstance(output, Tensor)

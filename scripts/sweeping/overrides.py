@@ -159,7 +159,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pocket_tts_audio_tokenizer_encoder": MONO,
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
-    "recurrent_gemma": {"config": {"num_hidden_layers": 3}},
+    "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients
     "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
     "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
     "siglip2": PATCHES,
