@@ -12,16 +12,20 @@ from torch import Tensor, nn
 ROWS = (7, 5)
 """The rows of the two batches: neither can be divided evenly by 2 ranks or 2 microbatches."""
 WORDS, LENGTH, LABELS = 120, 12, 3
+SAMPLES = 4000  # of a wave
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass
 class Case:
-    """A module in training mode, a batch for each step, and a loss function if the module returns none itself."""
+    """A module in training mode, a batch for each step, and a loss function if the module returns none itself.
+
+    ``weight`` is what a user would say of the loss (``model.loss_weight``) where a trial of the module cannot tell."""
 
     module: nn.Module
     batches: list[dict[str, Tensor]]
     loss: Loss | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True)

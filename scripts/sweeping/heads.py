@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sweeping.case import LABELS, LENGTH, WORDS, Draws
+from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS, Draws
 from sweeping.shrink import FIRST_ID, IMAGE
 
 HEADS: tuple[tuple[str, str], ...] = (
@@ -46,7 +46,7 @@ HEADS: tuple[tuple[str, str], ...] = (
     ("base", "MODEL"),
 )
 """Names of heads in the sweep, with the registry of transformers' auto classes that lists their models."""
-CHOICES, FRAMES, SAMPLES, BOXES = 2, 4, 4000, 2
+CHOICES, FRAMES, BOXES = 2, 4, 2
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
         pad = shape.number(0, "pad_token_id")
         fields[name] = ids.masked_fill(mask == 0, pad if isinstance(pad, int) and 0 <= pad < WORDS else 0)
         fields["attention_mask"] = mask
+    if shape.head == "classification" and getattr(shape.config, "is_encoder_decoder", False):  # of the state at its end
+        mask = fields.get("attention_mask", torch.ones_like(ids))
+        end = torch.arange(length) == mask.sum(1, keepdim=True) - 1
+        fields[name] = fields[name].masked_fill(end, shape.number(2, "eos_token_id"))
     if shape.head == "choice":
         fields = {k: v[:, None].repeat(1, CHOICES, 1) for k, v in fields.items()}
         fields[name][:, 1] = fields[name][:, 1].flip(-1)
@@ -148,7 +152,7 @@ def _video(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
 
 
 def _wave(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
-    length = shape.number(SAMPLES, "sweep_samples")
+    length = shape.number(4 * SAMPLES if shape.head == "speaker" else SAMPLES, "sweep_samples")
     fields = {name: draws.numbers(length)}
     if "attention_mask" in shape.names:
         fields["attention_mask"] = draws.padding(10).repeat_interleave(length // 10, 1)
@@ -170,6 +174,8 @@ def _spectrum(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
     fields = {name: draws.numbers(*((mel, time) if first else (time, mel)))}
     if "attention_mask" in shape.names and not first:
         fields["attention_mask"] = draws.padding(time)
+    if "input_features_mask" in shape.names:
+        fields["input_features_mask"] = draws.padding(time)
     return fields
 
 
@@ -207,8 +213,11 @@ def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[st
     elif shape.head == "ctc":
         found["labels"] = draws.integers(4, 20, 3)
         found["labels"][::2, 2:] = -100
-    elif shape.head in ("tokens", "frames"):
+    elif shape.head == "tokens":
         found["labels"] = draws.targets(LABELS, length, mask)
+    elif shape.head == "frames":  # of SAMPLES numbers convolutions make LENGTH frames, a spectrum has its own
+        count = fields["input_features"].shape[1] if "input_features" in fields else LENGTH
+        found["labels"] = torch.nn.functional.one_hot(draws.integers(0, LABELS, count), LABELS)
     elif shape.head in ("classification", "image", "video", "audio", "speaker"):
         found["labels"] = draws.integers(0, LABELS)
     elif shape.head == "question":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -45,8 +46,62 @@ FURTHER = (
     "skresnet18",
 )
 """Models whose family another of the same module stands for, and which are built otherwise."""
+STAGES: dict[str, Any] = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4)}
+WINDOWS = {**STAGES, "img_size": 64, "window_size": 2}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "focalnet": ("FocalNet", {"embed_dim": 16, "depths": (1, 1, 1, 1)}),
+    "hieradet_sam2": (
+        "HieraDet",
+        {"embed_dim": 16, "stages": (1, 1, 2, 1), "global_att_blocks": (3,), "window_spec": (8, 4, 2, 2)},
+    ),
+    "hiera": (
+        "hiera_tiny_224",
+        {"img_size": (64, 64), "embed_dim": 16, "stages": (1, 1, 2, 1), "mask_unit_size": (4, 4)},
+    ),
+    "metaformer": ("MetaFormer", {"depths": (1, 1, 1, 1), "dims": (16, 32, 32, 64)}),
+    "nasnet": ("nasnetalarge", {"stem_size": 16, "num_features": 24 * 16}),
+    "nextvit": ("nextvit_small", {"stem_chs": (8, 8, 16), "depths": (1, 1, 5, 1), "head_dim": 16}),
+    "rdnet": (
+        "RDNet",
+        {
+            "growth_rates": (8, 16, 16, 16),
+            "num_blocks_list": (1, 1, 2, 1),
+            "block_type": ("Block", "BlockESE", "BlockESE", "BlockESE"),
+            "is_downsample_block": (None, True, False, True),
+            "num_init_features": 16,
+        },
+    ),
+    "res2net": ("res2net50_26w_4s", {"layers": (1, 1, 1, 1), "base_width": 8, "channels": (16, 16, 32, 32)}),
+    "sequencer": (
+        "sequencer2d_s",
+        {"layers": (1, 1, 1, 1), "embed_dims": (16, 32, 32, 32), "hidden_sizes": (8, 8, 8, 8)},
+    ),
+    "swin_transformer": ("SwinTransformer", WINDOWS),
+    "swin_transformer_v2": ("SwinTransformerV2", WINDOWS),
+    "swin_transformer_v2_cr": ("SwinTransformerV2Cr", {**WINDOWS, "img_size": (64, 64)}),
+    "tnt": (
+        "tnt_s_patch16_224",
+        {"img_size": 64, "embed_dim": 32, "inner_dim": 8, "depth": 2, "num_heads_inner": 2, "num_heads_outer": 4},
+    ),
+    "tresnet": ("tresnet_m", {"layers": (1, 1, 1, 1), "width_factor": 0.25}),
+    "twins": (
+        "twins_svt_small",
+        {
+            "img_size": 64,
+            "embed_dims": (16, 32, 32, 64),
+            "depths": (1, 1, 1, 2),
+            "num_heads": (1, 2, 2, 4),
+            "wss": (4, 4, 4, 2),
+        },
+    ),
+    "volo": (
+        "VOLO",
+        {"img_size": 64, "layers": (1, 1, 1, 1), "embed_dims": (16, 32, 32, 32), "num_heads": (2, 4, 4, 4)},
+    ),
+}
+"""Families that cannot be narrowed: what of the module makes a model, with its arguments."""
 SHALLOW = {"depth": 2, "embed_dim": 32, "num_heads": 4}
-LARGEST = 12_000_000
+LARGEST = 15_000_000
 FACTOR = 8
 
 
@@ -57,13 +112,18 @@ def entries() -> Iterator[Entry]:
 
     for family in timm.list_modules():
         if names := timm.list_models(module=family):
-            yield Entry("timm", family, "image", lambda n=tuple(names): smallest(n))
+            yield Entry("timm", family, "image", lambda f=family, n=tuple(names): smallest(f, n))
     for name in FURTHER:
         yield Entry("timm", name, "image", lambda n=name: fitted(n))
 
 
-def smallest(names: tuple[str, ...]) -> Case:
-    """Return the smallest model of a family, by words in its name."""
+def smallest(family: str, names: tuple[str, ...]) -> Case:
+    """Return the smallest model of a family, by words in its name, or the family's own."""
+    if family in OWN:
+        name, given = OWN[family]
+        torch.manual_seed(0)
+        made = getattr(sys.modules[f"timm.models.{family}"], name)
+        return classifier(made(num_classes=LABELS, **given).float().train(), 3, SIZES[0], SIZES[0])
     ranked = sorted(
         names, key=lambda n: (min((i for i, word in enumerate(SMALL) if word in n), default=len(SMALL)), len(n))
     )

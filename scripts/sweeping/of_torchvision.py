@@ -214,10 +214,12 @@ def detector(name: str, count: int) -> nn.Module:
     from torchvision.models.detection.ssd import SSD, SSDHead
 
     anchors = AnchorGenerator(((12,), (24,)), ((0.5, 1.0, 2.0),) * 2)
-    sizes: dict[str, Any] = {"min_size": 64, "max_size": 64}
+    sizes: dict[str, Any] = {"min_size": 64, "max_size": 64, "_skip_resize": True}  # else each image draws its size
     regions: dict[str, Any] = {
         **sizes,
         "rpn_anchor_generator": anchors,
+        "rpn_pre_nms_top_n_train": 40,
+        "rpn_post_nms_top_n_train": 20,
         "box_head": TwoMLPHead(16 * 49, 32),
         "box_predictor": FastRCNNPredictor(32, count),
     }
@@ -240,7 +242,12 @@ def detector(name: str, count: int) -> nn.Module:
             Maps(32), count, **sizes, anchor_generator=AnchorGenerator(((8,), (16,)), ((1.0,),) * 2)
         ),
         "ssd": lambda: SSD(
-            Maps(), DefaultBoxGenerator([[2], [2]]), (64, 64), count, head=SSDHead([16, 16], [4, 4], count)
+            Maps(),
+            DefaultBoxGenerator([[2], [2]]),
+            (64, 64),
+            count,
+            head=SSDHead([16, 16], [4, 4], count),
+            _skip_resize=True,
         ),
     }
     return makers[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ def make(kind: str, head: str, name: str) -> Case:
     images among the tokens, then text alone."""
     own = {**OVERRIDES.get(kind, {}), **OVERRIDES.get(f"{kind}/{head}", {})}
     torch.manual_seed(0)
-    module, config = built(kind, name, own, 2 if head == "question" else LABELS)
+    module, config = built(kind, name, own, own.get("labels", 2 if head == "question" else LABELS))
     errors: list[Exception] = []
     for changed, more in attempts(module, head, own):
         try:
@@ -129,11 +130,11 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
     loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
     if "wrap" in own:
         module = own["wrap"](module)
-    elif head == "contrastive" and "return_loss" in shape.names:
+    elif head in ("contrastive", "base") and "return_loss" in shape.names:
         module = WithLossOf(module)
     elif head == "detection":
         module = Detector(module)
-    output = module(**several[0])
+    output = (copy.deepcopy(module) if "leaves" in own else module)(**several[0])
     found = (
         output
         if isinstance(output, Tensor)
@@ -141,11 +142,12 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         if isinstance(output, Mapping)
         else getattr(output, "loss", None)
     )
-    if found is None:
+    if found is None or found.dim():
         loss = Regression()
         wanted = Regression.output(output)
         for step, (rows, one) in enumerate(zip(ROWS, several, strict=True)):
             if wanted.shape[0] != ROWS[0]:
                 raise ValueError(f"there is no loss, and an output of shape {tuple(wanted.shape)} for {ROWS[0]} rows")
             one["wanted"] = Draws(91 + step, rows).numbers(*wanted.shape[1:])
-    return Case(module, several, loss)
+    # Each row has as many boxes as all others, so that the loss is a mean over rows; a trial also ignores some.
+    return Case(module, several, loss, "rows" if head == "detection" else None)

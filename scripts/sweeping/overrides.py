@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sweeping.case import LENGTH
-from sweeping.shrink import HEAD
+from sweeping.case import LENGTH, SAMPLES, WORDS
+from sweeping.shrink import HEAD, IMAGE, PATCH, WIDTH
 
 
 class _Default:
@@ -24,12 +24,50 @@ RESNET = {
     "layer_type": "basic",
     "out_features": ["stage2", "stage3", "stage4"],
 }
+RESNET_OF_FOUR = {**RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]}
 BACKBONE = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
 LAST = {"config": {**BACKBONE, "backbone_kwargs": None, "backbone_config": {**RESNET, "out_features": ["stage4"]}}}
 THREE = {"config": {**BACKBONE, "backbone_kwargs": None, "backbone_config": RESNET}}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": HEAD}
 
+INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+FOUR = {"config": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]}}
+HGNET = {
+    "stem_channels": [3, 16, 16],
+    "stage_in_channels": [16, 16, 32, 32],
+    "stage_mid_channels": [16, 16, 16, 16],
+    "stage_out_channels": [16, 32, 32, 64],
+    "hidden_sizes": [16, 32, 32, 64],
+}
+DOUBLE = {"attention_hidden_size": 64, "attention_head_dim": 16}
+PATCHES = {
+    "fields": {
+        "pixel_values": lambda shape, draws, fields: draws.numbers(16, 3 * PATCH * PATCH),
+        "pixel_attention_mask": lambda shape, draws, fields: torch.ones(draws.rows, 16, dtype=torch.long),
+        "spatial_shapes": lambda shape, draws, fields: torch.full((draws.rows, 2), 4),
+    },
+}
 WINDOWS = {"config": {"image_size": 64, "window_size": 2}}
+MASKED_WINDOWS = {"config": {**WINDOWS["config"], "num_layers": 4, "encoder_stride": 32}, "sweep_patches": 256}
+MONO = {"fields": {"input_values": lambda shape, draws, fields: draws.numbers(1, SAMPLES)}}
+BOXES = {
+    "fields": {
+        "bbox": lambda shape, draws, fields: draws.uniform(2, LENGTH, 2).sort(1).values.transpose(1, 2).flatten(2)
+    }
+}
+SEPARATED = {
+    "fields": {
+        "input_ids": lambda shape, draws, fields: fields["input_ids"].index_fill(
+            -1, torch.tensor([1, 3, 5]), shape.number(2, "sep_token_id")
+        )
+    }
+}
 SERIES = {
     "config": {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1},
     "fields": {
@@ -42,6 +80,7 @@ SERIES = {
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "albert/pretraining": {"labels": 2},
     "audio-spectrogram-transformer": {
         "config": {"max_length": 64, "num_mel_bins": 16, "time_stride": 8, "frequency_stride": 8},
         "fields": {
@@ -50,32 +89,113 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "bamba": {"config": {**MAMBA, "attn_layer_indices": [1]}},
+    "beit/segmentation": FOUR,
+    "bros": {**BOXES, "config": {"hidden_size": 128}},
     "conditional_detr": LAST,
+    "cvt": {"config": {"depth": [1, 2, 3], "embed_dim": [16, 32, 32], "num_heads": [1, 2, 4]}},
     "dab-detr": LAST,
+    "dac": MONO,
+    "data2vec-vision/segmentation": FOUR,
     "deepseek_v2": {"config": {"num_experts_per_tok": 2}},
     "deformable_detr": THREE,
     "detr": LAST,
+    "detr/universal": {
+        "config": {
+            **LAST["config"],
+            "encoder_attention_heads": 8,
+            "decoder_attention_heads": 8,
+            "backbone_config": RESNET_OF_FOUR,
+        }
+    },
     "donut-swin": WINDOWS,
-    "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2}},
+    "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}},
+    "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
+    "esmc": {"config": {"vocab_size": WORDS}},
     "falcon_h1": {"config": MAMBA},
+    "focalnet/masked-image": {"config": {"encoder_stride": 32}, "sweep_patches": 64},
+    "git": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(3, IMAGE, IMAGE)}},
+    "glm5_next": {"config": {"text_config": {"index_kpool": 2}}},
+    "glm5_next_text": {"config": {"index_kpool": 2}},
+    "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
+    "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
+    "hgnet_v2": {"config": HGNET},
     "informer": SERIES,
     "jamba": {
         "config": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2}
     },
+    "kimi_linear": {"config": {"num_experts_per_tok": 2}},
+    "laguna": {"config": {"num_attention_heads_per_layer": [4, 4]}},
+    "layoutlmv3": {"config": {"hidden_size": 48, "coordinate_size": 8, "shape_size": 8}},
+    "levit": {"config": {"patch_size": 16, "image_size": 64}},
+    "lfm2_moe": {"config": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}},
+    "lilt": {"config": {"hidden_size": 48}},
+    "longformer/choice": SEPARATED,
+    "longformer/question": SEPARATED,
+    "lxmert": {
+        "fields": {
+            "visual_feats": lambda shape, draws, fields: draws.numbers(4, shape.number(WIDTH, "visual_feat_dim")),
+            "visual_pos": lambda shape, draws, fields: draws.uniform(4, 4),
+        }
+    },
     "mamba2": {"config": {"num_heads": 8, "head_dim": HEAD}},
+    "markuplm": {"config": {"tag_pad_id": 60, "subs_pad_id": 60}},
+    "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
+    "mimi": MONO,
+    "mimi_encoder": MONO,
+    "mimo_v2_flash": {"config": {"num_key_value_heads": 2}},
+    "mistral4": {"config": {"head_dim": 16, "qk_head_dim": 16}},
     "mobilevitv2": {"sweep_image": 64},
+    "moonshine": {"config": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}},
     "nemotron": {"config": {"num_key_value_heads": 2}},
-    "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH}},
+    "neomme": {"config": {"head_dim": 16}},
+    "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
-    "recurrent_gemma": {"config": {"num_hidden_layers": 3}},
+    "pe_audio": MONO,
+    "pe_audio_encoder": MONO,
+    "pocket_tts_audio_tokenizer": MONO,
+    "pocket_tts_audio_tokenizer_encoder": MONO,
+    "qwen4_exp": {"config": {"text_config": INDEXER}},
+    "qwen4_exp_text": {"config": INDEXER},
+    "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients
     "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
+    "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
+    "siglip2": PATCHES,
+    "siglip2_vision_model": PATCHES,
     "swin": WINDOWS,
+    "swin/masked-image": MASKED_WINDOWS,
     "swinv2": WINDOWS,
+    "swinv2/masked-image": MASKED_WINDOWS,
     "table-transformer": LAST,
+    "textnet": {"config": {"stem_out_channels": 16}},
     "time_series_transformer": SERIES,
+    "udop": {**BOXES, "only": ("input_ids",)},
+    "videomae/pretraining": {
+        "fields": {
+            "pixel_values": lambda shape, draws, fields: draws.numbers(4, 3, IMAGE, IMAGE),
+            "bool_masked_pos": lambda shape, draws, fields: (torch.arange(32) % 2 == 0).repeat(draws.rows, 1),
+        }
+    },
+    "visual_bert/pretraining": {
+        "fields": {
+            "visual_embeds": lambda shape, draws, fields: draws.numbers(4, WIDTH),
+            "visual_attention_mask": lambda shape, draws, fields: torch.ones(draws.rows, 4, dtype=torch.long),
+            "labels": lambda shape, draws, fields: draws.targets(WORDS - 40, LENGTH + 4),
+            "sentence_image_labels": lambda shape, draws, fields: draws.integers(0, 2),
+        }
+    },
+    "xclip": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(4, 3, IMAGE, IMAGE)}},
+    "xcodec": MONO,
     "xmod": {"config": {"default_language": "en_XX"}},
+    "zamba": {
+        "config": {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            **DOUBLE,
+        }
+    },
+    "zamba2": {"config": {"mamba_headdim": HEAD, **DOUBLE}},
 }
 """By model type: arguments of its config beside those that :mod:`shrink` finds, numbers of its inputs, and fields."""

@@ -81,7 +81,7 @@ def _shrunk(config: Any, used: dict[int, int]) -> dict[str, Any]:
     layers = _layers(values)
     for name, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_shrunk(value, used), "model_type": value.model_type}
+            found[name] = {**_own(value), **_shrunk(value, used), "model_type": value.model_type}
         elif IDS.search(name):
             if (small := _ids(value, used)) != value:
                 found[name] = small
@@ -104,6 +104,16 @@ def _shrunk(config: Any, used: dict[int, int]) -> dict[str, Any]:
         if name in values and values[name] is None:
             found[name] = value
     return found
+
+
+def _own(config: Any) -> dict[str, Any]:
+    """Return the numbers that a sub-config has of the config around it, beside those of its class."""
+    plain = vars(type(config)())
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, int | float) and not name.startswith("_") and value != plain.get(name, value)
+    }
 
 
 def _layers(values: Mapping[str, Any]) -> int:

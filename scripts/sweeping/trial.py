@@ -40,7 +40,7 @@ def trial(entry: Entry, only: Callable[[str], bool] = lambda plan: True) -> Iter
         return
     start = time.perf_counter()
     try:
-        captured = Compiled(case.module, ALONE, case.batches[0], case.loss)
+        captured = Compiled(case.module, ALONE, case.batches[0], case.loss, loss_weight=case.weight)
     except Exception as error:
         for name in wanted:
             yield failed(entry.name, name, error, start)

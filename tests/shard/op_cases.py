@@ -300,7 +300,12 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "prod": lambda m, h, b: h.prod(-1) + h.prod(1, keepdim=True)[:, 0, :3],
     "logsumexp": lambda m, h, b: h.logsumexp(-1) + h.logsumexp((1, 2))[:, None],
     "norm": lambda m, h, b: (
-        h.norm(dim=-1) + torch.linalg.vector_norm(h, 3, (1, 2))[:, None] + F.normalize(h, dim=-1).sum(-1)
+        h.norm(dim=-1)
+        + torch.linalg.vector_norm(h, 3, (1, 2))[:, None]
+        + F.normalize(h, dim=-1).sum(-1)
+        + torch.linalg.norm(h, dim=1).sum(-1, keepdim=True)
+        + torch.linalg.matrix_norm(h)[:, None]
+        + torch.linalg.norm(h, "nuc", (1, 2))[:, None]
     ),
     "any and all": lambda m, h, b: h * b["keep"].any(-1)[:, None, None] + b["keep"].all(1, keepdim=True)[..., None],
     "median": lambda m, h, b: [h.median(-1).values, h.kthvalue(2, -1).values],

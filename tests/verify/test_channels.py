@@ -16,6 +16,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.units.trace import Trace
 from shardwise.verify.verify import verify
@@ -59,10 +60,16 @@ class Depthwise(nn.Module):
 
 
 class Standard(nn.Conv2d):
-    """A convolution whose weight is standardised for each of its outputs (Qiao et al., arXiv 1903.10520)."""
+    """A convolution whose weight is standardised for each of its outputs (Qiao et al., arXiv 1903.10520), perhaps with
+    a gain."""
+
+    def __init__(self, wide: int, gain: bool) -> None:
+        super().__init__(wide, wide, 3)
+        self.gain = nn.Parameter(torch.ones(wide, 1, 1, 1)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, training=True)
+        scale = None if self.gain is None else (self.gain * 0.5).view(-1)
+        flat = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, scale, training=True)
         return F.conv2d(x, flat.reshape_as(self.weight), self.bias, padding=1)
 
 
@@ -74,7 +81,8 @@ class Channels(nn.Module):
         self.stem, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.InstanceNorm2d(6, affine=True)
         self.blocks = nn.ModuleList([Squeezed(6), Depthwise(6)])
         self.wider = nn.ConvTranspose2d(6, 12, 2, 2, groups=3)
-        self.standard, self.reweighed = Standard(12, 12, 3), weight_norm(nn.Conv2d(12, 12, 3, groups=4), dim=2)
+        self.standard = nn.Sequential(Standard(12, gain=False), Standard(12, gain=True))
+        self.reweighed = weight_norm(nn.Conv2d(12, 12, 3, groups=4), dim=2)
         self.head = nn.Linear(12, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -134,6 +142,21 @@ class Added(nn.Module):
         return F.cross_entropy(self.out(h.mean(1)) + start, y)
 
 
+class Between(nn.Module):
+    """Six blocks, with a norm of sharded channels by itself behind the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            x = block(self.norm(x).relu() if i == 4 else x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
 def pictures(rows: int = 5) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(rows, 3, 12, 12), "y": torch.randint(0, 3, (rows,))}
@@ -184,6 +207,13 @@ def test_a_convolution_net_is_sharded_by_channels() -> None:
     assert not found.replicated
     assert not {name for name in kept if name.endswith("weight") and sizes[name] > 12}
     assert sum(sizes[name] for name in kept) < 0.1 * sum(sizes.values())
+
+
+def test_a_rank_of_a_pipeline_has_the_statistics_of_its_channels() -> None:
+    torch.manual_seed(0)
+    plan = pipeline(tensor_parallel(Plan.of(microbatches=2), 2, "1d"), 2, "1f1b")
+    report = verify(Between(), [pictures(5), pictures(4)], plan)
+    assert report.passed, report.worst[:3]
 
 
 def test_a_convolution_of_each_channel_of_a_whole_value_is_gathered() -> None:

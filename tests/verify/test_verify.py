@@ -402,11 +402,23 @@ def test_what_is_rounding_on_one_device_has_a_limit_of_its_own() -> None:
         assert any("within 20 times what one device differs from itself" in note for note in report.notes)
 
 
-def test_a_limit_of_its_own_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_has_a_limit_where_random_numbers_belong_to_rows() -> None:
+    module = Rounding()
+    module.out = nn.Sequential(nn.Dropout(0.5), module.out)
+    small = OptimizerChoice("adamw", lr=1e-3, eps=1e-12)
+    report = verify(module, [images()] * 3, Plan.of(Mesh.of(dp=2)), optimizer=small)
+    assert report.passed and report.largest > 1e-10, report.worst[:3]
+    assert any("with its inputs rounded otherwise" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_a_limit_of_its_own_hides_no_error(monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
     statistics = norms._SyncBatchNorm.forward
 
     def wrong(ctx: Any, env: Any, x: Tensor, *rest: Any) -> Any:
         return statistics(ctx, env, x * (1 + 1e-7), *rest)
 
     monkeypatch.setattr(norms._SyncBatchNorm, "forward", staticmethod(wrong))
-    assert not verify(Rounding(), [images()] * 3, Plan.of(Mesh.of(dp=2))).passed
+    module = Rounding()
+    module.out = nn.Sequential(nn.Dropout(chance), module.out)
+    assert not verify(module, [images()] * 3, Plan.of(Mesh.of(dp=2))).passed

@@ -238,12 +238,12 @@ def _source(node: fx.Node) -> Any:
 def _early(
     calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured
 ) -> dict[fx.Node, bool]:
-    """Return the calls outside the blocks that depend on parameters and fields alone, and whether on fields.
+    """Return the calls outside the blocks that depend on parameters, buffers and fields alone, and whether on fields.
 
     They belong to the first unit that reads them; if that is the first block, those that depend on fields (embeddings)
     come before it.
     """
-    known = {*captured.parameters, *captured.fields}
+    known = {*captured.parameters, *captured.buffers, *captured.fields}
     found: dict[fx.Node, bool] = {}
     batch: set[fx.Node] = set()  # the calls that depend on fields
     for node in calls:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 
 from torch import fx
@@ -146,24 +147,49 @@ class WeightWalk(OpenParameters):
 
     def as_read(self, form: OpSharding, opened: list[int]) -> list[tuple[int, Shard]]:
         """Return where to shard the parameters of which an op makes a weight (a direction and a length), as the product
-        that alone reads it wants it."""
-        user = next(iter(form.node.users), form.node)
-        reader = self.forms.get(user)
-        if len(opened) < len(form.operands) or len(form.node.users) != 1 or reader is None or not self.alternates:
+        that alone reads it, or a view of it, wants it."""
+        weight, reader = self.until_read(form)
+        if len(opened) < len(form.operands) or reader is None or not self.alternates:
             return []
-        own = [i for i, (o, _) in enumerate(reader.operands) if o is form.node]
+        own = [i for i, (o, _) in enumerate(reader.operands) if o is weight]
         rest = [i for i, (o, _) in enumerate(reader.operands) if o in self.origin]
-        if len(own) != 1 or any(o not in self.found.states for o, _ in reader.operands if o is not form.node):
+        if len(own) != 1 or any(o not in self.found.states for o, _ in reader.operands if o is not weight):
             return []
         ways = (self.shards(reader, *place) for place in self.places(reader, [*own, *rest]))
         goals = [goal for way in ways if way is not None and isinstance(goal := way.operands[own[0]], Shard)]
-        found: list[tuple[int, Shard]] = []
-        for goal, i in itertools.product(goals, opened):
-            sizes = self.context.shape(form.operands[i][0])
-            if goal.dim < len(sizes) and goal.post <= sizes[goal.dim]:
-                made = form.shards(i, goal)
-                found += [(i, goal)] if made is not None and made.results[0] == goal else []
-        return found
+        return [
+            (i, place)
+            for goal, i in itertools.product(goals, opened)
+            for place in self.candidates(form.operands[i][0], weight, goal)
+            if self.seen(form, i, place, weight) == goal
+        ]
+
+    def until_read(self, form: OpSharding) -> tuple[fx.Node, OpSharding | None]:
+        """Return the result of an op, or the last of the views of it that follow, and the op that alone reads that."""
+        node = form.node
+        while len(node.users) == 1:
+            (after,) = node.users
+            reader = self.forms.get(after)
+            if reader is not None and len(reader.operands) > 1:
+                return node, reader
+            if reader is None and after.target is not operator.getitem:
+                break
+            node = after
+        return node, None
+
+    def seen(self, form: OpSharding, position: int, place: Shard, view: fx.Node) -> Placement | None:
+        """Return the state of a ``view`` of an op's result if the operand ``position`` of the op is sharded at
+        ``place``."""
+        made, node = form.shards(position, place), form.node
+        states = () if made is None else made.results
+        while states and node is not view:
+            (node,) = node.users
+            if node not in self.forms:
+                states = (states[node.args[1]],)
+            else:
+                made = self.forms[node].shards(0, states[0]) if isinstance(states[0], Shard) else None
+                states = () if made is None else made.results
+        return states[0] if states else None
 
     def possible(self, form: OpSharding, opened: list[int], place: tuple[int, Shard]) -> bool:
         """Return whether open operands can be as an op wants them that takes one of its operands sharded at a place: a

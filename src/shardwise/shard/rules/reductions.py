@@ -77,6 +77,8 @@ def _whole(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _default_dims(node: fx.Node, rank: int) -> list[int]:
+    if op_name(node) == "linalg_matrix_norm":
+        return [rank - 2, rank - 1]
     last = op_name(node) in ("kthvalue", "mode") and has_argument(node, "dim")
     return [rank - 1] if last and rank else list(range(rank))
 
@@ -92,7 +94,7 @@ def _histc(context: ShardingContext, node: fx.Node) -> Any:
 RULES.same(
     _whole,
     """amax amin argmax argmin prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm
-    norm aminmax""",
+    linalg_norm linalg_matrix_norm norm aminmax""",
 )
 
 
