@@ -198,6 +198,8 @@ def completed(config: Any) -> Any:
     for name, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2), ("decoder_start_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, value)
+    if getattr(config, "apply_spec_augment", False):
+        config.apply_spec_augment = False  # its masks come from numpy's generator, which shardwise refuses
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and MROPE.search(config.model_type) and "mrope_section" not in rope:
         config.rope_parameters = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}

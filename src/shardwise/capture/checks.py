@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
-from shardwise.core.fields import is_kept
+from shardwise.core.fields import has_rows, is_kept
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import op_name, outputs_of
@@ -26,10 +26,13 @@ class Checks:
     buffers: tuple[str, ...]
     constants: tuple[Tensor, ...]
     reads: tuple[Any, ...]
+    rows: int | None = None  # of the batches for which it holds, if they all have this number
 
     def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> bool:
         """Whether forward reads of a batch, all rows of it on the host, in the step of ``drawing`` what it read when it
         was captured."""
+        if self.rows is not None and any(value.shape[0] != self.rows for n, value in fields.items() if has_rows(n)):
+            return False
         with torch.no_grad():
             given = [*(fields[n] for n in self.fields), *(buffers[n].cpu() for n in self.buffers), *self.constants]
             operands = list(self.module(drawing, *given))
@@ -104,4 +107,5 @@ def _checks(normal: Normal, read: Sequence[fx.Node], reads: Sequence[Any]) -> Ch
         tuple(captured.buffers[n.name] for n in buffers),
         tuple(captured.constants[n.name] for n in constants),
         tuple(reads),
+        captured.rows,
     )
