@@ -271,3 +271,28 @@ def test_a_layer_that_the_first_batch_skips_makes_the_model_one_unit() -> None:
     assert "second.weight has no gradient for the first" in (
         Compiled(Skipping(), Plan.of(), given).general.opaque or ""
     )
+
+
+class OneByOne(nn.Module):
+    """It reads each row by itself, as detectors read the boxes of each picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for row in range(x.shape[0]):
+            if label[row] > 0:
+                loss = loss + F.cross_entropy(self.head(x[row]), label[row])
+        return loss / x.shape[0]
+
+
+@pytest.mark.slow
+def test_what_is_read_row_by_row() -> None:
+    own = torch.Generator().manual_seed(0)
+    labels = [1, 0, 2, 3, 0, 1, 4], [0, 0, 1, 2, 3], [1, 0, 2, 3, 0, 1, 4]
+    x = [torch.randn(len(one), 4, generator=own, dtype=torch.float64) for one in labels]
+    batches = [{"x": one, "label": torch.tensor(label)} for one, label in zip(x, labels, strict=True)]
+    assert verify(OneByOne(), batches, Plan.of()).passed
+    assert verify(OneByOne(), batches, Plan.of(Mesh.of(tp=2))).passed
