@@ -110,19 +110,20 @@ def test_the_first_capture_has_all_layers() -> None:
 
 
 class ByRows(nn.Module):
-    """It decides by numbers that are drawn for rows."""
+    """It decides by numbers that are drawn for rows, and some ``more``."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: int) -> None:
         super().__init__()
-        self.entry = nn.Linear(4, 1)
+        self.entry, self.more = nn.Linear(4, 1), more
 
     def forward(self, x: Tensor) -> Tensor:
-        drawn = torch.rand(x.shape[0])
+        drawn = torch.rand(x.shape[0] + self.more)
         return self.entry(x).mean() * (2 if drawn.max() > 0.7 else 1)
 
 
 @pytest.mark.slow
-def test_numbers_of_rows_decide_nothing() -> None:
+@pytest.mark.parametrize("more", [0, 1])
+def test_numbers_of_rows_decide_nothing(more: int) -> None:
     fields = {"x": BATCHES[0]["x"]}
     with pytest.raises(ConfigError, match="tp: the model could not be captured"):
-        Compiled(ByRows(), Plan.of(Mesh.of(tp=2)), fields)
+        Compiled(ByRows(more), Plan.of(Mesh.of(tp=2)), fields)
