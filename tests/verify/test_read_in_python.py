@@ -265,12 +265,43 @@ def test_a_layer_that_some_batches_skip(plan: str) -> None:
     assert report.passed, report
 
 
-def test_a_layer_that_the_first_batch_skips_makes_the_model_one_unit() -> None:
-    """A program would not know of it."""
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", ["a layer", "experts"])
+def test_what_the_first_batch_skips_has_its_place(model: str, plan: str) -> None:
+    """It takes no step then, not even a decay, and takes its first one when a batch reaches it."""
+    own = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 6, 4, generator=own, dtype=torch.float64)
+    labels = ([0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 0], [1, 1, 0, 1, 1, 1], [1, 2, 0, 0, 0, 1])
+    batches = [{"x": one, "label": torch.tensor(label)} for one, label in zip(x, labels, strict=True)]
+    module: nn.Module = Skipping()
+    if model == "experts":
+        module, batches = Loads(3), [grouped()[i] for i in (1, 3, 0, 1, 2)]
+    adamw = OptimizerChoice("adamw", lr=0.01, weight_decay=0.3)
+    if model == "a layer" and PLANS[plan].mesh.axis_size("pp") > 1:  # the first batch does not tell which stage uses it
+        with pytest.raises(ConfigError, match="needs second.weight on rank 1 of the pipeline, and rank 0 has it"):
+            verify(module, batches, PLANS[plan], optimizer=adamw)
+        return
+    report = verify(module, batches, PLANS[plan], optimizer=adamw)
+    assert report.passed, report
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+class Detached(nn.Module):
+    """A parameter has no gradient in one branch, though the loss depends on it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.second = nn.Linear(4, CLASSES), nn.Parameter(torch.ones(CLASSES))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        second = self.second if label.max() > 1 else self.second.detach()
+        return F.cross_entropy(self.entry(x) * second, label)
+
+
+def test_a_parameter_without_a_gradient_in_the_first_batch_alone() -> None:
     given = {"x": torch.randn(4, 4), "label": torch.tensor([0, 1, 1, 0])}
-    assert "second.weight has no gradient for the first" in (
-        Compiled(Skipping(), Plan.of(), given).general.opaque or ""
-    )
+    assert "second has no gradient for the first" in (Compiled(Detached(), Plan.of(), given).general.opaque or "")
 
 
 class OneByOne(nn.Module):

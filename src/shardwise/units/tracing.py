@@ -27,6 +27,7 @@ from shardwise.graph.expert_loads import keep_loads
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.graph.ones import with_ones
+from shardwise.graph.unreached import keep_unreached
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import Shard
 from shardwise.shard.rules import find
@@ -194,6 +195,8 @@ def _normal(
         normal = functionalise(with_ones(_captured(module, batch, loss, key, captures, varying), ones))
         normal.checks = take_checks(normal)
         normalise(normal)
+        if normal.checks is not None and key[1] and varying.drawing is None:
+            keep_unreached(normal)
         if wanted == "load":
             keep_loads(normal)
         captures[key] = normal

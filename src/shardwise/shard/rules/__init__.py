@@ -14,6 +14,7 @@ from torch import fx
 
 from shardwise.graph.experts import Experts
 from shardwise.ops import norms
+from shardwise.ops.beside import beside
 from shardwise.ops.custom_function import CustomFunction
 from shardwise.shard.context import Rule
 from shardwise.shard.rules import (
@@ -45,6 +46,8 @@ def find(node: fx.Node) -> Rule | None:
     """Return the rule of an op, or None."""
     if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
+    if node.target is beside:
+        return elementwise.beside
     if isinstance(node.target, Experts):
         return experts.layer
     if isinstance(node.target, CustomFunction):

@@ -111,3 +111,10 @@ def _broadcast_tensors(context: ShardingContext, node: fx.Node) -> Any:
     sizes = [expression(s) for s in node.meta["val"][0].shape]
     labels = list(range(len(sizes)))
     return context.labelled(node, aligned(context, operands, sizes), [labels] * len(operands), several=True)
+
+
+def beside(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of ``ops/beside.py``: its first operand stays as it is, and all ranks have the others whole."""
+    x, *parameters = node.args
+    labels = list(range(rank_of(context, x)))
+    return context.labelled(node, [(x, labels), *((p, [None] * rank_of(context, p)) for p in parameters)], labels)
