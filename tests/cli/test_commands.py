@@ -359,16 +359,18 @@ def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert layer.exit_code == 0 and "8 ranks (threads), 2 microbatches" in layer.stdout, layer.output
 
-    real = verifier.compare
+    real, planted = verifier.compare, []
 
     def wrong(ours, truth):  # type: ignore[no-untyped-def]
-        ours[1].gradients["blocks.1.mlp.up.weight"] *= 1 + 1e-6
+        if not planted:  # a later comparison is of one device with itself
+            planted.append(ours[1].gradients["blocks.1.mlp.up.weight"].mul_(1 + 1e-6))
         return real(ours, truth)
 
     monkeypatch.setattr(verifier, "compare", wrong)
     failed = call("verify", *TINY, "train.devices=2")
     assert failed.exit_code == 1
     assert "NOT the same as one device" in failed.stdout and "blocks.1.mlp.up.weight" in failed.stdout
+    planted.clear()
     as_json = call("verify", *TINY, "train.devices=1", "--json")
     assert as_json.exit_code == 1
     report = json.loads(as_json.stdout)
