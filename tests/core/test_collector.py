@@ -12,14 +12,18 @@ class Ring:
 
 
 def test_old_objects_are_passed_by_and_new_ones_are_not() -> None:
-    old = weakref.ref(Ring())
-    with old_objects_passed_by():
-        new = weakref.ref(Ring())
+    gc.disable()  # so that it collects when it is asked, and not before
+    try:
+        old = weakref.ref(Ring())
+        with old_objects_passed_by():
+            new = weakref.ref(Ring())
+            gc.collect()
+            assert new() is None
+            assert old() is not None
         gc.collect()
-        assert new() is None
-        assert old() is not None
-    gc.collect()
-    assert old() is None
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def test_what_somebody_has_frozen_stays_so() -> None:
