@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_read_in_python import PLANS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +14,6 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
-from shardwise.parallel.data import data_parallel
 from shardwise.verify.verify import verify
 
 WIDTH, CLASSES, STEPS = 6, 5, 6
@@ -58,16 +58,6 @@ def batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 BATCHES = [batch(5 if step == 3 else 6, step) for step in range(STEPS)]
-
-PLANS = {
-    "alone": Plan.of(),
-    "microbatches": Plan.of(microbatches=3),
-    "dp": data_parallel(Plan.of(microbatches=2), 2),
-    "zero3": data_parallel(Plan.of(), 3, zero=3),
-    "tp": Plan.of(Mesh.of(tp=2)),
-    "pp": Plan.of(Mesh.of(pp=2), microbatches=2, schedule="1f1b"),
-    "all": Plan.of(Mesh.of(pp=2, dp=2, tp=2), microbatches=2, schedule="1f1b"),
-}
 
 
 @pytest.mark.slow
