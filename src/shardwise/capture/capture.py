@@ -184,8 +184,7 @@ def _answered(
         try:
             asking = watched()
             # Copies: autograd takes no tensors that were made in inference mode.
-            plain = {name: value.detach().to("cpu", copy=True) for name, value in batch.items()}
-            own = {name: cast_field(value, asking.precision) for name, value in plain.items()}
+            own = {n: cast_field(v.detach().to("cpu", copy=True), asking.precision) for n, v in batch.items()}
             whole = like(own, batch)
             reads = asked(asking, asking.module, whole, functions, rows_in(batch), drawing)
             if not reads:
