@@ -3,7 +3,15 @@
 import gc
 import weakref
 
+import pytest
+
 from shardwise.core.collector import old_objects_passed_by
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> None:
+    """The workers that run the tests have frozen what they imported."""
+    gc.unfreeze()
 
 
 class Ring:

@@ -31,7 +31,7 @@ FORWARD, INPUT, WEIGHT = (
     0.18,
     0.15,
     0.12,
-)  # seconds of a block: what a rank does beside sleeping takes about 2 ms for each
+)  # seconds of a block: the rest that a rank does takes 2 to 10 ms for each
 WIDTH = 8  # of the blocks' weights alone
 sleeps = [time.sleep]
 

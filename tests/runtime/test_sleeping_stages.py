@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from sleeping_stages import FORWARD, INPUT, RANKS, WEIGHT, microbatches, parts, stages
+from sleeping_stages import BLOCKS, FORWARD, INPUT, RANKS, WEIGHT, microbatches, parts, stages
 
 from processes import run_processes
 from shardwise.core.plan import CHOICES
@@ -17,13 +17,14 @@ from shardwise.estimate.simulate import Costs, simulate
 from shardwise.parallel.schedule import timetable
 
 WITHIN = 0.03
-ATTEMPTS = 3
+ATTEMPTS = 4
+AWAKE = 0.015  # seconds that the work of a block beside sleeping takes at most, on a slow machine
 
 
-def simulated(schedule: str, m: int) -> float:
-    """Seconds of a step: of sleeping alone, without communication, optimizer or anything else that the runtime does."""
+def simulated(schedule: str, m: int, awake: float = 0.0) -> float:
+    """Seconds of a step where each part of a block sleeps and then works for ``awake`` seconds."""
     cut = stages(schedule)
-    costs = Costs(*([each * blocks for blocks in cut] for each in (FORWARD, INPUT, WEIGHT)))
+    costs = Costs(*([(each + awake) * blocks for blocks in cut] for each in (FORWARD, INPUT, WEIGHT)))
     name, norm = parts(schedule)
 
     def seconds(number: int) -> float:
@@ -45,17 +46,21 @@ def measured(backend: str, m: int, steps: int, schedules: Sequence[str]) -> dict
 def check(backend: str, m: int, steps: int, *schedules: str) -> None:
     """All schedules are within 3 % of what is simulated.
 
-    Other work on the machine makes steps longer, never shorter; so of several attempts the best is what the runtime
-    itself takes.
+    What a rank does between two sleeps takes 2 to 10 ms, as the machine is.  The naive schedule, where one rank works
+    at a time, tells how long in the same run.  Other work on the machine disturbs attempts; so the best of several
+    counts.
     """
-    best = dict.fromkeys(schedules, float("inf"))
+    off = dict.fromkeys(schedules, float("inf"))
     for _ in range(ATTEMPTS):
-        left = [one for one in schedules if best[one] > (1 + WITHIN) * simulated(one, m)]
+        left = [one for one in schedules if abs(off[one]) > WITHIN]
         if not left:
             break
-        for one, seconds in measured(backend, m, steps, left).items():
-            best[one] = min(best[one], seconds)
-    off = {one: seconds / simulated(one, m) - 1 for one, seconds in best.items()}
+        found = measured(backend, m, steps, ["naive", *left])
+        awake = max(0.0, found.pop("naive") - simulated("naive", m)) / (3 * BLOCKS)
+        print(backend, m, f"awake {1000 * awake:.1f} ms")
+        if awake <= AWAKE:
+            now = {one: seconds / simulated(one, m, awake) - 1 for one, seconds in found.items()}
+            off.update({one: part for one, part in now.items() if abs(part) < abs(off[one])})
     print(backend, m, {one: f"{part:+.2%}" for one, part in off.items()})
     assert all(abs(part) <= WITHIN for part in off.values()), off
 
@@ -69,5 +74,5 @@ def test_steps_take_what_is_simulated() -> None:
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
 def test_steps_of_every_schedule_take_what_is_simulated(backend: str) -> None:
-    names = [one for one in CHOICES["schedule"] if one != AUTO]
+    names = [one for one in CHOICES["schedule"] if one not in (AUTO, "naive")]
     check(backend, 8, 2, *names, *(f"{one}+post-validate" for one in names if not SCHEDULES[one].asynchronous))

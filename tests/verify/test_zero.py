@@ -191,7 +191,7 @@ def test_sums_in_bf16_are_rounded_and_the_same_on_all_stages() -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, as the batch says: it cannot be captured."""
+    """Uses one of two layers, as the batch says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 3])
 def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> None:
     """Neither decay nor momentum move it, and its count of steps stays: torch.optim skips it too."""
@@ -218,9 +218,15 @@ def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> Non
 
 
 def test_what_is_not_captured_cannot_rest_in_shards() -> None:
+    class Decides(Branches):
+        """Uses one of two layers, as what it computes says: it cannot be captured."""
+
+        def forward(self, x: Tensor, y: Tensor, left: Tensor) -> Tensor:
+            return super().forward(x, y, self.body(x) > 0)
+
     batch = {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.ones(6, dtype=torch.bool)}
     with pytest.raises(ConfigError, match="ZeRO-3: a model that could not be captured .*; legal: ZeRO-0, 1 or 2"):
-        verify(Branches(), [batch], data_parallel(Plan.of(), 2, 3))
+        verify(Decides(), [batch], data_parallel(Plan.of(), 2, 3))
 
 
 # ---- negative controls: each of these errors must be found -----------------------------------------------------------
