@@ -10,15 +10,18 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.capture import stored
-from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.capture.coins import Drawing
-from shardwise.capture.example import example_of
+from shardwise.capture import eager_calls
+from shardwise.capture.eager_calls import EagerCall, EagerCalls, NotEager
+from shardwise.capture.example import HINT_ROWS, example_of
 from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
@@ -74,30 +77,37 @@ def capture(
         found.reading = reading
         return found
 
-    def bare(trial: bool) -> Watched:
+    def bare(trial: bool, values: bool = False) -> Watched:
         nonlocal looped
         own = shadow(module, precision)
+        if values:
+            _fill(own, module)
         looped = without_loops(own)
         if wanted == "loss":
             return set_mode(Watched(own, loss, precision), training)
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
+
+    def forward(rows: int) -> None:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            own = bare(trial=True, values=True)
+            own(example_of(own, batch, rows))
 
     with generators_kept():
         if kept:
             for one in keys:
                 if (found := stored.find(one, lambda: watched(trial=True), batch)) is not None:
                     return found
-        captured, trial = _made(watched, batch, rows, varies, known or Known(), drawing)
+        captured, trial = _made(watched, forward, batch, rows, varies, known or Known(), drawing)
     if looped:
         captured.notes.append(NOTE)
-    if trial is not None and kept:
+    if trial is not None and kept and not any(isinstance(one, EagerCall) for one in captured.functions):
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured
 
 
 def _made(
-    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
-    drawing: Drawing | None,
+    watched: Callable[..., Watched], forward: Callable[[int], None], batch: Mapping[str, Tensor], rows: int | None,
+    varies: Dims, known: Known, drawing: Drawing | None,
 ) -> tuple[Captured, Tried | None]:  # fmt: skip
     """Return a capture and its trial: with answers to what forward reads in Python where it takes these, which is tried
     at once where an earlier capture took them."""
@@ -105,11 +115,56 @@ def _made(
         with contextlib.suppress(Uncapturable):
             refused = Uncapturable("forward decides in another way than before, and cannot be captured so")
             return _answered(watched, batch, rows, varies, known, drawing, (known.answered,), refused)
+    if known.eager:
+        with contextlib.suppress(Uncapturable):
+            return _with_calls(known.eager, watched, forward, batch, rows, varies, known)
     wrapped, again = watched(), watched(trial=True)
     try:
         captured = _captured(wrapped, batch, rows, varies, known)
     except Uncapturable as error:
-        return _answered(watched, batch, rows, varies, known, drawing, (BRANCHES, BRANCHES | NUMBERS), error)
+        try:
+            return _answered(watched, batch, rows, varies, known, drawing, (BRANCHES, BRANCHES | NUMBERS), error)
+        except Uncapturable:
+            return _in_parts(watched, forward, batch, rows, varies, known, error)
+    return captured, _trial(captured, wrapped, again, batch, known)
+
+
+def _in_parts(
+    watched: Callable[..., Watched], forward: Callable[[int], None], batch: Mapping[str, Tensor], rows: int | None,
+    varies: Dims, known: Known, error: Uncapturable,
+) -> tuple[Captured, Tried | None]:  # fmt: skip
+    """Capture a model around calls of functions that run as written: the innermost ones in which captures stop, if
+    they can be called so, or those that call them.  Raise ``error`` where there are none."""
+    chosen: tuple[FunctionType, ...] = ()
+    stopped = error
+    while len(chosen) < eager_calls.MOST:
+        for one in eager_calls.candidates(stopped, chosen):
+            try:
+                found = _with_calls((*chosen, one), watched, forward, batch, rows, varies, known)
+            except NotEager as why:
+                if why.function is one:
+                    continue
+                raise error from None
+            except Uncapturable as another:
+                chosen, stopped = (*chosen, one), another
+                break
+            known.eager = (*chosen, one)
+            return found
+        else:
+            break
+    raise error
+
+
+def _with_calls(
+    functions: tuple[FunctionType, ...], watched: Callable[..., Watched], forward: Callable[[int], None],
+    batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
+) -> tuple[Captured, Tried | None]:  # fmt: skip
+    """Capture a model in which calls of ``functions`` run as written."""
+    wrapped, again = watched(), watched(trial=True)
+    calls = EagerCalls(functions, forward, precision_layers(wrapped.precision))
+    wrapped.calling = again.calling = calls
+    captured = _captured(wrapped, batch, rows, varies, known)
+    captured.notes.append(eager_calls.note(calls))
     return captured, _trial(captured, wrapped, again, batch, known)
 
 
@@ -217,7 +272,7 @@ def _captured(
     number = rows_in(batch) if rows is None else rows
     try:
         captured = _export(wrapped, batch, number, varies)
-    except ConfigError:
+    except (ConfigError, NotEager):
         raise
     except Exception as error:
         raise Uncapturable(not_captured(error, wrapped.module)) from error
@@ -243,6 +298,15 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     return copied(module, memo)
 
 
+def _fill(own: nn.Module, module: nn.Module) -> None:
+    """Give a shadow of ``module`` its values."""
+    given = dict(module.named_parameters())
+    if any(one.is_meta for one in given.values()):
+        raise Uncapturable("forward reads values, and the module has none before the first step")
+    for name, parameter in own.named_parameters():
+        parameter.data = given[name].detach().to("cpu", parameter.dtype, copy=True)
+
+
 def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:
     example = example_of(wrapped, batch, rows)
     shapes = None
@@ -254,9 +318,12 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
                 **({0: dim} if rows is None and has_rows(name) else {}),
             } or None for name in example
         },)  # fmt: skip
+    calls = wrapped.calling if isinstance(wrapped, Watched) else None
+    if calls is not None:
+        calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
         import_export()
-        with exports_modules_unhooked():
+        with exports_modules_unhooked(), contextlib.nullcontext() if calls is None else calls.ops_of(functions):
             program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
         raise Uncapturable(

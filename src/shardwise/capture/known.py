@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from shardwise.capture.forms import Form, differing
@@ -40,9 +41,10 @@ class Tried(NamedTuple):
 
 @dataclass
 class Known:
-    """The ``trials`` of a forward, the functions whose reads of tensors had to be answered (None: of none), and why it
-    is captured for fixed numbers of rows (None: for any)."""
+    """The ``trials`` of a forward, the functions whose reads of tensors had to be answered (None: of none), those of
+    the model that run as written (``eager``), and why it is captured for fixed numbers of rows (None: for any)."""
 
     trials: list[Tried] = field(default_factory=list)
     answered: frozenset[Any] | None = None
+    eager: tuple[FunctionType, ...] = ()
     fixed_rows: str | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
 from shardwise.capture.ctc import CtcLosses
+from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.in_form import InForm, UserLoss
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
@@ -112,6 +113,7 @@ class Watched(WithLoss):
         super().__init__(*args)
         self.noted = Noted()
         self.reading: Answering | None = None  # answers what forward reads in Python
+        self.calling: EagerCalls | None = None  # stands for calls that run as written
 
     def forward(self, fields: Mapping[str, Tensor]) -> Any:
         """Return the loss of a batch, as before, and after it what forward reads in Python."""
@@ -128,7 +130,9 @@ class Watched(WithLoss):
         functions = [] if isinstance(self.loss, Computation) else [self.loss]
         before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
         same_rows(fields)
-        with contextlib.nullcontext() if self.reading is None else self.reading.answers(), Intercept(CtcLosses()):
+        reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
+        calling = contextlib.nullcontext() if self.calling is None else self.calling.called()
+        with reading, calling, Intercept(CtcLosses()):
             results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before

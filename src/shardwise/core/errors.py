@@ -92,6 +92,14 @@ def of_user(filename: str) -> bool:
     return not filename.startswith(_LIBRARIES) and _PACKAGES not in filename
 
 
+def of_library(filename: str) -> bool:
+    """Whether a file of code is torch's, Python's own or ours: all others may be a model's."""
+    python, own = _LIBRARIES
+    if filename.startswith(python):  # where packages may lie too
+        return _PACKAGES not in filename or f"{_PACKAGES}torch{os.sep}" in filename
+    return filename.startswith((own, "<frozen")) or f"{_PACKAGES}torch{os.sep}" in filename
+
+
 def describe(error: BaseException) -> str:
     """Return ``KeyError: 'x' (model.py:12, in build)``: the exception and the line of user code that raised it."""
     message = " ".join(str(error).split())

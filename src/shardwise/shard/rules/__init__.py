@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from shardwise.capture.eager_calls import EagerCall
 from shardwise.graph.experts import Experts
 from shardwise.ops import norms
 from shardwise.ops.beside import beside
@@ -50,6 +51,8 @@ def find(node: fx.Node) -> Rule | None:
         return elementwise.beside
     if isinstance(node.target, Experts):
         return experts.layer
+    if isinstance(node.target, EagerCall):
+        return functions.eager_call
     if isinstance(node.target, CustomFunction):
         return functions.custom_function
     rule = RULES.get(op_name(node))

@@ -1,0 +1,304 @@
+"""Calls that a graph holds as one op each: functions that read values of tensors, and run as they are written.
+
+Where a forward cannot be captured whole for a function reads values (the matching in the loss of a detector), all that
+is around the calls of this function is captured, and each call runs the function itself, in every step, on the whole
+tensors: rows of all ranks, shards of none.  So it computes what it computes on one device, whatever it does.
+
+What a call returns is seen in a forward with values, before the capture.  Only functions that keep to their arguments
+can be called so: :class:`NotEager` says what stands against it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shardwise.capture.functions import PLAIN
+from shardwise.capture.intercept import Intercept, Layer
+from shardwise.capture.keyed_calls import RefuseRandom
+from shardwise.capture.redirected import function_of, redirected
+from shardwise.capture.snapshot import Itself, Look, Parts, difference
+from shardwise.core.errors import ShardwiseError, of_library
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.torch_private import storage_key, version
+from shardwise.ops.custom_function import OP
+
+MOST = 8  # functions of a model that may run as written
+
+
+class NotEager(Uncapturable):
+    """``function`` cannot be an op of a graph."""
+
+    def __init__(self, function: FunctionType, why: str) -> None:
+        super().__init__(f"{function.__qualname__} {why}")
+        self.function = function
+
+
+class Made(NamedTuple):
+    """A tensor that a call has returned: its sizes, each with that of the same call in a run of other rows."""
+
+    sizes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    learns: bool
+
+
+class Seen(NamedTuple):
+    """A call in a forward with values: its arguments and its results, flat, with their structure."""
+
+    function: FunctionType
+    given: tuple[Any, ...]
+    given_spec: TreeSpec
+    found: tuple[Any, ...]
+    found_spec: TreeSpec
+    gradients: bool  # whether autograd was on
+
+    def like(self, other: Seen) -> bool:
+        """Whether another forward, of other rows, has made the same call, but for sizes."""
+        same = self.function is other.function and self.gradients == other.gradients
+        same = same and self.given_spec == other.given_spec and self.found_spec == other.found_spec
+        pairs = [*zip(self.given, other.given, strict=False), *zip(self.found, other.found, strict=False)]
+        return same and all(_alike(a, b) for a, b in pairs)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.dim() == other.dim()
+    if isinstance(one, PLAIN):
+        return type(one) is type(other) and (one == other or one != one)
+    return type(one) is type(other)
+
+
+class EagerCall:
+    """A call as the target of a node: given the tensors among its arguments, it returns those among its results.
+
+    ``__name__`` tells it apart from all others of a capture, for code is shared between units by its text."""
+
+    def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
+        self.seen, self.layers = seen, layers
+        self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
+        pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
+        self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
+        pairs = [(one, two) for one, two in zip(seen.found, other.found, strict=True) if isinstance(one, Tensor)]
+        self.made = [
+            Made(tuple(zip(one.shape, two.shape, strict=True)), one.dtype, one.requires_grad) for one, two in pairs
+        ]
+        self.__name__ = self.__qualname__ = f"{seen.function.__name__}_{number}"
+        self.__module__ = seen.function.__module__
+
+    def __str__(self) -> str:
+        return f"{self.seen.function.__qualname__}, which runs as written"
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
+            return self.shaped(tensors)
+        feed = iter(tensors)
+        args, kwargs = tree_unflatten([next(feed) if one is Tensor else one for one in self.given], self.seen.given_spec)
+        before = [version(one) for one in tensors]
+        gradients = self.seen.gradients and torch.is_grad_enabled()
+        with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
+            found, spec = tree_flatten(self.seen.function(*args, **kwargs))
+        alike = spec == self.seen.found_spec and all(map(_alike, self.seen.found, found))
+        results = [one for one in found if isinstance(one, Tensor)]
+        if not alike or not all(map(self._fits, results, self.made)) or [version(one) for one in tensors] != before:
+            raise ShardwiseError(
+                f"model: {self.seen.function.__qualname__} reads values, and does not return for this batch what the "
+                "rest of forward was captured for: other shapes, numbers or objects; legal: a function whose results "
+                "have sizes that follow from those of its arguments"
+            )
+        return tuple(apart(results, tensors))
+
+    @staticmethod
+    def _fits(result: Tensor, made: Made) -> bool:
+        """Whether a result has the sizes that are the same for all rows."""
+        pairs = zip(result.shape, made.sizes, strict=True)
+        return all(size == one for size, (one, two) in pairs if one == two)
+
+    def shaped(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return results without values, which depend on all tensors where the real ones have gradients."""
+        like = tensors[0] if tensors else torch.empty((), device="meta")
+        learning = [one for one in tensors if one.requires_grad]
+        results = []
+        for one in self.made:
+            result = like.new_empty([self._size(tensors, size) for size in one.sizes], dtype=one.dtype)
+            if one.learns and torch.is_grad_enabled():
+                result = sum((x.sum().to(one.dtype) for x in learning), result)
+            results.append(result)
+        return tuple(results)
+
+    def _size(self, tensors: Sequence[Tensor], sizes: tuple[int, int]) -> Any:
+        """Return a size of a result: that of both runs, or as an argument's size says, on which it depends linearly."""
+        one, two = sizes
+        if one == two:
+            return one
+        for tensor, known in zip(tensors, self.taken, strict=True):
+            for size, (a, b) in zip(tensor.shape, known, strict=True):
+                if a != b and (one - two) % (a - b) == 0:
+                    factor = (one - two) // (a - b)
+                    return size * factor + (one - factor * a)
+        raise NotEager(self.seen.function, "returns tensors whose sizes do not follow from those of its arguments")
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise :class:`NotEager` where sizes are open that did not vary when the calls were seen."""
+        for tensor, known in zip(tensors, self.taken, strict=True):
+            for size, (a, b) in zip(tensor.shape, known, strict=True):
+                if isinstance(size, torch.SymInt) and a == b:
+                    raise NotEager(self.seen.function, "takes a size that is open")
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the function returns, with these tensors."""
+        feed = iter(tensors)
+        leaves = [next(feed) if isinstance(one, Tensor) else one for one in self.seen.found]
+        return tree_unflatten(leaves, self.seen.found_spec)
+
+
+def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield results, copies of those that share memory with these tensors."""
+    taken = {storage_key(one) for one in tensors}
+    for one in results:
+        yield one.clone() if storage_key(one) in taken else one
+
+
+class EagerCalls:
+    """The calls of ``functions`` in a forward of a model, which ``forward`` runs with values for so many rows; inside
+    them ``layers`` intercept what they call, as in all of forward."""
+
+    def __init__(
+        self, functions: Sequence[FunctionType], forward: Callable[[int], None], layers: Sequence[Layer]
+    ) -> None:  # fmt: skip
+        self.functions, self.forward, self.layers = tuple(functions), forward, layers
+        self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
+        self.calls: list[EagerCall] = []
+        self._seen: list[Seen] = []
+        self._inside = False
+
+    def see(self, rows: Sequence[int]) -> None:
+        """Run forward with values, once for each of one or two numbers of rows; raise :class:`NotEager` where a
+        function cannot be called so, and what forward raises."""
+        every = []
+        for number in rows:
+            self._seen = []
+            with redirected(self.functions, self._see):
+                self.forward(number)
+            every.append(self._seen)
+        first, other = every[0], every[-1]
+        for one, two in zip(first, other, strict=False):
+            if not one.like(two):
+                raise NotEager(one.function, "returns something else for other rows")
+        if len(first) != len(other) or not first:
+            raise NotEager(self.functions[-1], "is called as often as there are rows")
+        self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(zip(first, other, strict=True))]
+
+    def _see(
+        self, function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        if self._inside:
+            return whole(*args, **kwargs)
+        given, spec = tree_flatten((tuple(args), kwargs))
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        objects = [one for one in given if not isinstance(one, (Tensor, *PLAIN))]
+        cells = [c.cell_contents for c, name in zip(function.__closure__ or (), function.__code__.co_freevars,
+                                                    strict=True) if name != "__class__"]  # fmt: skip
+        before, versions = self._looks(function, [*objects, *cells]), [version(one) for one in tensors]
+        self._inside = True
+        try:
+            with RefuseRandom():  # type: ignore[no-untyped-call]
+                result = whole(*args, **kwargs)
+                again = whole(*args, **kwargs)
+        finally:
+            self._inside = False
+        after, spec_after = tree_flatten((tuple(args), kwargs))
+        same = spec == spec_after and all(a is b for a, b in zip(given, after, strict=True))
+        changed = [c for pair in zip(before, self._looks(function, [*objects, *cells]), strict=True)
+                   if (c := difference(*pair)) is not None]  # fmt: skip
+        if not same or changed or [version(one) for one in tensors] != versions:
+            raise NotEager(function, "changes what it is given")
+        found, found_spec = tree_flatten(result)
+        other, other_spec = tree_flatten(again)
+        if found_spec != other_spec or not all(map(_equal, found, other)):
+            raise NotEager(function, "returns something else each time")
+        for one in found:
+            if not isinstance(one, (Tensor, *PLAIN)):
+                raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
+        self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, torch.is_grad_enabled()))
+        return result
+
+    @staticmethod
+    def _looks(function: FunctionType, objects: Sequence[Any]) -> list[Any]:
+        found = [Look(())(one) for one in objects]
+        if any(map(_holds_tensors, found)):
+            raise NotEager(function, "reads tensors that are not among its arguments")
+        return found
+
+    @contextmanager
+    def ops_of(self, functions: list[Any]) -> Iterator[None]:
+        """Let calls be ops of a capture that has these ``functions``, meanwhile."""
+        self.ops = functions
+        try:
+            yield
+        finally:
+            self.ops = None
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Let calls of the functions be those ops, or in a trial their results without values, while forward runs."""
+        at = iter(self.calls)
+
+        def call(
+            function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        ) -> Any:  # fmt: skip
+            given, spec = tree_flatten((tuple(args), kwargs))
+            one = next(at, None)
+            known = None if one is None else one.seen
+            if one is None or known is None or known.function is not function or known.given_spec != spec:
+                raise NotEager(function, "is called in another way where there are no values")
+            if not all(map(_alike, known.given, given)):
+                raise NotEager(function, "is given other numbers or objects where there are no values")
+            tensors = [each for each in given if isinstance(each, Tensor)]
+            if self.ops is None:
+                return one.rebuilt(one.shaped(tensors))
+            one.check(tensors)
+            self.ops.append(one)
+            return one.rebuilt(OP(tensors, len(self.ops) - 1))
+
+        with redirected(self.functions, call):
+            yield
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return _alike(one, other)
+
+
+def _holds_tensors(look: Any) -> bool:
+    if isinstance(look, Parts):
+        return any(map(_holds_tensors, look.items.values()))
+    return isinstance(look, Itself) and isinstance(look.value, Tensor)
+
+
+def candidates(error: BaseException, known: Sequence[FunctionType]) -> list[FunctionType]:
+    """Return the functions in which an error was raised, beginning with the innermost, without those ``known``."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [function_of(one) for one in reversed(frames) if not of_library(one.f_code.co_filename)]
+    return list(dict.fromkeys(one for one in found if one is not None and one not in known))
+
+
+def note(calls: EagerCalls) -> str:
+    """Return what is noted of a model with such calls."""
+    names = ", ".join(dict.fromkeys(one.seen.function.__qualname__ for one in calls.calls))
+    return (
+        f"{names}: it reads values of tensors, and runs as it is written, on every rank and for the rows of all; the "
+        "rest of forward is captured"
+    )
+
+
+__all__ = ["EagerCall", "EagerCalls", "MOST", "NotEager", "candidates", "note"]

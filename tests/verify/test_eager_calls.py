@@ -1,0 +1,108 @@
+"""Functions that read values, inside a model that is captured around them: they run as written, for all rows."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.verify.verify import verify
+
+QUERIES, TARGETS, WIDTH = 4, 3, 6
+
+
+@torch.no_grad()
+def matched(cost: Tensor, counts: Tensor) -> Tensor:
+    """Return the query of each target of each row, of the cheapest assignment; 0 where there is no target."""
+    found = torch.zeros(len(cost), TARGETS, dtype=torch.int64)
+    for row, (own, count) in enumerate(zip(cost.tolist(), counts.tolist(), strict=True)):
+        best = min(permutations(range(QUERIES), count), key=lambda p: sum(own[q][t] for t, q in enumerate(p)))
+        found[row, :count] = torch.tensor(best, dtype=torch.int64)
+    return found
+
+
+def set_loss(boxes: Tensor, wanted: Tensor, counts: Tensor, weights: dict[str, float]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of the matched boxes over their number in the whole batch, and its parts."""
+    total, number = boxes.new_zeros(()), 0
+    for own, goals, count in zip(boxes, wanted, counts.tolist(), strict=True):
+        cost = torch.cdist(own[None], goals[None, :count])[0].detach()
+        best = min(permutations(range(QUERIES), count), key=lambda p: float(sum(cost[q, t] for t, q in enumerate(p))))
+        total = total + weights["box"] * (own[list(best)] - goals[:count]).abs().sum()
+        number += count
+    return total / max(number, 1), {"box": total.detach(), "names": ["box"]}
+
+
+class Matcher(nn.Module):
+    """A matcher as a module without parameters, made in each forward."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    @torch.no_grad()
+    def forward(self, boxes: Tensor, wanted: list[Tensor], counts: Tensor) -> list[Tensor]:
+        cost = torch.cdist(boxes, torch.stack(wanted)) * self.scale
+        return list(matched(cost, counts).unbind())
+
+
+class Detector(nn.Module):
+    """A small DETR: queries look at a row's features, and its loss matches what they say with the row's targets."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.body = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.queries = nn.Parameter(torch.randn(QUERIES, WIDTH))
+        self.head = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 2))
+
+    def forward(self, x: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+        boxes = self.head(torch.tanh(self.body(x)[:, None] + self.queries))
+        if self.form == "matched":
+            best = matched(torch.cdist(boxes, wanted), counts)
+            near = boxes.gather(1, best[..., None].expand(-1, -1, 2))
+            there = torch.arange(TARGETS) < counts[:, None]
+            return ((near - wanted).abs().sum(-1) * there).sum() / there.sum().clamp_min(1)
+        if self.form == "by row":
+            every = Matcher(2.0)(boxes, list(wanted.unbind()), counts)
+            loss = sum(F.l1_loss(b[i], w) for b, i, w in zip(boxes, every, wanted, strict=True))
+            return loss / len(boxes)
+        loss, parts = set_loss(boxes, wanted, counts, {"box": 0.5})
+        return loss + 0.1 * boxes.square().mean()
+
+
+def batch(rows: int, seed: int) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    counts = torch.randint(TARGETS + 1, (rows,), generator=own)
+    counts[0] = TARGETS
+    return {
+        "x": torch.randn(rows, 5, generator=own, dtype=torch.float64),
+        "wanted": torch.randn(rows, TARGETS, 2, generator=own, dtype=torch.float64),
+        "counts": counts,
+    }
+
+
+PLANS = {
+    "dp": data_parallel(Plan.of(), 3),
+    "ZeRO-3": data_parallel(Plan.of(), 2, 3),
+    "tp": tensor_parallel(Plan.of(), 2, "1d"),
+    "pp": pipeline(Plan.of(), 2),
+    "dp-tp": tensor_parallel(data_parallel(Plan.of(), 2, 3), 2, "1d"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("form", ["matched", "by row", "loss"])
+def test_the_step_of_one_device(form: str, plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Detector(form).double(), [batch(7, 1), batch(7, 2)], PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
