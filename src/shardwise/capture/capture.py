@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.capture import stored
-from shardwise.capture.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
+from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
-from shardwise.capture import eager_calls
-from shardwise.capture.eager_calls import EagerCall, EagerCalls, NotEager
+from shardwise.capture.eager_calls import EagerCall, NotEager
 from shardwise.capture.example import HINT_ROWS, example_of
 from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
@@ -29,15 +27,15 @@ from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
-from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, asked
+from shardwise.capture.reads import Answering
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
+from shardwise.capture.ways import Ways
 from shardwise.capture.wrapped import InOneNumber, LossFunction, Watched, WithLoss, WithOutputs, rows_in, set_mode
 from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
-from shardwise.core.structure import like
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import Assumed, assumed, exports_modules_unhooked, import_export
 from shardwise.initial.copies import copied
@@ -97,75 +95,18 @@ def capture(
             for one in keys:
                 if (found := stored.find(one, lambda: watched(trial=True), batch)) is not None:
                     return found
-        captured, trial = _made(watched, forward, batch, rows, varies, known or Known(), drawing)
+        told = known or Known()
+        ways = Ways(
+            watched, forward, batch, drawing, told,
+            capture=lambda wrapped: _captured(wrapped, batch, rows, varies, told),
+            trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
+        )  # fmt: skip
+        captured, trial = ways.first()
     if looped:
         captured.notes.append(NOTE)
     if trial is not None and kept and not any(isinstance(one, EagerCall) for one in captured.functions):
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured
-
-
-def _made(
-    watched: Callable[..., Watched], forward: Callable[[int], None], batch: Mapping[str, Tensor], rows: int | None,
-    varies: Dims, known: Known, drawing: Drawing | None,
-) -> tuple[Captured, Tried | None]:  # fmt: skip
-    """Return a capture and its trial: with answers to what forward reads in Python where it takes these, which is tried
-    at once where an earlier capture took them."""
-    if known.answered is not None:
-        with contextlib.suppress(Uncapturable):
-            refused = Uncapturable("forward decides in another way than before, and cannot be captured so")
-            return _answered(watched, batch, rows, varies, known, drawing, (known.answered,), refused)
-    if known.eager:
-        with contextlib.suppress(Uncapturable):
-            return _with_calls(known.eager, watched, forward, batch, rows, varies, known)
-    wrapped, again = watched(), watched(trial=True)
-    try:
-        captured = _captured(wrapped, batch, rows, varies, known)
-    except Uncapturable as error:
-        try:
-            return _answered(watched, batch, rows, varies, known, drawing, (BRANCHES, BRANCHES | NUMBERS), error)
-        except Uncapturable:
-            return _in_parts(watched, forward, batch, rows, varies, known, error)
-    return captured, _trial(captured, wrapped, again, batch, known)
-
-
-def _in_parts(
-    watched: Callable[..., Watched], forward: Callable[[int], None], batch: Mapping[str, Tensor], rows: int | None,
-    varies: Dims, known: Known, error: Uncapturable,
-) -> tuple[Captured, Tried | None]:  # fmt: skip
-    """Capture a model around calls of functions that run as written: the innermost ones in which captures stop, if
-    they can be called so, or those that call them.  Raise ``error`` where there are none."""
-    chosen: tuple[FunctionType, ...] = ()
-    stopped = error
-    while len(chosen) < eager_calls.MOST:
-        for one in eager_calls.candidates(stopped, chosen):
-            try:
-                found = _with_calls((*chosen, one), watched, forward, batch, rows, varies, known)
-            except NotEager as why:
-                if why.function is one:
-                    continue
-                raise error from None
-            except Uncapturable as another:
-                chosen, stopped = (*chosen, one), another
-                break
-            known.eager = (*chosen, one)
-            return found
-        else:
-            break
-    raise error
-
-
-def _with_calls(
-    functions: tuple[FunctionType, ...], watched: Callable[..., Watched], forward: Callable[[int], None],
-    batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
-) -> tuple[Captured, Tried | None]:  # fmt: skip
-    """Capture a model in which calls of ``functions`` run as written."""
-    wrapped, again = watched(), watched(trial=True)
-    calls = EagerCalls(functions, forward, precision_layers(wrapped.precision))
-    wrapped.calling = again.calling = calls
-    captured = _captured(wrapped, batch, rows, varies, known)
-    captured.notes.append(eager_calls.note(calls))
-    return captured, _trial(captured, wrapped, again, batch, known)
 
 
 def _trial(
@@ -226,34 +167,6 @@ def _check_state(
             f"forward draws from {names}: what it computes does not depend on it; the steps draw none"
         )
     return None if changes or drawn or not found else found[0].results
-
-
-def _answered(
-    watched: Callable[..., Watched], batch: Mapping[str, Tensor], rows: int | None, varies: Dims, known: Known,
-    drawing: Drawing | None, choices: Sequence[frozenset[Any]], error: Uncapturable,
-) -> tuple[Captured, Tried | None]:  # fmt: skip
-    """Capture a model that reads tensors in Python by one of these ``choices`` of functions, with the answers for
-    ``batch`` in the step of ``drawing``; raise ``error`` where these follow from other things.  Return the capture and
-    its trial."""
-    for functions in choices:
-        try:
-            asking = watched()
-            # Copies: autograd takes no tensors that were made in inference mode.
-            own = {n: cast_field(v.detach().to("cpu", copy=True), asking.precision) for n, v in batch.items()}
-            whole = like(own, batch)
-            reads = asked(asking, asking.module, whole, functions, rows_in(batch), drawing)
-            if not reads:
-                continue
-            wrapped, again = (watched(one, Answering(reads, functions)) for one in (False, True))
-            captured = _captured(wrapped, batch, rows, varies, known)
-        except Exception:  # the first reason says more than what stops here
-            continue
-        captured.reads, known.answered = tuple(reads), functions
-        try:
-            return captured, _trial(captured, wrapped, again, batch, known)
-        except ConfigError as found:  # as one unit the model has trials of its own
-            raise Uncapturable(str(found).removeprefix("model: ").partition("; legal: ")[0]) from None
-    raise error
 
 
 def _captured(

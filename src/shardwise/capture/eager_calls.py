@@ -11,14 +11,14 @@ can be called so: :class:`NotEager` says what stands against it.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
@@ -27,9 +27,10 @@ from shardwise.capture.redirected import function_of, redirected
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.core.errors import ShardwiseError, of_library
 from shardwise.graph.captured import Uncapturable
-from shardwise.graph.torch_private import storage_key, version
+from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
 from shardwise.ops.custom_function import OP
 
+READS = "reads tensors that are not among its arguments"
 MOST = 8  # functions of a model that may run as written
 
 
@@ -99,7 +100,9 @@ class EagerCall:
         if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
             return self.shaped(tensors)
         feed = iter(tensors)
-        args, kwargs = tree_unflatten([next(feed) if one is Tensor else one for one in self.given], self.seen.given_spec)
+        args, kwargs = tree_unflatten(
+            [next(feed) if one is Tensor else one for one in self.given], self.seen.given_spec
+        )
         before = [version(one) for one in tensors]
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
@@ -174,6 +177,7 @@ class EagerCalls:
     ) -> None:  # fmt: skip
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
+        self.told: Callable[[Tensor], None] = lambda result: None  # hears of each result in a trial
         self.calls: list[EagerCall] = []
         self._seen: list[Seen] = []
         self._inside = False
@@ -193,7 +197,8 @@ class EagerCalls:
                 raise NotEager(one.function, "returns something else for other rows")
         if len(first) != len(other) or not first:
             raise NotEager(self.functions[-1], "is called as often as there are rows")
-        self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(zip(first, other, strict=True))]
+        pairs = [(emptied(one), two) for one, two in zip(first, other, strict=True)]
+        self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(pairs)]
 
     def _see(
         self, function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -202,22 +207,18 @@ class EagerCalls:
             return whole(*args, **kwargs)
         given, spec = tree_flatten((tuple(args), kwargs))
         tensors = [one for one in given if isinstance(one, Tensor)]
-        objects = [one for one in given if not isinstance(one, (Tensor, *PLAIN))]
-        cells = [c.cell_contents for c, name in zip(function.__closure__ or (), function.__code__.co_freevars,
-                                                    strict=True) if name != "__class__"]  # fmt: skip
-        before, versions = self._looks(function, [*objects, *cells]), [version(one) for one in tensors]
+        beside = _Beside(function, [one for one in given if not isinstance(one, (Tensor, *PLAIN))])
+        versions = [version(one) for one in tensors]
         self._inside = True
         try:
-            with RefuseRandom():  # type: ignore[no-untyped-call]
+            with RefuseRandom(), beside:  # type: ignore[no-untyped-call]
                 result = whole(*args, **kwargs)
                 again = whole(*args, **kwargs)
         finally:
             self._inside = False
         after, spec_after = tree_flatten((tuple(args), kwargs))
         same = spec == spec_after and all(a is b for a, b in zip(given, after, strict=True))
-        changed = [c for pair in zip(before, self._looks(function, [*objects, *cells]), strict=True)
-                   if (c := difference(*pair)) is not None]  # fmt: skip
-        if not same or changed or [version(one) for one in tensors] != versions:
+        if not same or beside.changed() or [version(one) for one in tensors] != versions:
             raise NotEager(function, "changes what it is given")
         found, found_spec = tree_flatten(result)
         other, other_spec = tree_flatten(again)
@@ -228,13 +229,6 @@ class EagerCalls:
                 raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
         self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, torch.is_grad_enabled()))
         return result
-
-    @staticmethod
-    def _looks(function: FunctionType, objects: Sequence[Any]) -> list[Any]:
-        found = [Look(())(one) for one in objects]
-        if any(map(_holds_tensors, found)):
-            raise NotEager(function, "reads tensors that are not among its arguments")
-        return found
 
     @contextmanager
     def ops_of(self, functions: list[Any]) -> Iterator[None]:
@@ -262,7 +256,10 @@ class EagerCalls:
                 raise NotEager(function, "is given other numbers or objects where there are no values")
             tensors = [each for each in given if isinstance(each, Tensor)]
             if self.ops is None:
-                return one.rebuilt(one.shaped(tensors))
+                results = one.shaped(tensors)
+                for result in results:
+                    self.told(result)
+                return one.rebuilt(results)
             one.check(tensors)
             self.ops.append(one)
             return one.rebuilt(OP(tensors, len(self.ops) - 1))
@@ -271,9 +268,53 @@ class EagerCalls:
             yield
 
 
+class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a function has beside tensors: the ``objects`` among its arguments, and what it closes over.
+
+    A module among them may have parameters and buffers, if the function computes with none of them."""
+
+    def __init__(self, function: FunctionType, objects: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.function = function
+        self.objects = [*objects, *(cell.cell_contents for name, cell in cells if name != "__class__")]
+        self.modules = [one for one in self.objects if isinstance(one, nn.Module)]
+        own = [t for one in self.modules for t in (*one.parameters(), *one.buffers())]
+        self.own, self.memory = {id(one) for one in own}, {storage_key(one) for one in own}
+        self.before = self._looks()
+
+    def _looks(self) -> list[Any]:
+        found = [Look(self.own)(one) for one in self.objects]
+        if any(map(_holds_tensors, found)):
+            raise NotEager(self.function, READS)
+        return found
+
+    def changed(self) -> bool:
+        """Whether an object is no longer what it was."""
+        return any(difference(*pair) is not None for pair in zip(self.before, self._looks(), strict=True))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(isinstance(one, Tensor) and storage_key(one) in self.memory for one in tree_leaves((args, kwargs))):
+            raise NotEager(self.function, READS)
+        return func(*args, **(kwargs or {}))
+
+
+def emptied(seen: Seen) -> Seen:
+    """Return a call whose modules have lost their parameters and buffers: another branch of the function that computes
+    with them stops."""
+    for one in seen.given:
+        if isinstance(one, nn.Module):
+            one.to("meta")
+    return seen
+
+
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
     return _alike(one, other)
 
 
@@ -283,12 +324,17 @@ def _holds_tensors(look: Any) -> bool:
     return isinstance(look, Itself) and isinstance(look.value, Tensor)
 
 
-def candidates(error: BaseException, known: Sequence[FunctionType]) -> list[FunctionType]:
-    """Return the functions in which an error was raised, beginning with the innermost, without those ``known``."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [function_of(one) for one in reversed(frames) if not of_library(one.f_code.co_filename)]
+def candidates(errors: Sequence[BaseException], known: Sequence[FunctionType]) -> list[FunctionType]:
+    """Return the functions in which errors were raised, those of the last error first, beginning with the innermost,
+    without those ``known``."""
+    found: list[FunctionType | None] = []
+    for error in reversed(errors):
+        chain = [error]
+        while chain[-1].__cause__ is not None:
+            chain.append(chain[-1].__cause__)
+        for one in reversed(chain):
+            frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+            found += [function_of(frame) for frame in reversed(frames) if not of_library(frame.f_code.co_filename)]
     return list(dict.fromkeys(one for one in found if one is not None and one not in known))
 
 

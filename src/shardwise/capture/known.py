@@ -39,12 +39,22 @@ class Tried(NamedTuple):
         return holds_for(captured, {name: (0, *shape) if has_rows(name) else shape for name, shape, _ in self.form})
 
 
+class Way(NamedTuple):
+    """How a forward is captured: around calls of these ``functions``, which run as they are written, and with answers
+    to its ``reads`` of tensors by these functions of torch."""
+
+    functions: tuple[FunctionType, ...] = ()
+    reads: frozenset[Any] = frozenset()
+
+
+AS_IT_IS = Way()
+
+
 @dataclass
 class Known:
-    """The ``trials`` of a forward, the functions whose reads of tensors had to be answered (None: of none), those of
-    the model that run as written (``eager``), and why it is captured for fixed numbers of rows (None: for any)."""
+    """The ``trials`` of a forward, the ``way`` in which it was captured, and why it is captured for fixed numbers of
+    rows (None: for any)."""
 
     trials: list[Tried] = field(default_factory=list)
-    answered: frozenset[Any] | None = None
-    eager: tuple[FunctionType, ...] = ()
+    way: Way = AS_IT_IS
     fixed_rows: str | None = None

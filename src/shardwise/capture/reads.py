@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.capture.coins import Coins, Drawing
+from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
@@ -137,6 +138,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return an argument of a function with its value, None if it has none."""
         return self.of(argument) if isinstance(argument, Tensor) else argument
 
+    def forget(self, tensor: Tensor) -> None:
+        """Let a tensor have no value."""
+        self._unknown.add(storage_key(tensor))
+        self._held.append(tensor)
+
     def take(self, tensor: Tensor, value: Tensor) -> None:
         """Let a tensor without a value have one."""
         self._values[id(tensor)] = value
@@ -171,14 +177,16 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def asked(
     forward: Callable[[Mapping[str, Tensor]], Any], module: nn.Module, fields: Mapping[str, Tensor],
-    functions: frozenset[Any], rows: int, drawing: Drawing | None = None,
+    functions: frozenset[Any], rows: int, drawing: Drawing | None = None, calls: EagerCalls | None = None,
 ) -> list[Read]:  # fmt: skip
     """Return what ``forward`` of ``fields``, with these ``rows``, reads by ``functions``, with the answers; ``drawing``
-    keys the random numbers, if it is a step's.
+    keys the random numbers, if it is a step's, and results of ``calls`` have no values.
 
     Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
     mode = fake_mode()
     values = _Values(list(module.parameters()), mode)
+    if calls is not None:
+        calls.told = values.forget
     asking, coins = _Asking(values, functions), Coins(drawing, rows, values.of_argument, values.take)
     with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins):
         forward(fields)

@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -236,8 +236,11 @@ def exporting() -> Iterator[None]:
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
     compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    home = importlib.import_module("torch._export.non_strict_utils")
+    builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
     try:
-        yield
+        with builtins_replaced():
+            yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
 

@@ -1,0 +1,140 @@
+"""The ways in which a forward can be captured, tried one after the other.
+
+As it is; with answers to what it reads of the batch in Python (:mod:`reads`); and around functions that run as they are
+written (:mod:`eager_calls`), also with answers.  What stops one way says which function the next one leaves out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.capture.casts import cast_field, precision_layers
+from shardwise.capture.coins import Drawing
+from shardwise.capture.eager_calls import MOST, EagerCalls, NotEager, candidates, note
+from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
+from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, Read, asked
+from shardwise.capture.reasons import not_captured
+from shardwise.capture.wrapped import Watched, rows_in
+from shardwise.core.errors import ConfigError
+from shardwise.core.structure import like
+from shardwise.graph.captured import Captured, Uncapturable
+
+Made = tuple[Captured, Tried | None]
+
+
+class Depends(Uncapturable):
+    """What forward computes depends on what it changes in Python."""
+
+
+ANSWERS: tuple[frozenset[Any], ...] = (frozenset(), BRANCHES, BRANCHES | NUMBERS)
+
+
+@dataclass
+class Ways:
+    """What makes a capture: ``watched`` gives a copy of the model that is captured or tried, ``forward`` runs one with
+    values for a number of rows, and ``capture`` and ``trial`` take such copies."""
+
+    watched: Callable[[bool], Watched]
+    forward: Callable[[int], None]
+    batch: Mapping[str, Tensor]
+    drawing: Drawing | None
+    known: Known
+    capture: Callable[[Watched], Captured]
+    trial: Callable[[Captured, Watched, Watched], Tried | None]
+
+    def first(self) -> Made:
+        """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
+        raise what stopped the first way where none does."""
+        if self.known.way != AS_IT_IS:
+            with contextlib.suppress(Uncapturable):
+                return self.one(self.known.way)
+        found, stopped = self.answered(())
+        if found is not None:
+            return found
+        error, chosen = stopped[0], tuple[FunctionType, ...]()
+        while len(chosen) < MOST:
+            for one in candidates(stopped, chosen):
+                try:
+                    found, another = self.answered((*chosen, one))
+                except NotEager as why:
+                    if why.function is one:
+                        continue
+                    raise error from None
+                if found is not None:
+                    return found
+                chosen, stopped = (*chosen, one), another
+                break
+            else:
+                break
+        raise error
+
+    def answered(self, functions: tuple[FunctionType, ...]) -> tuple[Made | None, list[Uncapturable]]:
+        """Return a capture with as few answers as it takes, around ``functions``; or None, and what stopped each
+        way."""
+        stopped = []
+        for reads in ANSWERS:
+            way = Way(functions, reads)
+            try:
+                found = self.one(way)
+            except (NotEager, Depends):
+                raise
+            except Uncapturable as error:
+                stopped.append(error)
+            else:
+                self.known.way = way
+                return found, []
+        return None, stopped
+
+    def one(self, way: Way) -> Made:
+        """Return the capture and the trial of one way; raise :class:`Uncapturable` where it leads to none."""
+        wrapped, again = self.watched(False), self.watched(True)
+        calls = EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision)) if way.functions else None
+        wrapped.calling = again.calling = calls
+        reads: tuple[Read, ...] = ()
+        if way.reads:
+            reads = self.read(way, calls)
+            wrapped.reading, again.reading = (Answering(reads, way.reads) for _ in range(2))
+        try:
+            captured = self.capture(wrapped)
+        except ConfigError as error:
+            if way == AS_IT_IS:
+                raise
+            raise Uncapturable(str(error)) from error
+        captured.reads = reads
+        if calls is not None:
+            captured.notes.append(note(calls))
+        try:
+            return captured, self.trial(captured, wrapped, again)
+        except ConfigError as found:
+            if way == AS_IT_IS:
+                raise
+            # As one unit the model has trials of its own.
+            raise Depends(str(found).removeprefix("model: ").partition("; legal: ")[0]) from None
+
+    def read(self, way: Way, calls: EagerCalls | None) -> tuple[Read, ...]:
+        """Return what forward reads in Python by the functions of ``way``, with the answers for the batch."""
+        asking = self.watched(False)
+        asking.calling = calls
+        # Copies: autograd takes no tensors that were made in inference mode.
+        own = {n: cast_field(v.detach().to("cpu", copy=True), asking.precision) for n, v in self.batch.items()}
+        rows = rows_in(self.batch)
+        try:
+            if calls is not None:
+                calls.see((rows,))
+            reads = asked(asking, asking.module, like(own, self.batch), way.reads, rows, self.drawing, calls)
+        except NotEager:
+            raise
+        except Exception as error:  # the user's code may raise anything where there are no values
+            raise Uncapturable(not_captured(error, asking.module)) from error
+        if not reads:
+            raise Uncapturable("forward reads nothing that follows from the batch alone")
+        return tuple(reads)
+
+
+__all__ = ["Made", "Ways"]
