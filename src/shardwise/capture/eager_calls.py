@@ -250,7 +250,7 @@ class EagerCalls:
             given, spec = tree_flatten((tuple(args), kwargs))
             one = next(at, None)
             known = None if one is None else one.seen
-            if one is None or known is None or known.function is not function or known.given_spec != spec:
+            if one is None or known is None or known.function != function or known.given_spec != spec:
                 raise NotEager(function, "is called in another way where there are no values")
             if not all(map(_alike, known.given, given)):
                 raise NotEager(function, "is given other numbers or objects where there are no values")

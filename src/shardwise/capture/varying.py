@@ -19,13 +19,14 @@ from shardwise.graph.specialised import specialised, symbolic_dims
 class Varying:
     """The ``dims`` of fields whose sizes vary, as far as they are known, and the captures in which some are symbolic,
     and what is ``known`` of its forward, by all that a capture depends on besides the form; all forms of the batches of
-    one computation share it.  ``drawing`` keys the random numbers by which forward decides; None: before the first
-    step."""
+    one computation share it.  ``sampled`` says where random numbers have their samples (``shard/context.py``).
+    ``drawing`` keys the random numbers by which forward decides; None: before the first step."""
 
     dims: dict[str, frozenset[int]] = field(default_factory=dict)
     captures: dict[Any, list[Captured]] = field(default_factory=dict)
     asked: set[tuple[Any, Form]] = field(default_factory=set)  # for which a capture with symbolic dims was made
     known: dict[Any, Known] = field(default_factory=dict)
+    sampled: dict[int, tuple[int, int]] = field(default_factory=dict)
     drawing: Drawing | None = None
 
     def again(self) -> Varying:

@@ -433,7 +433,11 @@ class Compiled:
         with self._lock:
             if key not in self._traces:
                 with old_objects_passed_by():
-                    self._traces[key] = self._traced(ones, rows)
+                    found = self._traced(ones, rows)
+                if found.opaque is not None and any(one.opaque is None for one in self._traces.values()):
+                    wrong = f"{rows} rows at a time cannot be captured: {found.opaque}"
+                    raise ConfigError.on("microbatch", wrong, "other numbers of rows, such as those of the first batch")
+                self._traces[key] = found
         return self._traces[key]
 
     def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
@@ -488,6 +492,14 @@ class Compiled:
         if plan is None or plan is self.plan:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
+
+    def check_sent(self, traces: Sequence[Trace]) -> None:
+        """Raise :class:`ConfigError` if microbatches of these traces pass other tensors from stage to stage."""
+        first = self.stages_of(traces[0]).sent
+        for one in dict.fromkeys(traces[1:]):
+            if one is not traces[0] and self.stages_of(one).sent != first:
+                wrong = f"some have {traces[0].rows} rows and some {one.rows}, and these pass other tensors between stages"
+                raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
 
     def programs(
         self, one: Trace, microbatches: int, batches: int = 1, part: Part | None = STEP

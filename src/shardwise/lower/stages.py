@@ -161,6 +161,15 @@ class StageSplit:
         }  # fmt: skip
         return tuple(name for name in self.units[producer].outputs if name in wanted)
 
+    @cached_property
+    def sent(self) -> tuple[tuple[str, ...], ...]:
+        """The live tensors that each unit with a stage sends to other ranks."""
+        return tuple(
+            self.crossing(u, rank)
+            for u, stage in enumerate(self.stage) if stage != EVERYWHERE
+            for rank in range(self.ranks) if rank != self.rank(u)
+        )  # fmt: skip
+
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the ranks whose units use a bucket's parameters; each of them has these. Parameters are found by name,
         for the bucket may be of another trace, whose units have other numbers."""

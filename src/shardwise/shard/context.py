@@ -43,17 +43,20 @@ class ShardingContext:
     ``rules`` finds the rule of an op.  ``summands`` are what ``units/batch_sums.py`` finds.
     ``over_batch`` says that where rows meet those of all microbatches do.  ``notes`` are what a
     user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
-    layout.  ``undivided`` are the ops whose backward needs the gradient of the whole batch at once.
+    layout.  ``undivided`` are the ops whose backward needs the gradient of the whole batch at once.  ``sampled`` says of
+    random ops of this forward, by ordinal, how many dims their tensors have, and which of them has the samples; captures
+    for other numbers of rows tell each other so.
     """
 
     def __init__(
         self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
-        over_batch: bool = False,
+        over_batch: bool = False, sampled: dict[int, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
         self.summands, self.dropout, self.device = summands, dropout, device or torch.device("cpu")
         self.over_batch = over_batch
+        self.sampled = {} if sampled is None else sampled
         self.carrying = with_gradient(normal)
         self.symbol: Any = None  # the number of rows; None where the batch dim is static
         self.example = 0  # the number of rows in the shapes of the captured graph
@@ -71,7 +74,7 @@ class ShardingContext:
         """Return a context of the same graph with other axes of tensor parallelism."""
         return ShardingContext(
             self.normal, self.rules, replace(self.tensor, axes=axes), summands=self.summands, dropout=self.dropout,
-            device=self.device, over_batch=self.over_batch,
+            device=self.device, over_batch=self.over_batch, sampled=self.sampled,
         )  # fmt: skip
 
     @cached_property

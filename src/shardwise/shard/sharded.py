@@ -71,15 +71,15 @@ class Sharded:
 def shard(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], *, summands: Collection[fx.Node] = (),
     dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
-    over_batch: bool = False,
+    over_batch: bool = False, sampled: dict[int, tuple[int, int]] | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as it says.
 
-    ``summands``, ``dropout``, ``device`` and ``over_batch`` are as in :class:`ShardingContext`.
+    ``summands``, ``dropout``, ``device``, ``over_batch`` and ``sampled`` are as in :class:`ShardingContext`.
     """
     context = ShardingContext(
         normal, rules, tensor or TensorParallelSpec(), summands=summands, dropout=dropout, device=device,
-        over_batch=over_batch,
+        over_batch=over_batch, sampled=sampled,
     )  # fmt: skip
     context, assignments, decisions = choose(context)
     emitter = Emitter(context, assignments)

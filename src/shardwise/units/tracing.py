@@ -116,7 +116,7 @@ def trace(
         captured = normal.captured
         sharded = shard(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
-            over_batch=over_batch,
+            over_batch=over_batch, sampled=varying.sampled,
         )  # fmt: skip
         meet, exchanges, numbered = meetings(sharded), list[fx.Node](), numbered_rows(normal)
         buffers, exchangeable = for_buffers(sharded), not inseparable(meet.others)  # BatchNorms can be cut
@@ -216,7 +216,7 @@ def _captured(
         return captures[general].captured
     capturing = partial(
         capture, module, batch, loss=loss, precision=precision, training=training, rows=rows, wanted=returns,
-        known=varying.known.setdefault(general, Known()), drawing=varying.drawing,
+        known=varying.known.setdefault((precision, training, (), None, returns), Known()), drawing=varying.drawing,
     )  # fmt: skip
     return varying.captured(general, batch, lambda dims: capturing(varies=dims))
 

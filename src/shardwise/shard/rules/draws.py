@@ -23,8 +23,9 @@ RULES = Table()
 Batch = tuple[int, int] | None
 
 
-def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None) -> Batch:
-    """Return where samples are in a random tensor of these sizes, as (dim, its elements per sample), or None."""
+def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None, ordinal: int) -> Batch:
+    """Return where samples are in the random tensor ``ordinal``, of these sizes, as (dim, its elements per sample), or
+    None."""
     if place is not None:
         return place.dim, place.post
     if context.symbol is not None:
@@ -32,10 +33,11 @@ def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | No
     dims = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0]
     if not dims:
         return None
-    if dims != [0]:
+    if dims != [0] and not (0 in dims and context.sampled.get(ordinal) == (len(sizes), 0)):
         raise Uncapturable(
             f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known"
         )
+    context.sampled[ordinal] = len(sizes), 0
     return 0, int(sizes[0]) // context.rows
 
 
@@ -53,7 +55,7 @@ def keys(
         (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
     )
     spread = tuple(g for g, s in places.items() if s == first)
-    batch = sample_dim(context, sizes, first)
+    batch = sample_dim(context, sizes, first, node.meta["ordinal"])
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
         return node.meta["ordinal"], batch, spread, None
