@@ -18,9 +18,10 @@ class Inner(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.body = body
+        self.scale = nn.Parameter(torch.ones(()))  # it could run as written otherwise
 
     def forward(this, h: Tensor) -> Tensor:  # noqa: N805  # a module is found whatever its method calls it
-        return this.body(h)
+        return this.body(h * this.scale)
 
 
 class Model(nn.Module):

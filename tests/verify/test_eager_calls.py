@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -104,3 +107,92 @@ def test_the_step_of_one_device(form: str, plan: str) -> None:
     torch.manual_seed(0)
     report = verify(Detector(form).double(), [batch(7, 1), batch(7, 2)], PLANS[plan])
     assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+@pytest.mark.parametrize(("form", "name"), [("matched", "matched"), ("by row", "matched"), ("loss", "set_loss")])
+def test_all_around_the_call_is_captured(form: str, name: str) -> None:
+    torch.manual_seed(0)
+    given = {name: one.float() if one.is_floating_point() else one for name, one in batch(7, 1).items()}
+    found = Compiled(Detector(form), PLANS["tp"], given).general
+    assert found.opaque is None
+    assert any(note.startswith(name) and "runs as it is written" in note for note in found.notes)
+    assert sum(len(p.axes) > 0 for b in found.buckets for p in b.parameters) >= 4
+
+
+# ---- functions that cannot be called so --------------------------------------------------------------------------
+
+
+def best_of(boxes: Tensor) -> Tensor:
+    return boxes[int(boxes.detach().sum(-1).argmax())]
+
+
+class Picky(nn.Module):
+    """Its loss picks a row by its values with ``pick``."""
+
+    def __init__(self, pick: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 2)
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return h.square().mean() + self.pick(h).sum()
+
+
+class Drawing:
+    def __call__(self, h: Tensor) -> Tensor:
+        return best_of(h) * torch.rand(2).clamp_min(float(h.detach().max() > 1e9))
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        self.calls += int(h.detach().max() < 1e9)
+        return h * self.calls
+
+
+class Keeping:
+    def __init__(self) -> None:
+        self.scale = torch.full((2,), 3.0)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.scale if h.detach().max() < 1e9 else h
+
+
+class Writing:
+    def __call__(self, h: Tensor) -> Tensor:
+        found = h.detach()
+        if found.max() < 1e9:
+            found.mul_(0.5)
+        return h
+
+
+class Changing:
+    """It returns as many rows as are positive, which a forward with other parameters shows."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h[[i for i, v in enumerate(h.detach().sum(-1).tolist()) if v > 0]]
+
+
+NOT_EAGER = [Drawing(), Counting(), Keeping(), Writing(), Changing()]
+
+
+@pytest.mark.parametrize("pick", NOT_EAGER, ids=lambda one: type(one).__name__)
+def test_a_function_that_does_not_keep_to_its_arguments_is_no_op(pick: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="tp: the model could not be captured"):
+        Compiled(Picky(pick), PLANS["tp"], {"x": torch.randn(16, 5)})
+
+
+def few_or_all(h: Tensor) -> Tensor:
+    """Returns all rows, but where one is very large: then there are fewer."""
+    return h[:2] if float(h.detach().max()) > 1e3 else h
+
+
+def test_results_of_another_size_stop_the_step() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    with pytest.raises(ShardwiseError, match="few_or_all reads values, and does not return for this batch"):
+        verify(Picky(few_or_all).double(), [{"x": x}, {"x": 1e6 * x}], PLANS["tp"])

@@ -19,7 +19,7 @@ from shardwise.capture import stored
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall, NotEager
-from shardwise.capture.example import HINT_ROWS, example_of
+from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
 from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
@@ -75,19 +75,19 @@ def capture(
         found.reading = reading
         return found
 
-    def bare(trial: bool, values: bool = False) -> Watched:
+    def bare(trial: bool, values: int | None = None) -> Watched:
         nonlocal looped
         own = shadow(module, precision)
-        if values:
-            _fill(own, module)
+        if values is not None:
+            _fill(own, module, values)
         looped = without_loops(own)
         if wanted == "loss":
             return set_mode(Watched(own, loss, precision), training)
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
 
-    def forward(rows: int) -> None:
+    def forward(rows: int, values: int) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            own = bare(trial=True, values=True)
+            own = bare(trial=True, values=values)
             own(example_of(own, batch, rows))
 
     with generators_kept():
@@ -211,13 +211,14 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     return copied(module, memo)
 
 
-def _fill(own: nn.Module, module: nn.Module) -> None:
-    """Give a shadow of ``module`` its values."""
+def _fill(own: nn.Module, module: nn.Module, values: int) -> None:
+    """Give a shadow of ``module`` its values (0), or others that are about as large, by number."""
     given = dict(module.named_parameters())
     if any(one.is_meta for one in given.values()):
         raise Uncapturable("forward reads values, and the module has none before the first step")
-    for name, parameter in own.named_parameters():
-        parameter.data = given[name].detach().to("cpu", parameter.dtype, copy=True)
+    for index, (name, parameter) in enumerate(own.named_parameters()):
+        value = given[name].detach().to("cpu", parameter.dtype, copy=True)
+        parameter.data = shaken_value(value, index + values) if values else value
 
 
 def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:

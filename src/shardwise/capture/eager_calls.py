@@ -10,6 +10,7 @@ can be called so: :class:`NotEager` says what stands against it.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ from shardwise.graph.torch_private import TorchDispatchMode, storage_key, versio
 from shardwise.ops.custom_function import OP
 
 READS = "reads tensors that are not among its arguments"
+Forward = Callable[[int, int], None]
+"""It runs a forward with values for so many rows: with the parameters that the model has (0), or with others, by
+number."""
+OTHERS = (1, 2)
+
 MOST = 8  # functions of a model that may run as written
 
 
@@ -66,6 +72,11 @@ class Seen(NamedTuple):
         same = same and self.given_spec == other.given_spec and self.found_spec == other.found_spec
         pairs = [*zip(self.given, other.given, strict=False), *zip(self.found, other.found, strict=False)]
         return same and all(_alike(a, b) for a, b in pairs)
+
+
+def sizes(seen: Seen) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that a call has returned."""
+    return [tuple(one.shape) for one in seen.found if isinstance(one, Tensor)]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -109,7 +120,8 @@ class EagerCall:
             found, spec = tree_flatten(self.seen.function(*args, **kwargs))
         alike = spec == self.seen.found_spec and all(map(_alike, self.seen.found, found))
         results = [one for one in found if isinstance(one, Tensor)]
-        if not alike or not all(map(self._fits, results, self.made)) or [version(one) for one in tensors] != before:
+        fits = alike and all(self._fits(one, made, tensors) for one, made in zip(results, self.made, strict=True))
+        if not fits or [version(one) for one in tensors] != before:
             raise ShardwiseError(
                 f"model: {self.seen.function.__qualname__} reads values, and does not return for this batch what the "
                 "rest of forward was captured for: other shapes, numbers or objects; legal: a function whose results "
@@ -117,11 +129,9 @@ class EagerCall:
             )
         return tuple(apart(results, tensors))
 
-    @staticmethod
-    def _fits(result: Tensor, made: Made) -> bool:
-        """Whether a result has the sizes that are the same for all rows."""
-        pairs = zip(result.shape, made.sizes, strict=True)
-        return all(size == one for size, (one, two) in pairs if one == two)
+    def _fits(self, result: Tensor, made: Made, tensors: Sequence[Tensor]) -> bool:
+        """Whether a result of the call with these tensors has the sizes that the capture gave it."""
+        return list(result.shape) == [self._size(tensors, size) for size in made.sizes]
 
     def shaped(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return results without values, which depend on all tensors where the real ones have gradients."""
@@ -169,11 +179,11 @@ def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tens
 
 
 class EagerCalls:
-    """The calls of ``functions`` in a forward of a model, which ``forward`` runs with values for so many rows; inside
-    them ``layers`` intercept what they call, as in all of forward."""
+    """The calls of ``functions`` in a forward of a model, which ``forward`` runs with values; inside them ``layers``
+    intercept what they call, as in all of forward."""
 
     def __init__(
-        self, functions: Sequence[FunctionType], forward: Callable[[int], None], layers: Sequence[Layer]
+        self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer]
     ) -> None:  # fmt: skip
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
@@ -185,13 +195,13 @@ class EagerCalls:
     def see(self, rows: Sequence[int]) -> None:
         """Run forward with values, once for each of one or two numbers of rows; raise :class:`NotEager` where a
         function cannot be called so, and what forward raises."""
-        every = []
-        for number in rows:
-            self._seen = []
-            with redirected(self.functions, self._see):
-                self.forward(number)
-            every.append(self._seen)
+        every = [self._run(number, 0) for number in rows]
         first, other = every[0], every[-1]
+        with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
+            for values in OTHERS:
+                for one, two in zip(first, self._run(rows[0], values), strict=False):
+                    if sizes(one) != sizes(two):
+                        raise NotEager(one.function, "returns tensors whose sizes follow from values")
         for one, two in zip(first, other, strict=False):
             if not one.like(two):
                 raise NotEager(one.function, "returns something else for other rows")
@@ -199,6 +209,12 @@ class EagerCalls:
             raise NotEager(self.functions[-1], "is called as often as there are rows")
         pairs = [(emptied(one), two) for one, two in zip(first, other, strict=True)]
         self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(pairs)]
+
+    def _run(self, rows: int, values: int) -> list[Seen]:
+        self._seen = []
+        with redirected(self.functions, self._see):
+            self.forward(rows, values)
+        return self._seen
 
     def _see(
         self, function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -31,3 +31,11 @@ def example_rows(batch: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]
 def example_of(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> dict[str, Tensor]:
     """Return an example of ``rows`` rows (None: of a number that no size has by chance), in the dtypes that compute."""
     return {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, rows or HINT_ROWS).items()}
+
+
+def shaken_value(value: Tensor, index: int) -> Tensor:
+    """Return other values for parameter ``index`` of a model, about as large."""
+    if not value.is_floating_point() or not value.numel():
+        return value
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value)
+    return value + noise * (0.5 / (value.numel() / len(value)) ** 0.5 if value.dim() > 1 else 0.3)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
-from shardwise.capture.eager_calls import MOST, EagerCalls, NotEager, candidates, note
+from shardwise.capture.eager_calls import MOST, EagerCalls, Forward, NotEager, candidates, note
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
@@ -38,10 +38,10 @@ ANSWERS: tuple[frozenset[Any], ...] = (frozenset(), BRANCHES, BRANCHES | NUMBERS
 @dataclass
 class Ways:
     """What makes a capture: ``watched`` gives a copy of the model that is captured or tried, ``forward`` runs one with
-    values for a number of rows, and ``capture`` and ``trial`` take such copies."""
+    values, and ``capture`` and ``trial`` take such copies."""
 
     watched: Callable[[bool], Watched]
-    forward: Callable[[int], None]
+    forward: Forward
     batch: Mapping[str, Tensor]
     drawing: Drawing | None
     known: Known

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
+from shardwise.capture.example import shaken_value
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims, decides
 from shardwise.capture.outputs import Found, Wanted
@@ -103,7 +104,7 @@ def first_run(
     leaves = []
     for index, (name, p) in enumerate(parameters.items()):
         value = p.detach().to(device, shadow_dtype(module, name, p, precision), copy=True)
-        leaves.append((_shaken(value, index) if shaken else value).requires_grad_(p.requires_grad))
+        leaves.append((shaken_value(value, index) if shaken else value).requires_grad_(p.requires_grad))
     before = [told(leaf) for leaf in leaves]
     buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
     rows = rows_in(batch)
@@ -139,13 +140,6 @@ def call_of(unit: Unit) -> OpaqueCall:
     """Return the function of an opaque unit."""
     assert isinstance(unit.function, OpaqueCall)
     return unit.function
-
-
-def _shaken(value: Tensor, index: int) -> Tensor:
-    if not value.is_floating_point() or not value.numel():
-        return value
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value)
-    return value + noise * (0.5 / (value.numel() / len(value)) ** 0.5 if value.dim() > 1 else 0.3)
 
 
 def _skeleton(module: nn.Module) -> nn.Module:

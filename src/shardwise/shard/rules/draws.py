@@ -10,6 +10,7 @@ from torch import fx
 
 from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.sizes import depends_on_data
 from shardwise.ops import random_ops
 from shardwise.ops.env import ROWS
 from shardwise.shard.context import ShardingContext
@@ -55,6 +56,8 @@ def keys(
         (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
     )
     spread = tuple(g for g, s in places.items() if s == first)
+    if any(map(depends_on_data, sizes)):
+        raise Uncapturable("it draws as many random numbers as values of tensors say")
     batch = sample_dim(context, sizes, first, node.meta["ordinal"])
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
