@@ -19,6 +19,7 @@ from shardwise.graph.experts import group_experts
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given
 from shardwise.graph.sizes import concrete, expression
+from shardwise.graph.strides import index_strides
 
 aten = torch.ops.aten
 
@@ -40,6 +41,7 @@ def normalise(normal: Normal) -> None:
         merge_equal(normal.graph)
     group_experts(normal.graph)
     open_bags(normal.graph)
+    index_strides(normal.graph)
     eliminate_dead(normal.graph)
 
 
