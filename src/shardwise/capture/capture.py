@@ -24,6 +24,7 @@ from shardwise.capture.expert_loops import NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
+from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
@@ -85,8 +86,8 @@ def capture(
             return set_mode(Watched(own, loss, precision), training)
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
 
-    def forward(rows: int, values: int) -> None:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    def forward(rows: int, values: int, *layers: Layer) -> None:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), Intercept(*layers):
             own = bare(trial=True, values=values)
             own(example_of(own, batch, rows))
 

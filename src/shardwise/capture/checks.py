@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
 from shardwise.core.fields import has_rows, is_kept
+from shardwise.graph.assumed import keep_checks
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import op_name, outputs_of
@@ -45,7 +46,8 @@ class Checks:
 
 
 def take_checks(normal: Normal) -> Checks | None:
-    """Take what is read out of the outputs of a graph, in place, and return the checks; None if nothing is read.
+    """Take what is read out of the outputs of a graph, in place, and return the checks; None if nothing is read.  What
+    the capture took for granted is checked in the graph.
 
     Raises :class:`Uncapturable` where that depends on parameters, random numbers of rows, or buffers that forward
     writes."""
@@ -58,7 +60,13 @@ def take_checks(normal: Normal) -> Checks | None:
     read = every[last - number : last]
     _keep_outputs(normal, [*every[: last - number], *every[last:]])
     normal.updates[last - 1 - number : last - 1] = []
-    return _checks(normal, read, reads)
+    nodes = iter(read)
+    each = [(one, [next(nodes) for _ in range(one.operands)]) for one in reads]
+    keep_checks(normal.graph, [(own[0], bool(one.answer), one.assumed) for one, own in each if one.assumed])
+    before = [(one, own) for one, own in each if not one.assumed]
+    if not before:
+        return None
+    return _checks(normal, [node for _, own in before for node in own], [one for one, _ in before])
 
 
 def _for_all_rows(node: fx.Node, rows: int | None) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from shardwise.capture.assumed import Noting
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
@@ -29,12 +30,12 @@ from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.core.errors import ShardwiseError, of_library
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
-from shardwise.ops.custom_function import OP
+from shardwise.ops.custom_function import OP, WholeCall
 
 READS = "reads tensors that are not among its arguments"
-Forward = Callable[[int, int], None]
-"""It runs a forward with values for so many rows: with the parameters that the model has (0), or with others, by
-number."""
+Forward = Callable[..., None]
+"""``forward(rows, values, *layers)`` runs a forward with values for so many rows: with the parameters that the model
+has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
 MOST = 8  # functions of a model that may run as written
@@ -87,7 +88,7 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-class EagerCall:
+class EagerCall(WholeCall):
     """A call as the target of a node: given the tensors among its arguments, it returns those among its results.
 
     ``__name__`` tells it apart from all others of a capture, for code is shared between units by its text."""
@@ -245,6 +246,22 @@ class EagerCalls:
                 raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
         self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, torch.is_grad_enabled()))
         return result
+
+    @contextmanager
+    def passed_by(self, noting: Noting) -> Iterator[None]:
+        """Let a layer note nothing inside the calls."""
+
+        def call(
+            function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        ) -> Any:  # fmt: skip
+            before, noting.paused = noting.paused, True
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                noting.paused = before
+
+        with redirected(self.functions, call):
+            yield
 
     @contextmanager
     def ops_of(self, functions: list[Any]) -> Iterator[None]:

@@ -41,10 +41,12 @@ class Tried(NamedTuple):
 
 class Way(NamedTuple):
     """How a forward is captured: around calls of these ``functions``, which run as they are written, and with answers
-    to its ``reads`` of tensors by these functions of torch."""
+    to its ``reads`` of tensors by these functions of torch; ``assumes`` says that checks of values that depend on
+    parameters are taken for granted, and made in each step."""
 
     functions: tuple[FunctionType, ...] = ()
     reads: frozenset[Any] = frozenset()
+    assumes: bool = False
 
 
 AS_IT_IS = Way()

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.capture.assumed import BRANCHES, Check
 from shardwise.capture.coins import Coins, Drawing
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.intercept import Intercept, Proceed
+from shardwise.capture.running import here
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
     exporting,
@@ -30,10 +32,7 @@ from shardwise.graph.torch_private import (
     without_torch_functions,
 )
 
-BRANCHES: frozenset[Any] = frozenset({
-    Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
-})  # fmt: skip
-"""The functions of torch that read a truth value."""
+SINGLE = BRANCHES & {Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero}
 
 NUMBERS: frozenset[Any] = frozenset({
     Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__,
@@ -42,11 +41,13 @@ NUMBERS: frozenset[Any] = frozenset({
 
 
 class Read(NamedTuple):
-    """A read: the function, its arguments (``operands`` in place of tensors), and what it gave."""
+    """A read: the function, its arguments (``operands`` in place of tensors), and what it gave; ``assumed`` is where it
+    stands, if the answer is taken for granted."""
 
     function: Any
     arguments: tuple[Any, ...]
     answer: Any
+    assumed: str = ""
 
     @property
     def operands(self) -> int:
@@ -98,14 +99,25 @@ class Answering:
 
 
 class _Asking:
-    """A layer that answers reads of what has a value, and notes them."""
+    """A layer that answers reads of what has a value, and notes them; for what has none it takes the answers of
+    ``checks``, those of all reads of truth values in a forward with values."""
 
-    def __init__(self, known: _Values, functions: frozenset[Any]) -> None:
-        self.known, self.functions = known, functions
+    def __init__(self, known: _Values, functions: frozenset[Any], checks: Sequence[Check]) -> None:
+        self.known, self.functions, self.checks = known, functions, checks
         self.reads: list[Read] = []
+        self.assumed: list[int] = []  # the checks whose answers were taken
+        self._at = -1
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         values = [self.known.of_argument(one) for one in args]
+        self._at += func in BRANCHES
+        if func in SINGLE and func in self.functions and len(args) == 1 and values[0] is None and self.checks:
+            check = self.checks[self._at]
+            if check.place != here():
+                raise UnlikeRead("another read than in a forward with values")
+            self.assumed.append(self._at)
+            self.reads.append(Read(func, (Operand(),), check.answer, check.place))
+            return check.answer
         if func not in self.functions or kwargs or any(one is None for one in values):
             return proceed(func, args, kwargs)
         with without_modes(), without_torch_functions():
@@ -178,16 +190,18 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def asked(
     forward: Callable[[Mapping[str, Tensor]], Any], module: nn.Module, fields: Mapping[str, Tensor],
     functions: frozenset[Any], rows: int, drawing: Drawing | None = None, calls: EagerCalls | None = None,
-) -> list[Read]:  # fmt: skip
+    checks: Sequence[Check] = (),
+) -> tuple[list[Read], list[int]]:  # fmt: skip
     """Return what ``forward`` of ``fields``, with these ``rows``, reads by ``functions``, with the answers; ``drawing``
-    keys the random numbers, if it is a step's, and results of ``calls`` have no values.
+    keys the random numbers, if it is a step's, and results of ``calls`` have no values.  Reads of
+    truth values that have none have the answers of ``checks``; return also which of these were taken.
 
     Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
     mode = fake_mode()
     values = _Values(list(module.parameters()), mode)
     if calls is not None:
         calls.told = values.forget
-    asking, coins = _Asking(values, functions), Coins(drawing, rows, values.of_argument, values.take)
+    asking, coins = _Asking(values, functions, checks), Coins(drawing, rows, values.of_argument, values.take)
     with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins):
         forward(fields)
-    return asking.reads
+    return asking.reads, asking.assumed

@@ -7,32 +7,38 @@ written (:mod:`eager_calls`), also with answers.  What stops one way says which 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 
+from shardwise.capture.assumed import BRANCHES, Check, Noting, raises
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward, NotEager, candidates, note
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
-from shardwise.capture.reads import BRANCHES, NUMBERS, Answering, Read, asked
+from shardwise.capture.reads import NUMBERS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
 from shardwise.capture.wrapped import Watched, rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.core.structure import like
 from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.torch_private import exporting
 
 Made = tuple[Captured, Tried | None]
+
+CHECKS = 64  # that a forward may take for granted
 
 
 class Depends(Uncapturable):
     """What forward computes depends on what it changes in Python."""
 
 
-ANSWERS: tuple[frozenset[Any], ...] = (frozenset(), BRANCHES, BRANCHES | NUMBERS)
+ANSWERS: tuple[tuple[frozenset[Any], bool], ...] = (
+    (frozenset(), False), (BRANCHES, False), (BRANCHES | NUMBERS, False), (BRANCHES, True), (BRANCHES | NUMBERS, True),
+)  # fmt: skip
 
 
 @dataclass
@@ -78,8 +84,8 @@ class Ways:
         """Return a capture with as few answers as it takes, around ``functions``; or None, and what stopped each
         way."""
         stopped = []
-        for reads in ANSWERS:
-            way = Way(functions, reads)
+        for reads, assumes in ANSWERS:
+            way = Way(functions, reads, assumes)
             try:
                 found = self.one(way)
             except (NotEager, Depends):
@@ -127,7 +133,10 @@ class Ways:
         try:
             if calls is not None:
                 calls.see((rows,))
-            reads = asked(asking, asking.module, like(own, self.batch), way.reads, rows, self.drawing, calls)
+            checks = self.checks(calls) if way.assumes else ()
+            fields = like(own, self.batch)
+            reads, assumed = asked(asking, asking.module, fields, way.reads, rows, self.drawing, calls, checks)
+            self.take(checks, assumed, calls)
         except NotEager:
             raise
         except Exception as error:  # the user's code may raise anything where there are no values
@@ -135,6 +144,28 @@ class Ways:
         if not reads:
             raise Uncapturable("forward reads nothing that follows from the batch alone")
         return tuple(reads)
+
+    def checks(self, calls: EagerCalls | None) -> list[Check]:
+        """Return the truth values that a forward of the batch reads outside of ``calls``."""
+        noting = Noting()
+        self.noted(noting, calls)
+        return noting.checks
+
+    def noted(self, noting: Noting, calls: EagerCalls | None) -> None:
+        """Run a forward of the batch with values under ``noting``, in the way in which it is captured."""
+        with exporting(), contextlib.nullcontext() if calls is None else calls.passed_by(noting):
+            self.forward(rows_in(self.batch), 0, noting)
+
+    def take(self, checks: Sequence[Check], assumed: Sequence[int], calls: EagerCalls | None) -> None:
+        """Raise :class:`Uncapturable` where the answer of a check that was ``assumed`` may be another in a step that
+        one device would make."""
+        if len(assumed) > CHECKS:
+            raise Uncapturable(f"forward checks more than {CHECKS} values in Python")
+        for number in assumed:
+            if not checks[number].finite and not raises(lambda noting: self.noted(noting, calls), number):
+                raise Uncapturable(
+                    f"forward goes another way by values that depend on parameters{checks[number].place}"
+                )
 
 
 __all__ = ["Made", "Ways"]

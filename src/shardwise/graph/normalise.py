@@ -20,6 +20,7 @@ from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given
 from shardwise.graph.sizes import concrete, expression
 from shardwise.graph.strides import index_strides
+from shardwise.ops.expected import expected
 
 aten = torch.ops.aten
 
@@ -61,9 +62,9 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def eliminate_dead(graph: fx.Graph) -> None:
-    """Remove nodes that no output needs; every op of a functional graph is pure, random ones included."""
+    """Remove nodes that no output needs; every op of a functional graph is pure, random ones included, but checks."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and node.target is not expected:
             graph.erase_node(node)
 
 

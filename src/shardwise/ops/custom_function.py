@@ -47,6 +47,10 @@ class CustomFunction:
         return same and all(type(a) is type(b) and a == b for a, b in zip(self.leaves, leaves, strict=True))
 
 
+class WholeCall:
+    """A call that may do anything with the tensors that it is given, so that it takes all of each."""
+
+
 RECORDED: ContextVar[Callable[[int, Sequence[Tensor]], Sequence[Tensor]]] = ContextVar("RECORDED")
 """This applies a Function of the running capture, by number, to tensors without values."""
 

@@ -12,11 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from shardwise.capture.eager_calls import EagerCall
 from shardwise.graph.experts import Experts
 from shardwise.ops import norms
 from shardwise.ops.beside import beside
-from shardwise.ops.custom_function import CustomFunction
+from shardwise.ops.custom_function import CustomFunction, WholeCall
+from shardwise.ops.expected import expected
 from shardwise.shard.context import Rule
 from shardwise.shard.rules import (
     attention,
@@ -47,12 +47,14 @@ def find(node: fx.Node) -> Rule | None:
     """Return the rule of an op, or None."""
     if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
+    if node.target is expected:
+        return elementwise.expected
     if node.target is beside:
         return elementwise.beside
     if isinstance(node.target, Experts):
         return experts.layer
-    if isinstance(node.target, EagerCall):
-        return functions.eager_call
+    if isinstance(node.target, WholeCall):
+        return functions.whole_call
     if isinstance(node.target, CustomFunction):
         return functions.custom_function
     rule = RULES.get(op_name(node))

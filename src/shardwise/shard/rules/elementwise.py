@@ -113,6 +113,12 @@ def _broadcast_tensors(context: ShardingContext, node: fx.Node) -> Any:
     return context.labelled(node, aligned(context, operands, sizes), [labels] * len(operands), several=True)
 
 
+def expected(context: ShardingContext, node: fx.Node) -> Any:
+    """Return the form of ``ops/expected.py``: each rank checks what it has."""
+    labels = list(range(rank_of(context, node.args[0])))
+    return context.labelled(node, [(node.args[0], labels)], labels)
+
+
 def beside(context: ShardingContext, node: fx.Node) -> Any:
     """Return the form of ``ops/beside.py``: its first operand stays as it is, and all ranks have the others whole."""
     x, *parameters = node.args

@@ -50,8 +50,8 @@ def custom_function(context: ShardingContext, node: fx.Node) -> OpSharding | Non
     return context.labelled(node, pairs, labels, several=True)
 
 
-def eager_call(context: ShardingContext, node: fx.Node) -> None:
-    """Return None: a call that runs as written may do anything with all that it is given, so it is computed whole."""
+def whole_call(context: ShardingContext, node: fx.Node) -> None:
+    """Return None, for such a call is computed whole."""
 
 
 def _follows(context: ShardingContext, size: Any) -> bool:
@@ -69,4 +69,4 @@ def _computing(device: torch.device) -> torch.device:
         return torch.device("cpu")
 
 
-__all__ = ["custom_function", "eager_call"]
+__all__ = ["custom_function", "whole_call"]
