@@ -43,6 +43,11 @@ def set_loss(boxes: Tensor, wanted: Tensor, counts: Tensor, weights: dict[str, f
     return total / max(number, 1), {"box": total.detach(), "names": ["box"]}
 
 
+def weighed(boxes: Tensor) -> Tensor:
+    """Return a weight for each row, by its largest number."""
+    return boxes * torch.tensor([2.0 if max(row) > 0 else 0.5 for row in boxes[:, 0].tolist()])[:, None, None]
+
+
 class Matcher(nn.Module):
     """A matcher as a module without parameters, made in each forward."""
 
@@ -73,6 +78,10 @@ class Detector(nn.Module):
             near = boxes.gather(1, best[..., None].expand(-1, -1, 2))
             there = torch.arange(TARGETS) < counts[:, None]
             return ((near - wanted).abs().sum(-1) * there).sum() / there.sum().clamp_min(1)
+        if self.form == "weighed":
+            with torch.no_grad():  # so that no gradient goes through the weights
+                weights = weighed(boxes)
+            return (weights * boxes).square().mean()
         if self.form == "by row":
             every = Matcher(2.0)(boxes, list(wanted.unbind()), counts)
             loss = sum(F.l1_loss(b[i], w) for b, i, w in zip(boxes, every, wanted, strict=True))
@@ -102,20 +111,23 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("form", ["matched", "by row", "loss"])
+@pytest.mark.parametrize("form", ["matched", "by row", "weighed", "loss"])
 def test_the_step_of_one_device(form: str, plan: str) -> None:
     torch.manual_seed(0)
     report = verify(Detector(form).double(), [batch(7, 1), batch(7, 2)], PLANS[plan])
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
-@pytest.mark.parametrize(("form", "name"), [("matched", "matched"), ("by row", "matched"), ("loss", "set_loss")])
+@pytest.mark.parametrize(
+    ("form", "name"), [("matched", "matched"), ("by row", "matched"), ("weighed", "weighed"), ("loss", "set_loss")]
+)
 def test_all_around_the_call_is_captured(form: str, name: str) -> None:
     torch.manual_seed(0)
     given = {name: one.float() if one.is_floating_point() else one for name, one in batch(7, 1).items()}
     found = Compiled(Detector(form), PLANS["tp"], given).general
     assert found.opaque is None
     assert any(note.startswith(name) and "runs as it is written" in note for note in found.notes)
+    assert any(where.endswith(f"({name}, which runs as written)") for where in found.meets)
     assert sum(len(p.axes) > 0 for b in found.buckets for p in b.parameters) >= 4
 
 
