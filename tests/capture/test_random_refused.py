@@ -18,7 +18,7 @@ def _as_many_as_rows(h: Tensor) -> Tensor:
 
 
 def _more_with_more_rows(h: Tensor) -> Tensor:
-    if h.isfinite().all():  # a branch that depends on values: the model is not captured
+    if h.sum() > -1e9:  # a branch that depends on values: the model is not captured
         for _ in range(len(h)):
             h = h + torch.rand_like(h)
     return h

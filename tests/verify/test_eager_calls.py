@@ -118,9 +118,10 @@ def test_the_step_of_one_device(form: str, plan: str) -> None:
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [("matched", "matched"), ("by row", "matched"), ("weighed", "weighed"), ("loss", "set_loss")]
-)
+CALLED = [("matched", "matched"), ("by row", "matched"), ("weighed", "weighed"), ("loss", "set_loss")]
+
+
+@pytest.mark.parametrize(("form", "name"), CALLED)
 def test_all_around_the_call_is_captured(form: str, name: str) -> None:
     torch.manual_seed(0)
     given = {name: one.float() if one.is_floating_point() else one for name, one in batch(7, 1).items()}
