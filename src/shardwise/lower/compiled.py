@@ -498,7 +498,9 @@ class Compiled:
         first = self.stages_of(traces[0]).sent
         for one in dict.fromkeys(traces[1:]):
             if one is not traces[0] and self.stages_of(one).sent != first:
-                wrong = f"some have {traces[0].rows} rows and some {one.rows}, and these pass other tensors between stages"
+                wrong = (
+                    f"some have {traces[0].rows} rows and some {one.rows}, and these pass other tensors between stages"
+                )
                 raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
 
     def programs(
