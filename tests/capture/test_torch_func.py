@@ -1,8 +1,10 @@
-"""torch.vmap and torch.func in a forward: such a model trains as one unit, to the numbers of plain torch."""
+"""torch.vmap and torch.func in a forward: such a model trains to the numbers of plain torch, and as one unit where it
+does more than map ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,27 @@ def _in_place(row: Tensor, weight: Tensor) -> Tensor:
     return row.add_(1) @ weight
 
 
+class _Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
 BODIES: dict[str, Body] = {
     "vmap": lambda h, w: torch.vmap(lambda row: (w @ row).softmax(0))(h),
     "vmap that writes": lambda h, w: torch.vmap(lambda row: _in_place(row, w))(h),
     "grad": lambda h, w: h + torch.func.vmap(torch.func.grad(lambda row: (w @ row).tanh().sum()))(h),
+    "function": lambda h, w: torch.vmap(lambda row: _Doubled.apply(row) @ w)(h),
     "dropout that does nothing": lambda h, w: torch.vmap(lambda row: torch.dropout(row, 0.5, False) @ w)(h),
 }
 
@@ -57,9 +76,10 @@ def test_it_trains(name: str) -> None:
         assert max(found.values()) <= TOLERANCE, (dp, microbatches, found)
 
 
-def test_a_note_says_where_it_is() -> None:
-    note = Subject(Model(BODIES["vmap"]), batch()).trace.notes[0]
-    assert "torch.func" in note and f"{__file__}:" in note
+@pytest.mark.parametrize("name", ["grad", "function"])
+def test_a_note_says_where_it_is(name: str) -> None:
+    note = Subject(Model(BODIES[name]), batch()).trace.notes[0]
+    assert "not captured" in note and f"{__file__}:" in note
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -321,3 +321,23 @@ def test_draws_of_which_two_dims_are_rows(dropout: bool) -> None:
     batch = {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))}
     report = verify(Square(dropout), [batch] * 2, data_parallel(Plan.of(), 2))
     assert report.passed, report.worst[:3]
+
+
+class IdleDropout(nn.Module):
+    """Dropout in place with p = 0, of chances that softmax keeps for its backward: torch returns them as they are."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.drop, self.down = nn.Linear(4, 6), kind(0.0, inplace=True), nn.Linear(6, 4)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.up(x).softmax(-1)
+        return self.down(self.drop(chances[..., None]).squeeze(-1)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_idle_dropout_in_place(kind: type[nn.Module]) -> None:
+    batch = {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))}
+    report = verify(IdleDropout(kind), [batch] * 2, data_parallel(Plan.of(), 2))
+    assert report.passed, report.worst[:3]

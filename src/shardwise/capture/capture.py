@@ -39,6 +39,7 @@ from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.torch_private import Assumed, assumed, exports_modules_unhooked, import_export
+from shardwise.graph.vmaps import without_vmaps
 from shardwise.initial.copies import copied
 
 UNSEEN = "something that no look into its attributes shows (an iterator, a clock, a state elsewhere)"
@@ -244,6 +245,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         raise Uncapturable(
             "it computes with a tensor without memory, which its constructor made and no attribute holds"
         )
+    without_vmaps(program.graph_module)
     places = program.graph_module.graph.find_nodes(op="placeholder")
     if others := [node for node in places if not isinstance(node.meta.get("val"), Tensor)]:
         raise Uncapturable(

@@ -25,6 +25,7 @@ from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.dtypes import LOW, NARROW, cast_floats
 from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
+from shardwise.nn.grouped import grouped_mm
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -138,8 +139,23 @@ class CastOperands:
         return proceed(func, args, kwargs)
 
 
+class WideGroups:
+    """This layer multiplies groups of rows of doubles by our own op, since torch's takes no doubles.
+
+    Other kinds of grouped products are none of layers of experts, and are left to torch."""
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+            floats = [a for a in tensors_in((args, kwargs)) if a.is_floating_point()]
+            if any(a.dtype is torch.float64 for a in floats) and [a.dim() for a in floats] == [2, 3]:
+                rows, matrices = floats
+                return grouped_mm(rows.double(), matrices.double(), offsets)
+        return proceed(func, args, kwargs)
+
+
 def precision_layers(precision: str) -> list[Any]:
     """Return the layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
     if precision in LOW_PRECISIONS:
         return [CastOperands(COMPUTE_DTYPE[precision])]
-    return [Promote()] if precision == "fp64" else []
+    return [WideGroups(), Promote()] if precision == "fp64" else []

@@ -185,6 +185,8 @@ class KeyedRandom:
         if not train:
             return NotImplemented
         keep = self._keep(name, p, shape, x.device)
+        if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
+            return x
         noise = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=x.dtype)
         return x.mul_(noise) if name.endswith("_") else x * noise
 

@@ -13,17 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
     "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
     "assumed", "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name", "schema", "step_hooks",
-    "storage_key", "version", "without_modes", "without_torch_functions",
+    "storage_key", "traced_below", "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
+
+# What export records where torch.vmap begins and ends, and before: that is nothing but an import.
+VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+VMAP_LOADS = predispatch.lazy_load_decompositions
 
 
 def schema(op: Any) -> Any:
@@ -59,6 +65,16 @@ def memory_uses(x: Tensor) -> int:
     """Return how many tensors have the memory of ``x``, which is one of them."""
     own = x.untyped_storage()
     return int(torch._C._storage_Use_Count(own._cdata)) - 1  # without ``own``
+
+
+def traced_below(function: Callable[..., Any], given: Sequence[Any]) -> Any:
+    """Return the graph of the ops that ``function`` runs below autograd and transforms such as vmap, from tensors of
+    one :func:`fake_mode` and sizes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = next((one.fake_mode for one in given if hasattr(one, "fake_mode")), None)
+    with mode or nullcontext():
+        return make_fx(function)(*given).graph
 
 
 def inside_vmap() -> bool:

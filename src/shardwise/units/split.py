@@ -134,11 +134,11 @@ def _reaching(ends: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def block_of(path: str) -> str:
+def block_of(path: str, numbered: Callable[[str], bool] = str.isdigit) -> str:
     """Return the outermost numbered module on a path: ``model.layers.3`` for ``model.layers.3.mlp``; "" for none."""
     parts = path.split(".")
     for i, part in enumerate(parts):
-        if part.partition("@")[0].isdigit():
+        if numbered(part.partition("@")[0]):
             return ".".join(parts[: i + 1])
     return ""
 
@@ -189,15 +189,14 @@ def _assign(
     phase, own = phases(graph, exchanges), frozenset(exchanges)
     free = {n for n in _free(graph, sharded) if not phase[n]}
     calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
-    owned = _blocks_with_parameters(graph)
+    block = _in_blocks(calls, sharded.normal.captured)
     blocks: dict[str, int] = {}
     for node in calls:
-        key = block_of(node.meta.get("path", ""))
-        if node not in free and key in owned and key not in blocks:
-            blocks[key] = len(blocks) + 1
+        if node not in free and node in block:
+            blocks.setdefault(block[node], len(blocks) + 1)
     last = len(blocks)
     unit: dict[fx.Node, int] = {}
-    early = _early((n for n in calls if not phase[n]), free, blocks, sharded.normal.captured)
+    early = _early((n for n in calls if not phase[n]), free, block, sharded.normal.captured)
     for node in calls:
         if node in free or node in early or node in results:
             continue
@@ -205,9 +204,8 @@ def _assign(
             unit[node] = unit[node.args[0]]
             continue
         below = max((unit[i] for i in _sources(node) if i in unit), default=0)
-        key = block_of(node.meta.get("path", ""))
-        if key in blocks:
-            unit[node] = max(below, blocks[key])
+        if node in block:
+            unit[node] = max(below, blocks[block[node]])
         else:
             unit[node] = below + 1 if last and below == last else below
     names = ["head" if last else "model", *blocks, *(["tail"] if last else [])]
@@ -236,7 +234,7 @@ def _source(node: fx.Node) -> Any:
 
 
 def _early(
-    calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured
+    calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[fx.Node], captured: Captured
 ) -> dict[fx.Node, bool]:
     """Return the calls outside the blocks that depend on parameters, buffers and fields alone, and whether on fields.
 
@@ -250,21 +248,26 @@ def _early(
         sources = [i for i in _sources(node) if i.name != "env"]
         if any(i in batch or i.name in captured.fields for i in sources):
             batch.add(node)
-        inside = block_of(node.meta.get("path", "")) in blocks
-        if node not in free and not inside and all(i in found or i in free or i.name in known for i in sources):
+        if node not in free and node not in blocks and all(i in found or i in free or i.name in known for i in sources):
             found[node] = node in batch
     return found
 
 
-def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
-    """Return the paths of blocks that use a parameter; other blocks (a lone activation) belong to the unit before."""
-    found = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and any(
-            i.op == "placeholder" and i.meta.get("grad") for i in node.all_input_nodes
-        ):
-            found.add(block_of(node.meta.get("path", "")))
-    return found - {""}
+def _in_blocks(calls: Sequence[fx.Node], captured: Captured) -> dict[fx.Node, str]:
+    """Return the path of the block of each call that is in one. A block uses a parameter, which may be frozen; other
+    modules (a lone activation) belong to the unit before.
+
+    Blocks are numbered modules. A model without any is cut at modules whose names end in a number (``conv2_1``)."""
+    for numbered in (str.isdigit, _ends_in_number):
+        paths = {n: path for n in calls if (path := block_of(n.meta.get("path", ""), numbered))}
+        owned = {paths[n] for n in paths if any(i.name in captured.parameters for i in n.all_input_nodes)}
+        if owned:
+            return {n: path for n, path in paths.items() if path in owned}
+    return {}
+
+
+def _ends_in_number(name: str) -> bool:
+    return name[-1:].isdigit()
 
 
 def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.capture.intercept import Proceed
-from shardwise.graph.torch_private import version
+from shardwise.graph.torch_private import inside_vmap, version
 
 _SAME = frozenset(
     (
@@ -59,7 +59,7 @@ class MeanCrossEntropy:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         result = proceed(func, args, kwargs)
         signature = self._signatures.get(func)
-        if signature is not None:
+        if signature is not None and not inside_vmap():  # a mapped one is the loss of a row, not of the batch
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             if bound.arguments["reduction"] == "mean":
