@@ -4,6 +4,7 @@ inputs."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS, Draws
-from sweeping.shrink import FIRST_ID, IMAGE
+from sweeping.shrink import FIRST_ID, IMAGE, PATCH
 
 HEADS: tuple[tuple[str, str], ...] = (
     ("causal", "MODEL_FOR_CAUSAL_LM"),
@@ -46,7 +47,8 @@ HEADS: tuple[tuple[str, str], ...] = (
     ("base", "MODEL"),
 )
 """Names of heads in the sweep, with the registry of transformers' auto classes that lists their models."""
-CHOICES, FRAMES, BOXES = 2, 4, 2
+CHOICES, FRAMES, BOXES, GRID = 2, 4, 2, 4
+GRIDS = ("grid_thw", "image_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,34 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
+def _patches(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    """Return patches, of an image of the same grid in each row, for models that take those of all images one after the
+    other (``Packed``)."""
+    channels, patch = shape.number(3, "num_channels", "in_channels"), shape.number(PATCH, "patch_size")
+    frames = shape.number(1, "temporal_patch_size", "patch_temporal")
+    size = {
+        "flat": (channels * frames * patch**2,),
+        "image": (channels, patch, patch),
+        "merged": (2 * patch, 2 * patch, channels),
+    }[shape.own.get("patches", "flat")]
+    fields = {name: draws.numbers(GRID * GRID, *size)}
+    grid = next(n for n in GRIDS if n in shape.names)
+    fields[grid] = torch.tensor([1, GRID, GRID]).repeat(draws.rows, 1)
+    if "merge_sizes" in shape.names:
+        fields["merge_sizes"] = torch.ones(draws.rows, dtype=torch.long)
+    return fields
+
+
+def packed(shape: Shape) -> str | None:
+    """Return the name of the input whose rows a model wants one after the other; None if it has none such."""
+    if "input_ids" in shape.names or not any(n in shape.names for n in GRIDS):
+        return None
+    return next((n for n in ("hidden_states", "pixel_values") if n in shape.names), None)
+
+
 def _image(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    if packed(shape):
+        return _patches(shape, draws, name)
     height, width = _pair(shape.number(IMAGE, "sweep_image", "image_size", "img_size"))
     channels = shape.number(3, "num_channels", "in_channels", "in_chans")
     size = (channels if isinstance(channels, int) else 3, height, width)
@@ -184,6 +213,10 @@ def _series(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
     return {name: draws.numbers(length, shape.number(1, "num_input_channels"))}
 
 
+def _states(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    return _patches(shape, draws, name) if packed(shape) else {}
+
+
 INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Tensor]]], ...] = (
     (("input_features",), _spectrum),
     (("input_values",), _wave),
@@ -191,6 +224,7 @@ INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Ten
     (("pixel_values",), _image),
     (("pixel_values_videos",), _video),
     (("past_values",), _series),
+    (("hidden_states",), _states),
 )
 """Names of inputs, and what makes them; a head of ``MIXED`` takes all, another the first that forward has."""
 
@@ -265,6 +299,18 @@ class WithLossOf(nn.Module):
         return self.model(**fields, return_loss=True).loss
 
 
+class Packed(nn.Module):
+    """A model that takes the rows of one input, ``name``, one after the other: all patches of all images."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, **fields: Tensor) -> Any:
+        """Return what the model gives."""
+        return self.model(**{**fields, self.name: fields[self.name].flatten(0, 1)})
+
+
 class Detector(nn.Module):
     """A detector whose targets, a dict for each image, are two tensors here: classes and boxes."""
 
@@ -295,4 +341,16 @@ class Regression:
 
     def __call__(self, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss."""
-        return (Regression.output(output) - fields["wanted"]).square().mean()
+        found = Regression.output(output)
+        return (found.reshape(fields["wanted"].shape) - fields["wanted"]).square().mean()
+
+    @staticmethod
+    def wanted(output: Any, rows: int) -> tuple[int, ...]:
+        """Return the shape of what is wanted for one of ``rows``, which the output may have one after the other."""
+        shape = tuple(Regression.output(output).shape)
+        if shape[0] == rows:
+            return shape[1:]
+        flat = math.prod(shape[:-1])
+        if flat % rows:
+            raise ValueError(f"there is no loss, and an output of shape {shape} for {rows} rows")
+        return flat // rows, shape[-1]

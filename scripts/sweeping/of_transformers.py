@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches
-from sweeping.heads import HEADS, MIXED, Detector, Regression, Shape, WithLossOf, batch, configs
+from sweeping.heads import GRIDS, HEADS, MIXED, Detector, Packed, Regression, Shape, WithLossOf, batch, configs, packed
 from sweeping.overrides import DEFAULT, OVERRIDES
 from sweeping.shrink import LARGE, completed, shrunk
 from sweeping.torchvision_ops import ready
@@ -84,6 +84,9 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
         yield "causal", {"only": ("input_ids",)}
     if head in ("seq2seq", "speech"):
         yield "causal", {}
+    if any(n in names for n in GRIDS):
+        yield head, {"patches": "image"}
+        yield head, {"patches": "merged"}
 
 
 def built(kind: str, name: str, own: Mapping[str, Any], labels: int) -> tuple[nn.Module, Any]:
@@ -132,6 +135,8 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         module = own["wrap"](module)
     elif head in ("contrastive", "base") and "return_loss" in shape.names:
         module = WithLossOf(module)
+    elif name := packed(shape):
+        module = Packed(module, name)
     elif head == "detection":
         module = Detector(module)
     output = (copy.deepcopy(module) if "leaves" in own else module)(**several[0])
@@ -144,10 +149,8 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
     )
     if found is None or found.dim():
         loss = Regression()
-        wanted = Regression.output(output)
+        wanted = Regression.wanted(output, ROWS[0])
         for step, (rows, one) in enumerate(zip(ROWS, several, strict=True)):
-            if wanted.shape[0] != ROWS[0]:
-                raise ValueError(f"there is no loss, and an output of shape {tuple(wanted.shape)} for {ROWS[0]} rows")
-            one["wanted"] = Draws(91 + step, rows).numbers(*wanted.shape[1:])
+            one["wanted"] = Draws(91 + step, rows).numbers(*wanted)
     # Each row has as many boxes as all others, so that the loss is a mean over rows; a trial also ignores some.
     return Case(module, several, loss, "rows" if head == "detection" else None)

@@ -112,6 +112,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
     "esmc": {"config": {"vocab_size": WORDS}},
+    "exaone4_5_vision": {"config": {"window_size": 32}},
     "falcon_h1": {"config": MAMBA},
     "focalnet/masked-image": {"config": {"encoder_stride": 32}, "sweep_patches": 64},
     "git": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(3, IMAGE, IMAGE)}},
@@ -157,6 +158,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pe_audio_encoder": MONO,
     "pocket_tts_audio_tokenizer": MONO,
     "pocket_tts_audio_tokenizer_encoder": MONO,
+    "qwen2_5_vl_vision": {"config": {"window_size": 32}},
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients

@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     (r"feat_extract_layers", same),
     (r"shared_layers$", 0),
     (r"rotary_dim", 4),
+    (r"pos_emb_(height|width)", 8),
     (r"mamba.*heads", 2 * HEADS),
     (r"^d_head$|mamba_d_head|head_dim|head_size|d_kv|attention_head_hidden", HEAD),
     (r"(key_value|kv)_heads|n_kv|num_key_value_groups$", lambda v: v if v <= 1 else HEADS if v < 8 else 2),
