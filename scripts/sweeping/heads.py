@@ -351,6 +351,6 @@ class Regression:
         if shape[0] == rows:
             return shape[1:]
         flat = math.prod(shape[:-1])
-        if flat % rows:
+        if flat % rows or len(shape) < 2 or shape[1] == rows:
             raise ValueError(f"there is no loss, and an output of shape {shape} for {rows} rows")
         return flat // rows, shape[-1]

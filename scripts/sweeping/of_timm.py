@@ -101,7 +101,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families that cannot be narrowed: what of the module makes a model, with its arguments."""
 SHALLOW = {"depth": 2, "embed_dim": 32, "num_heads": 4}
-LARGEST = 15_000_000
+LARGEST = 30_000_000
 FACTOR = 8
 
 

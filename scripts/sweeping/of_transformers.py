@@ -18,7 +18,7 @@ from sweeping.overrides import DEFAULT, OVERRIDES
 from sweeping.shrink import LARGE, completed, shrunk
 from sweeping.torchvision_ops import ready
 
-LARGEST = 8_000_000  # parameters of a model that counts as tiny
+LARGEST = 30_000_000  # parameters of a model that counts as tiny
 COUNTS = re.compile(r"tokens:? *=? *(\d+).*?(?:features|embeddings):? *=? *(\d+)", re.DOTALL)
 
 
@@ -69,7 +69,7 @@ def make(kind: str, head: str, name: str) -> Case:
 
 def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return what is tried in turn as inputs of a model, as a head and numbers of its own: all that it takes, images
-    without tokens in their place, spectra with their frames last, text alone, and targets as long as the input."""
+    without tokens in their place, spectra with their frames last, text alone, targets as long as the input, and the regression of what has no loss."""
     names = inspect.signature(module.forward).parameters
     if "images" in own or "only" in own:
         yield head, {}
@@ -87,6 +87,7 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
     if any(n in names for n in GRIDS):
         yield head, {"patches": "image"}
         yield head, {"patches": "merged"}
+    yield "base", {}  # what has no loss of its own
 
 
 def built(kind: str, name: str, own: Mapping[str, Any], labels: int) -> tuple[nn.Module, Any]:

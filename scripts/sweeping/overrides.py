@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sweeping.case import LENGTH, SAMPLES, WORDS
-from sweeping.shrink import HEAD, IMAGE, PATCH, WIDTH
+from sweeping.shrink import HEAD, IMAGE, PARTS, PATCH, WIDTH
 
 
 class _Default:
@@ -38,13 +38,6 @@ INDEXER = {
     "indexer_compress_ratio": 2,
 }
 FOUR = {"config": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]}}
-HGNET = {
-    "stem_channels": [3, 16, 16],
-    "stage_in_channels": [16, 16, 32, 32],
-    "stage_mid_channels": [16, 16, 16, 16],
-    "stage_out_channels": [16, 32, 32, 64],
-    "hidden_sizes": [16, 32, 32, 64],
-}
 DOUBLE = {"attention_hidden_size": 64, "attention_head_dim": 16}
 PATCHES = {
     "fields": {
@@ -121,7 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
-    "hgnet_v2": {"config": HGNET},
+    "hgnet_v2": {"config": PARTS["hgnet_v2"]},
     "informer": SERIES,
     "jamba": {
         "config": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2}

@@ -64,6 +64,27 @@ RULES: tuple[Rule, ...] = (
 )
 """Patterns of names, the first of which that is found says what becomes of an integer: at most a number, or what a
 function makes of it."""
+PARTS: dict[str, dict[str, Any]] = {
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 16, 32, 32],
+        "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [16, 32, 32, 64],
+        "hidden_sizes": [16, 32, 32, 64],
+    },
+    "pp_lcnet_v3": {"scale": 0.25},
+    "pp_lcnet_v4": {
+        "stem_channels": [3, 16, 16],
+        "stage_out_channels": [16, 16, 32, 32],
+        "block_configs": [
+            [[3, 16, 16, 1, True]],
+            [[3, 16, 16, 1, False]],
+            [[3, 16, 32, [2, 1], False]],
+            [[3, 32, 32, [2, 1], False]],
+        ],
+    },
+}
+"""Arguments of sub-configs whose numbers depend on each other, by their model type."""
 IDS = re.compile(r"(token|eos|bos|pad|sep|cls|mask|unk)_?(id|index|ids)$|_token$|_id$")
 KINDS = ("layer_types", "layers_block_type", "block_types")  # lists that name the kind of each layer
 
@@ -82,7 +103,8 @@ def _shrunk(config: Any, used: dict[int, int]) -> dict[str, Any]:
     layers = _layers(values)
     for name, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_own(value), **_shrunk(value, used), "model_type": value.model_type}
+            small = {**_own(value), **_shrunk(value, used), "model_type": value.model_type}
+            found[name] = {**small, **_outputs(value, small), **PARTS.get(value.model_type, {})}
         elif IDS.search(name):
             if (small := _ids(value, used)) != value:
                 found[name] = small
@@ -113,8 +135,23 @@ def _own(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(config).items()
-        if isinstance(value, int | float) and not name.startswith("_") and value != plain.get(name, value)
+        if isinstance(value, KEPT) and not name.startswith("_") and value != plain.get(name, value)
     }
+
+
+KEPT = (int, float, str, list, tuple)
+
+
+def _outputs(config: Any, small: dict[str, Any]) -> dict[str, Any]:
+    """Return the stages that a backbone gives, as many as before it shrinks: layers are stages where it has no
+    others."""
+    wanted = getattr(config, "_out_features", None)
+    if not wanted or list(wanted) == getattr(type(config)(), "_out_features", None):
+        return {}
+    if "num_hidden_layers" not in small or any(hasattr(config, name) for name in ("depths", "block_configs")):
+        return {"out_features": list(wanted)}
+    count = max(LAYERS, len(wanted))
+    return {"num_hidden_layers": count, "out_features": [f"stage{i + 1}" for i in range(count)][-len(wanted) :]}
 
 
 def _layers(values: Mapping[str, Any]) -> int:
@@ -185,8 +222,10 @@ def _integers(name: str, values: list[int]) -> list[int]:
         r"out|select|feature_lay", name
     ):
         return [min(v, 1) for v in values]
+    if len(set(values)) == 1:
+        return [_integer(name, v) for v in values]
     if re.search(r"hidden_size|embed_dim|widths|channels|dims?$|sizes$|conv_dim|planes", name) and max(values) > WIDTH:
-        least = min(v for v in values if v > 0)
+        least = min(v for v in values if v > 4)
         return [v if v <= 4 else max(round(v * 16 / least / 16), 1) * 16 for v in values]
     if re.search(r"heads", name):
         least = min(v for v in values if v > 0)
@@ -204,6 +243,9 @@ def completed(config: Any) -> Any:
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and MROPE.search(config.model_type) and "mrope_section" not in rope:
         config.rope_parameters = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    backbone = getattr(config, "backbone_config", None)
+    if hasattr(config, "encoder_in_channels") and hasattr(backbone, "hidden_sizes"):
+        config.encoder_in_channels = [backbone.hidden_sizes[i - 1] for i in backbone.out_indices]
     for value in vars(config).values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             completed(value)
