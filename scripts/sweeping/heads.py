@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS, Draws
-from sweeping.shrink import FIRST_ID, IMAGE, PATCH
+from sweeping.shrink import FIRST_ID, IMAGE, PATCH, WIDTH
 
 HEADS: tuple[tuple[str, str], ...] = (
     ("causal", "MODEL_FOR_CAUSAL_LM"),
@@ -59,11 +59,14 @@ class Shape:
     head: str
     names: tuple[str, ...]  # of the inputs of forward
     own: Mapping[str, Any] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()  # the names that have no default
 
     @staticmethod
     def of(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) -> Shape:
         """Return the shape of inputs of a module."""
-        return Shape(config, head, tuple(inspect.signature(module.forward).parameters), own)
+        taken = inspect.signature(module.forward).parameters
+        needed = tuple(name for name, one in taken.items() if one.default is one.empty)
+        return Shape(config, head, tuple(taken), own, needed)
 
     def number(self, default: Any, *names: str) -> Any:
         """Return the first of the numbers ``names`` that the family, its config or a sub-config has."""
@@ -94,6 +97,7 @@ def batch(shape: Shape, draws: Draws) -> dict[str, Tensor]:
             if shape.head not in MIXED:
                 break
     fields |= targets(shape, draws, fields)
+    fields |= {name: NEEDED[name](shape, draws) for name in shape.needed if name in NEEDED and name not in fields}
     for name, make_own in shape.own.get("fields", {}).items():
         made = make_own(shape, draws, fields)
         if made is None:
@@ -227,6 +231,40 @@ INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Ten
     (("hidden_states",), _states),
 )
 """Names of inputs, and what makes them; a head of ``MIXED`` takes all, another the first that forward has."""
+
+
+def _embedded(shape: Shape, draws: Draws) -> Tensor:
+    return draws.numbers(LENGTH, shape.number(WIDTH, "hidden_size"))
+
+
+def _ids(shape: Shape, draws: Draws) -> Tensor:
+    return draws.integers(FIRST_ID, WORDS - 40, LENGTH)
+
+
+NEEDED: dict[str, Callable[[Shape, Draws], Tensor]] = {
+    "audio_mel": lambda shape, draws: draws.numbers(64, shape.number(16, "input_feat_size")),
+    "audio_mel_mask": lambda shape, draws: torch.zeros(draws.rows, 64, dtype=torch.bool),
+    "context_hidden_states": _embedded,
+    "decoder_input_ids": _ids,
+    "input_features_mask": lambda shape, draws: torch.ones(draws.rows, 64, dtype=torch.long),
+    "inputs_embeds": _embedded,
+    "latents": _embedded,
+    "noise_embeds": _embedded,
+    "pixel_position_ids": lambda shape, draws: _grid(draws.rows),
+    "pixel_values_videos": lambda shape, draws: draws.numbers(FRAMES, 3, IMAGE, IMAGE),
+    "prompt_masks": lambda shape, draws: draws.numbers(3, IMAGE, IMAGE),
+    "prompt_pixel_values": lambda shape, draws: draws.numbers(3, IMAGE, IMAGE),
+    "qformer_input_ids": _ids,
+    "query_embeds": _embedded,
+    "state": lambda shape, draws: draws.numbers(shape.number(WIDTH, "max_state_dim")),
+    "task_inputs": _ids,
+}
+"""What makes inputs that a forward cannot do without, if nothing else has."""
+
+
+def _grid(rows: int) -> Tensor:
+    """Return the place, x and y, of each patch of an image, of shape (rows, patches, 2)."""
+    return torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1).repeat(rows, 1, 1)
 
 
 def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sweeping.case import LENGTH, SAMPLES, WORDS
-from sweeping.shrink import HEAD, IMAGE, PARTS, PATCH, WIDTH
+from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS
+from sweeping.shrink import FIRST_ID, HEAD, IMAGE, PARTS, PATCH, WIDTH
 
 
 class _Default:
@@ -72,6 +72,30 @@ SERIES = {
     },
 }
 
+LINES = {"sweep_image": 96}
+CROSSED = {
+    "config": {
+        "intraclass_block_config": {
+            "reduce_channel": [1, 1, 0],
+            **{
+                f"{way}{size}ratio": [(height, width), (1, 1), (height // 2, width // 2)]
+                for way, tall, wide in (
+                    ("vertical_long_to_small_conv_", True, False),
+                    ("horizontal_small_to_long_conv_", False, True),
+                    ("symmetric_conv_long_", True, True),
+                )
+                for size, length in (("long", 7), ("mid", 5), ("short", 3))
+                for height, width in ((length if tall else 1, length if wide else 1),)
+            },
+            "return_channel": [1, 1, 0],
+        },
+        "scale_factor_list": [1, 2, 4, 8],
+        "kernel_list": [3, 2, 2],
+    }
+}
+
+DECODED = {"fields": {"decoder_input_ids": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, LENGTH)}}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "albert/pretraining": {"labels": 2},
     "audio-spectrogram-transformer": {
@@ -84,6 +108,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"config": {**MAMBA, "attn_layer_indices": [1]}},
     "beit/segmentation": FOUR,
     "bros": {**BOXES, "config": {"hidden_size": 128}},
+    "chameleon": {"config": {"vocabulary_map": {"<image>": 90, **{f"IMGIMG{chr(65 + i)}Z": 91 + i for i in range(8)}}}},
+    "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
     "conditional_detr": LAST,
     "cvt": {"config": {"depth": [1, 2, 3], "embed_dim": [16, 32, 32], "num_heads": [1, 2, 4]}},
     "dab-detr": LAST,
@@ -91,6 +117,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "data2vec-vision/segmentation": FOUR,
     "deepseek_v2": {"config": {"num_experts_per_tok": 2}},
     "deformable_detr": THREE,
+    "depth_pro": {"config": {"patch_size": 32, "intermediate_hook_ids": [1, 0]}, "sweep_image": 128},
     "detr": LAST,
     "detr/universal": {
         "config": {
@@ -108,9 +135,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": {"config": {"window_size": 32}},
     "falcon_h1": {"config": MAMBA},
     "focalnet/masked-image": {"config": {"encoder_stride": 32}, "sweep_patches": 64},
+    "gemma3n": {"config": {"vision_config": {"architecture": "test_vit"}}},
+    "gemma3n_vision": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
     "git": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(3, IMAGE, IMAGE)}},
     "glm5_next": {"config": {"text_config": {"index_kpool": 2}}},
     "glm5_next_text": {"config": {"index_kpool": 2}},
+    "granite4_vision": {"config": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]}},
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
@@ -127,6 +157,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lilt": {"config": {"hidden_size": 48}},
     "longformer/choice": SEPARATED,
     "longformer/question": SEPARATED,
+    "lw_detr": {"config": {"projector_scale_factors": [1.0]}},
     "lxmert": {
         "fields": {
             "visual_feats": lambda shape, draws, fields: draws.numbers(4, shape.number(WIDTH, "visual_feat_dim")),
@@ -144,21 +175,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"sweep_image": 64},
     "moonshine": {"config": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}},
     "nemotron": {"config": {"num_key_value_heads": 2}},
+    "nemotron_asr_streaming": DECODED,
     "neomme": {"config": {"head_dim": 16}},
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
+    "parakeet_rnnt": DECODED,
+    "parakeet_tdt": DECODED,
     "pe_audio": MONO,
     "pe_audio_encoder": MONO,
     "pocket_tts_audio_tokenizer": MONO,
     "pocket_tts_audio_tokenizer_encoder": MONO,
+    "pp_doclayout_v2": {"config": {"class_thresholds": [0.5] * LABELS, "class_order": list(range(LABELS))}},
+    "pp_ocrv5_mobile_rec": LINES,
+    "pp_ocrv5_server_det": CROSSED,
+    "pp_ocrv5_server_rec": LINES,
+    "pp_ocrv6_medium_det": CROSSED,
+    "pp_ocrv6_medium_rec": LINES,
+    "pp_ocrv6_small_rec": LINES,
+    "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_vl_vision": {"config": {"window_size": 32}},
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients
     "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
     "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
+    "sapiens2/segmentation": {
+        "config": {"head_config": {"upsample_out_channels": [16, 16], "conv_out_channels": [16]}}
+    },
     "siglip2": PATCHES,
     "siglip2_vision_model": PATCHES,
+    "step3p7": {"config": {"text_config": {"sliding_window": 6}}},
     "swin": WINDOWS,
     "swin/masked-image": MASKED_WINDOWS,
     "swinv2": WINDOWS,
@@ -166,6 +212,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "table-transformer": LAST,
     "textnet": {"config": {"stem_out_channels": 16}},
     "time_series_transformer": SERIES,
+    "timm_wrapper": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
     "udop": {**BOXES, "only": ("input_ids",)},
     "videomae/pretraining": {
         "fields": {

@@ -10,6 +10,7 @@ from sweeping.case import WORDS
 
 WIDTH, HEADS, HEAD, INNER, LAYERS, POSITIONS, IMAGE, PATCH = 32, 4, 8, 64, 2, 20, 32, 8
 FIRST_ID, LAST_ID = 3, WORDS - 1  # special tokens that are not in the small vocabulary are numbered from its end
+IMAGE_ID = WORDS - 40  # the first that no text of a batch has
 LARGE = 64  # no other integer stays above this
 
 Rule = tuple[str, int | Callable[[int], int]]
@@ -72,17 +73,16 @@ PARTS: dict[str, dict[str, Any]] = {
         "stage_out_channels": [16, 32, 32, 64],
         "hidden_sizes": [16, 32, 32, 64],
     },
+    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0, 2]},
     "pp_lcnet_v3": {"scale": 0.25},
     "pp_lcnet_v4": {
         "stem_channels": [3, 16, 16],
-        "stage_out_channels": [16, 16, 32, 32],
+        "stage_out_channels": [16, 16, 16, 16],
         "block_configs": [
-            [[3, 16, 16, 1, True]],
-            [[3, 16, 16, 1, False]],
-            [[3, 16, 32, [2, 1], False]],
-            [[3, 32, 32, [2, 1], False]],
+            [[3, 16, 16, stride, use]] for stride, use in ((1, True), (1, False), ([2, 1], False), ([2, 1], True))
         ],
     },
+    "timm_wrapper": {"architecture": "test_vit", "model_args": None},
 }
 """Arguments of sub-configs whose numbers depend on each other, by their model type."""
 IDS = re.compile(r"(token|eos|bos|pad|sep|cls|mask|unk)_?(id|index|ids)$|_token$|_id$")
@@ -135,7 +135,7 @@ def _own(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(config).items()
-        if isinstance(value, KEPT) and not name.startswith("_") and value != plain.get(name, value)
+        if isinstance(value, KEPT) and not name.startswith("_") and value != plain.get(name)
     }
 
 
@@ -238,6 +238,9 @@ def completed(config: Any) -> Any:
     for name, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2), ("decoder_start_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, value)
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, IMAGE_ID)
     if getattr(config, "apply_spec_augment", False):
         config.apply_spec_augment = False  # its masks come from numpy's generator, which shardwise refuses
     rope = getattr(config, "rope_parameters", None)
@@ -245,11 +248,13 @@ def completed(config: Any) -> Any:
         config.rope_parameters = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
     backbone = getattr(config, "backbone_config", None)
     if hasattr(config, "encoder_in_channels") and hasattr(backbone, "hidden_sizes"):
-        config.encoder_in_channels = [backbone.hidden_sizes[i - 1] for i in backbone.out_indices]
+        config.encoder_in_channels = [backbone.hidden_sizes[i - 1] for i in backbone.out_indices][
+            -len(config.encoder_in_channels) :
+        ]
     for value in vars(config).values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             completed(value)
     return config
 
 
-MROPE = re.compile(r"qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
+MROPE = re.compile(r"hunyuan_vl|qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
