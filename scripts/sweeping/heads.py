@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS, Draws
-from sweeping.shrink import FIRST_ID, IMAGE, PATCH, WIDTH
+from sweeping.shrink import FIRST_ID, IMAGE, IMAGE_TOKENS, PATCH, WIDTH
 
 HEADS: tuple[tuple[str, str], ...] = (
     ("causal", "MODEL_FOR_CAUSAL_LM"),
@@ -107,6 +107,7 @@ def batch(shape: Shape, draws: Draws) -> dict[str, Tensor]:
     return fields
 
 
+OF_TOKENS = ("causal", "masked", "image-text", "multimodal")
 MIXED = ("image-text", "multimodal", "contrastive", "retrieval", "base")
 
 
@@ -127,7 +128,7 @@ def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
         fields = {k: v[:, None].repeat(1, CHOICES, 1) for k, v in fields.items()}
         fields[name][:, 1] = fields[name][:, 1].flip(-1)
     if count := shape.own.get("images"):
-        token = shape.number(None, "image_token_id", "image_token_index")
+        token = shape.number(None, *IMAGE_TOKENS)
         start = 1
         ids = fields[name] = torch.cat(
             [ids[:, :start], torch.full((draws.rows, count), token), fields[name][:, start:]], 1
@@ -162,6 +163,8 @@ def _patches(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
 
 def packed(shape: Shape) -> str | None:
     """Return the name of the input whose rows a model wants one after the other; None if it has none such."""
+    if "packed" in shape.own:
+        return str(shape.own["packed"])
     if "input_ids" in shape.names or not any(n in shape.names for n in GRIDS):
         return None
     return next((n for n in ("hidden_states", "pixel_values") if n in shape.names), None)
@@ -272,15 +275,10 @@ def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[st
     names, found = shape.names, {}
     ids, mask = fields.get("input_ids"), fields.get("attention_mask")
     length = ids.shape[-1] if ids is not None else LENGTH
-    if (
-        shape.head in ("causal", "masked", "image-text", "multimodal")
-        or shape.head == "pretraining"
-        and ids is not None
-    ):
-        if ids is not None and "labels" in names:
-            aligned = mask if mask is not None and mask.shape == ids.shape else None
-            found["labels"] = draws.targets(WORDS - 40, length, aligned)
-    elif shape.head in ("seq2seq", "speech"):
+    if ids is not None and "labels" in names and shape.head in (*OF_TOKENS, "pretraining"):
+        aligned = mask if mask is not None and mask.shape == ids.shape else None
+        found["labels"] = draws.targets(WORDS - 40, length, aligned)
+    elif shape.head in ("seq2seq", "speech", "image-text"):
         found["labels"] = draws.targets(WORDS - 40, LENGTH - 3, draws.padding(LENGTH - 3))
     elif shape.head == "ctc":
         found["labels"] = draws.integers(4, 20, 3)
@@ -347,6 +345,18 @@ class Packed(nn.Module):
     def forward(self, **fields: Tensor) -> Any:
         """Return what the model gives."""
         return self.model(**{**fields, self.name: fields[self.name].flatten(0, 1)})
+
+
+class Pixels(nn.Module):
+    """A model of images whose forward hands on all that it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        """Return what the model gives."""
+        return self.model(pixel_values)
 
 
 class Detector(nn.Module):

@@ -11,6 +11,7 @@ from sweeping.case import WORDS
 WIDTH, HEADS, HEAD, INNER, LAYERS, POSITIONS, IMAGE, PATCH = 32, 4, 8, 64, 2, 20, 32, 8
 FIRST_ID, LAST_ID = 3, WORDS - 1  # special tokens that are not in the small vocabulary are numbered from its end
 IMAGE_ID = WORDS - 40  # the first that no text of a batch has
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 LARGE = 64  # no other integer stays above this
 
 Rule = tuple[str, int | Callable[[int], int]]
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     (r"feat_extract_layers", same),
     (r"shared_layers$", 0),
     (r"rotary_dim", 4),
+    (r"chunk_(left|right)_context", 2),
     (r"pos_emb_(height|width)", 8),
     (r"mamba.*heads", 2 * HEADS),
     (r"^d_head$|mamba_d_head|head_dim|head_size|d_kv|attention_head_hidden", HEAD),
@@ -65,6 +67,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Patterns of names, the first of which that is found says what becomes of an integer: at most a number, or what a
 function makes of it."""
+TOKENIZER = {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 PARTS: dict[str, dict[str, Any]] = {
     "hgnet_v2": {
         "stem_channels": [3, 16, 16],
@@ -82,6 +85,8 @@ PARTS: dict[str, dict[str, Any]] = {
             [[3, 16, 16, stride, use]] for stride, use in ((1, True), (1, False), ([2, 1], False), ([2, 1], True))
         ],
     },
+    "sam2_hiera_det_model": {"window_positional_embedding_background_size": [2, 2]},
+    **{f"vibevoice_acoustic_tokenizer{part}": TOKENIZER for part in ("", "_encoder", "_decoder")},
     "timm_wrapper": {"architecture": "test_vit", "model_args": None},
 }
 """Arguments of sub-configs whose numbers depend on each other, by their model type."""
@@ -238,7 +243,7 @@ def completed(config: Any) -> Any:
     for name, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2), ("decoder_start_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, value)
-    for name in ("image_token_id", "image_token_index"):
+    for name in IMAGE_TOKENS:
         if getattr(config, name, 0) is None:
             setattr(config, name, IMAGE_ID)
     if getattr(config, "apply_spec_augment", False):
