@@ -114,7 +114,7 @@ MIXED = ("image-text", "multimodal", "contrastive", "retrieval", "base")
 def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
     length = shape.number(LENGTH, "sweep_length")
     ids = draws.integers(FIRST_ID, WORDS - 40, length)
-    fields = {name: ids}
+    fields, mask = {name: ids}, None
     if "attention_mask" in shape.names:
         mask = draws.padding(length)
         pad = shape.number(0, "pad_token_id")
@@ -126,7 +126,8 @@ def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
         fields[name] = fields[name].masked_fill(end, shape.number(2, "eos_token_id"))
     if shape.head == "choice":
         fields = {k: v[:, None].repeat(1, CHOICES, 1) for k, v in fields.items()}
-        fields[name][:, 1] = fields[name][:, 1].flip(-1)
+        other = draws.integers(FIRST_ID, WORDS - 40, length)
+        fields[name][:, 1] = other if mask is None else torch.where(mask == 0, fields[name][:, 1], other)
     if count := shape.own.get("images"):
         token = shape.number(None, *IMAGE_TOKENS)
         start = 1
@@ -357,6 +358,18 @@ class Pixels(nn.Module):
     def forward(self, pixel_values: Tensor) -> Any:
         """Return what the model gives."""
         return self.model(pixel_values)
+
+
+class Picked(nn.Module):
+    """A model of whose outputs one, ``name``, is taken."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, **fields: Tensor) -> Any:
+        """Return the output."""
+        return self.model(**fields)[self.name]
 
 
 class Detector(nn.Module):

@@ -69,8 +69,8 @@ def make(kind: str, head: str, name: str) -> Case:
 
 def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return what is tried in turn as inputs of a model, as a head and numbers of its own: all that it takes, images
-    without tokens in their place, spectra with their frames last, text alone, targets as long as the input, and the regression of
-    what has no loss."""
+    without tokens in their place, spectra with their frames last, text alone, targets as long as the input, and at last
+    no targets: the loss is then a regression of what the model gives."""
     names = inspect.signature(module.forward).parameters
     if "images" in own or "only" in own:
         yield head, {}
@@ -88,7 +88,7 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
     if any(n in names for n in GRIDS):
         yield head, {"patches": "image"}
         yield head, {"patches": "merged"}
-    yield "base", {}  # what has no loss of its own
+    yield "base", {}
 
 
 def built(kind: str, name: str, own: Mapping[str, Any], labels: int) -> tuple[nn.Module, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS
-from sweeping.heads import Pixels
+from sweeping.heads import Picked, Pixels
 from sweeping.shrink import FIRST_ID, HEAD, IMAGE, IMAGE_ID, PARTS, PATCH, WIDTH
 
 
@@ -99,7 +99,6 @@ DECODED = {"fields": {"decoder_input_ids": lambda shape, draws, fields: draws.in
 
 WAVES = {"fields": {"hidden_states": lambda shape, draws, fields: draws.numbers(1, 64)}}
 STATES = {"fields": {"hidden_states": lambda shape, draws, fields: draws.numbers(WIDTH, LENGTH)}}
-PAIRS = {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(2, 3, IMAGE, IMAGE)}}
 SPOKEN = {
     "fields": {
         "attention_mask": lambda shape, draws, fields: None,
@@ -119,7 +118,11 @@ CODES = {
 ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")}
 WORDS_OF_IMAGES = {"<image>": IMAGE_ID, **{f"IMGIMG{chr(65 + i)}Z": IMAGE_ID + 1 + i for i in range(32)}}
 
+
+OF_FOUR = {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "aimv2": {"wrap": lambda model: Picked(model, "image_embeds")},
     "albert/pretraining": {"labels": 2},
     "align": {"config": {"vision_config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}}},
     "audio-spectrogram-transformer": {
@@ -129,9 +132,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "attention_mask": lambda shape, draws, fields: None,
         },
     },
-    "autoformer": SERIES,
+    "autoformer": {**SERIES, "config": {**SERIES["config"], "label_length": 4, "moving_average": 3}},
     "bamba": {"config": {**MAMBA, "attn_layer_indices": [1]}},
     "beit/segmentation": FOUR,
+    "blip-2/contrastive": {
+        "config": {"qformer_config": {"use_qformer_text_input": True}},
+        "wrap": lambda model: Picked(model, "image_embeds"),
+    },
     "blip_2_qformer": {
         "fields": {
             "encoder_hidden_states": lambda shape, draws, fields: draws.numbers(
@@ -146,7 +153,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bros": {**BOXES, "config": {"hidden_size": 128}},
     "chameleon": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
     "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
-    "clap": {"fields": {"input_features": lambda shape, draws, fields: draws.numbers(1, 64, 64)}},
     "clvp": {
         "config": {
             "text_config": {"hidden_size": 128},
@@ -162,7 +168,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dab-detr": LAST,
     "dac": MONO,
     "data2vec-vision/segmentation": FOUR,
-    "dbrx": {"config": {"attn_config": {"rope_theta": 10000.0}}},
+    "dbrx": {"config": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}},
     "decision_transformer": {
         "fields": {
             "states": lambda shape, draws, fields: draws.numbers(LENGTH, shape.number(17, "state_dim")),
@@ -190,7 +196,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "donut-swin": WINDOWS,
     "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}},
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
-    "efficientloftr": PAIRS,
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
     "emu3": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
     "encodec": MONO,
@@ -198,19 +203,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": {"config": {"window_size": 32}},
     "falcon_h1": {"config": MAMBA},
     "fastspeech2_conformer": SPOKEN,
-    "fastspeech2_conformer_with_hifigan": SPOKEN,
+    "fastspeech2_conformer_with_hifigan": {**SPOKEN, "config": {"vocoder_config": {"model_in_dim": 16}}},
     "focalnet/masked-image": {"config": {"encoder_stride": 32}, "sweep_patches": 64},
     "fun_asr_nano": {"config": {"adaptor_config": {"intermediate_size": 8}}, "feature_projection_input_dim": 112},
-    "fun_asr_nano_encoder": {"feature_projection_input_dim": 112},
+    "fun_asr_nano_encoder": {"feature_projection_input_dim": 112, "sweep_frames": 16},
     "gemma3n": {"config": {"vision_config": {"architecture": "test_vit"}}},
     "gemma3n_vision": {"config": {"architecture": "test_vit"}, "sweep_image": 160, "wrap": Pixels},
-    "gemma4_assistant": {"config": {"text_config": {"hidden_size_per_layer_input": 0}}},
     "gemma4_audio": {"feature_projection_input_dim": 64},
     "gemma4_vision": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(16, 3 * PATCH * PATCH)}},
     "git": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(3, IMAGE, IMAGE)}},
     "glm5_next": {"config": {"text_config": {"index_kpool": 2}}},
     "glm5_next_text": {"config": {"index_kpool": 2}},
-    "granite4_vision": {"config": {"deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1]}},
+    "granite4_vision": {
+        "config": {
+            "deepstack_layer_map": [[1, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
+            "vision_config": {"hidden_size": 64},
+        }
+    },
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
@@ -259,7 +270,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"config": {"hidden_size": 48, "coordinate_size": 8, "shape_size": 8}},
     "levit": {"config": {"patch_size": 16, "image_size": 64}},
     "lfm2_moe": {"config": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}},
-    "lightglue": PAIRS,
     "lilt": {"config": {"hidden_size": 48}},
     "longformer/choice": SEPARATED,
     "longformer/question": SEPARATED,
@@ -281,21 +291,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"config": {"num_key_value_heads": 2}},
     "mistral4": {"config": {"head_dim": 16, "qk_head_dim": 16}},
     "mobilevitv2": {"sweep_image": 64},
-    "molmo2": {"config": {"adapter_config": {"vision_feature_layer": [1, 0]}}},
-    "moonshine": {"config": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}},
-    "moonshine_streaming": {"config": {"use_cache": False}},
-    "muse_glimmer_assistant": {
-        "fields": {"context_hidden_states": lambda shape, draws, fields: draws.numbers(LENGTH, 2 * WIDTH)}
+    "molmo2": {
+        "config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+        "fields": {"mm_token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])},
     },
+    "moonshine": {"config": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}},
+    "moonshine_streaming": {"config": {"num_key_value_heads": 4, "encoder_config": {"sample_rate": 16000}}},
     "muse_spark": {"config": {"audio_config": {"num_hidden_layers": 4}}},
-    "muse_spark_audio": {"config": {"num_hidden_layers": 4}},
+    "muse_spark_audio": {"config": {"num_hidden_layers": 4}, "sweep_samples": 3840},
     "musicgen": CODES,
     "musicgen_melody": CODES,
     "nemotron": {"config": {"num_key_value_heads": 2}},
     "nemotron3_5_asr": {**DECODED, "config": {"default_prompt_id": 0}},
     "nemotron_asr_streaming": DECODED,
     "neomme": {"config": {"head_dim": 16}},
-    "neucodec": MONO,
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "oneformer": {"fields": {"task_inputs": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, 20)}},
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
@@ -317,7 +326,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "pix2struct": {
         "fields": {
-            "flattened_patches": lambda shape, draws, fields: draws.numbers(16, 2 + 3 * PATCH * PATCH),
+            "flattened_patches": lambda shape, draws, fields: torch.cat(
+                [draws.integers(0, 4, 16, 2), draws.numbers(16, WIDTH)], 2
+            ),
             "attention_mask": lambda shape, draws, fields: None,
         }
     },
@@ -326,36 +337,55 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "fields": {"latents": lambda shape, draws, fields: draws.numbers(WIDTH, LENGTH)}
     },
     "pocket_tts_audio_tokenizer_encoder": MONO,
-    "pp_doclayout_v2": {"config": {"class_thresholds": [0.5] * LABELS, "class_order": list(range(LABELS))}},
+    "pp_doclayout_v2": {
+        "config": {
+            "class_thresholds": [0.5] * LABELS,
+            "class_order": list(range(LABELS)),
+            "reading_order_config": {"max_2d_position_embeddings": 1024},
+        }
+    },
     "pp_doclayout_v3": {"config": {"x4_feat_dim": 16}},
     "pp_ocrv5_mobile_rec": LINES,
     "pp_ocrv5_server_det": CROSSED,
     "pp_ocrv5_server_rec": LINES,
-    "pp_ocrv6_medium_det": CROSSED,
+    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": OF_FOUR}},
     "pp_ocrv6_medium_rec": LINES,
+    "pp_ocrv6_small_det": {"config": {"backbone_config": OF_FOUR}},
     "pp_ocrv6_small_rec": LINES,
     "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_omni_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
     "qwen2_5_vl_vision": {"config": {"window_size": 32}},
-    "qwen3_asr_encoder": {"mel_first": True, "sweep_frames": 200},
+    "qwen3_asr_encoder": {"mel_first": True, "config": {"n_window": 50, "n_window_infer": 100}, "sweep_frames": 200},
     "qwen3_omni_moe_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients
     "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
     "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
-    "sam": {"config": {"prompt_encoder_config": {"image_embedding_size": 4}}},
-    "sam2": {"config": {"vision_config": {"backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}}},
+    "sam": {"config": {"vision_config": {"num_pos_feats": 16}, "prompt_encoder_config": {"image_embedding_size": 4}}},
+    "sam2": {
+        "config": {
+            "vision_config": {
+                "backbone_channel_list": [128, 64, 32, 16],
+                "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+            }
+        }
+    },
     "sam2_hiera_det_model": {"config": PARTS["sam2_hiera_det_model"]},
-    "sam2_vision_model": {"config": {"backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}},
+    "sam2_vision_model": {
+        "config": {"backbone_channel_list": [128, 64, 32, 16], "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}
+    },
     "sam3_tracker": {"config": {"vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}}},
-    "sam_hq": {"config": {"prompt_encoder_config": {"image_embedding_size": 4}}},
+    "sam_hq": {
+        "config": {"vision_config": {"num_pos_feats": 16}, "prompt_encoder_config": {"image_embedding_size": 4}}
+    },
     "sapiens2/segmentation": {
         "config": {"head_config": {"upsample_out_channels": [16, 16], "conv_out_channels": [16]}}
     },
     "seggpt": {"config": {"image_size": [2 * IMAGE, IMAGE]}, "sweep_image": IMAGE},
     "shieldgemma2/image": {
-        "fields": {"labels": lambda shape, draws, fields: draws.targets(WORDS - 40, fields["input_ids"].shape[1])}
+        "fields": {"labels": lambda shape, draws, fields: None},
+        "config": {"yes_token_index": IMAGE_ID + 1, "no_token_index": IMAGE_ID + 2},
     },
     "siglip2": PATCHES,
     "siglip2_vision_model": PATCHES,
@@ -365,6 +395,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "input_ids": lambda shape, draws, fields: fields["input_ids"].index_fill(
                 1, torch.tensor([2]), shape.number(104, "question_token_id")
             ),
+            "question_positions": lambda shape, draws, fields: torch.full((draws.rows, 1), 2),
             "start_positions": lambda shape, draws, fields: draws.integers(0, 6, 1),
             "end_positions": lambda shape, draws, fields: draws.integers(0, 6, 1),
         }
@@ -381,19 +412,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "timesfm": {
         "fields": {
             "past_values": lambda shape, draws, fields: draws.numbers(64),
-            "past_values_padding": lambda shape, draws, fields: torch.zeros(draws.rows, 64, dtype=torch.long),
-            "freq": lambda shape, draws, fields: torch.zeros(draws.rows, 1, dtype=torch.long),
+            "freq": lambda shape, draws, fields: torch.zeros(draws.rows, dtype=torch.long),
             "future_values": lambda shape, draws, fields: draws.numbers(shape.number(32, "horizon_length")),
-        }
+        },
+        "config": {"context_length": 64},
     },
     "timesfm2_5": {
         "fields": {
             "past_values": lambda shape, draws, fields: draws.numbers(64),
             "future_values": lambda shape, draws, fields: draws.numbers(shape.number(32, "horizon_length")),
-        }
+        },
+        "config": {"context_length": 64},
     },
     "timm_wrapper": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
-    "tvp": {"config": {"visual_prompt_size": 4}},
     "udop": {**BOXES, "only": ("input_ids",)},
     "vibevoice_acoustic_tokenizer": {**MONO, "config": PARTS["vibevoice_acoustic_tokenizer"]},
     "vibevoice_acoustic_tokenizer_decoder": {**STATES, "config": PARTS["vibevoice_acoustic_tokenizer_decoder"]},
@@ -412,10 +443,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "sentence_image_labels": lambda shape, draws, fields: draws.integers(0, 2),
         }
     },
-    "vits": {"config": {"vocab_size": WORDS}},
     "xclip": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(4, 3, IMAGE, IMAGE)}},
     "xcodec": {**MONO, "config": {"codebook_dim": 64}},
-    "xcodec2": MONO,
     "xlstm": {"config": {"use_cache": False}},
     "xmod": {"config": {"default_language": "en_XX"}},
     "zamba": {

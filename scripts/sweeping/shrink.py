@@ -79,13 +79,17 @@ PARTS: dict[str, dict[str, Any]] = {
     "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0, 2]},
     "pp_lcnet_v3": {"scale": 0.25},
     "pp_lcnet_v4": {
-        "stem_channels": [3, 16, 16],
-        "stage_out_channels": [16, 16, 16, 16],
+        "stem_channels": [3, 32, 32],
+        "stage_out_channels": [32, 32, 32, 32],
         "block_configs": [
-            [[3, 16, 16, stride, use]] for stride, use in ((1, True), (1, False), ([2, 1], False), ([2, 1], True))
+            [[3, 32, 32, stride, use]] for stride, use in ((1, True), (1, False), ([2, 1], False), ([2, 1], True))
         ],
     },
-    "sam2_hiera_det_model": {"window_positional_embedding_background_size": [2, 2]},
+    "sam2_hiera_det_model": {
+        "hidden_size": 16,
+        "window_positional_embedding_background_size": [2, 2],
+        "window_size_per_stage": [4, 2, 2, 2],
+    },
     **{f"vibevoice_acoustic_tokenizer{part}": TOKENIZER for part in ("", "_encoder", "_decoder")},
     "timm_wrapper": {"architecture": "test_vit", "model_args": None},
 }
