@@ -343,8 +343,8 @@ class Packed(nn.Module):
         super().__init__()
         self.model, self.name = model, name
 
-    def forward(self, **fields: Tensor) -> Any:
-        """Return what the model gives."""
+    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
+        """Return what the model gives; ``wanted`` is for the loss."""
         return self.model(**{**fields, self.name: fields[self.name].flatten(0, 1)})
 
 
@@ -367,8 +367,8 @@ class Picked(nn.Module):
         super().__init__()
         self.model, self.name = model, name
 
-    def forward(self, **fields: Tensor) -> Any:
-        """Return the output."""
+    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
+        """Return the output; ``wanted`` is for the loss."""
         return self.model(**fields)[self.name]
 
 

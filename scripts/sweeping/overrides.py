@@ -119,7 +119,10 @@ ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("ful
 WORDS_OF_IMAGES = {"<image>": IMAGE_ID, **{f"IMGIMG{chr(65 + i)}Z": IMAGE_ID + 1 + i for i in range(32)}}
 
 
-OF_FOUR = {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
+HALVING = {
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "block_configs": [[[3, 32, 32, stride, True]] for stride in (1, 2, 2, 2)],
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aimv2": {"wrap": lambda model: Picked(model, "image_embeds")},
@@ -348,9 +351,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pp_ocrv5_mobile_rec": LINES,
     "pp_ocrv5_server_det": CROSSED,
     "pp_ocrv5_server_rec": LINES,
-    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": OF_FOUR}},
+    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": HALVING}},
     "pp_ocrv6_medium_rec": LINES,
-    "pp_ocrv6_small_det": {"config": {"backbone_config": OF_FOUR}},
+    "pp_ocrv6_small_det": {"config": {"layer_list_out_channels": [32] * 4, "backbone_config": HALVING}},
     "pp_ocrv6_small_rec": LINES,
     "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_omni_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
@@ -368,7 +371,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "vision_config": {
                 "backbone_channel_list": [128, 64, 32, 16],
                 "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
-            }
+            },
+            "prompt_encoder_config": {"patch_size": 16, "image_embedding_size": 2},
         }
     },
     "sam2_hiera_det_model": {"config": PARTS["sam2_hiera_det_model"]},
