@@ -156,6 +156,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bros": {**BOXES, "config": {"hidden_size": 128}},
     "chameleon": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
     "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
+    "clap": {
+        "fields": {"input_features": lambda shape, draws, fields: draws.numbers(1, 64, 32)},
+        "config": {"audio_config": {"spec_size": 128, "window_size": 2, "num_mel_bins": 32}},
+    },
     "clvp": {
         "config": {
             "text_config": {"hidden_size": 128},
@@ -182,7 +186,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "attention_mask": lambda shape, draws, fields: draws.padding(LENGTH),
         }
     },
-    "deepseek_ocr2": {"config": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}}},
+    "deepseek_ocr2": {"config": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}}},
     "deepseek_v2": {"config": {"num_experts_per_tok": 2}},
     "deformable_detr": THREE,
     "depth_pro": {"config": {"patch_size": 32, "intermediate_hook_ids": [1, 0]}, "sweep_image": 128},
@@ -308,6 +312,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron3_5_asr": {**DECODED, "config": {"default_prompt_id": 0}},
     "nemotron_asr_streaming": DECODED,
     "neomme": {"config": {"head_dim": 16}},
+    "neucodec": {**MONO, "config": {"quantization_dim": 64}, "sweep_frames": 12},
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "oneformer": {"fields": {"task_inputs": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, 20)}},
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
@@ -358,7 +363,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_omni_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
     "qwen2_5_vl_vision": {"config": {"window_size": 32}},
-    "qwen3_asr_encoder": {"mel_first": True, "config": {"n_window": 50, "n_window_infer": 100}, "sweep_frames": 200},
+    "qwen3_asr_encoder": {
+        "mel_first": True,
+        "config": {"n_window": 50, "n_window_infer": 100},
+        "sweep_frames": 200,
+        "fields": {"input_features_mask": lambda shape, draws, fields: torch.ones(draws.rows, 200, dtype=torch.long)},
+    },
     "qwen3_omni_moe_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
@@ -430,6 +440,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "timm_wrapper": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
     "udop": {**BOXES, "only": ("input_ids",)},
+    "upernet": {"sweep_image": 64},
     "vibevoice_acoustic_tokenizer": {**MONO, "config": PARTS["vibevoice_acoustic_tokenizer"]},
     "vibevoice_acoustic_tokenizer_decoder": {**STATES, "config": PARTS["vibevoice_acoustic_tokenizer_decoder"]},
     "vibevoice_acoustic_tokenizer_encoder": {**WAVES, "config": PARTS["vibevoice_acoustic_tokenizer_encoder"]},
@@ -447,8 +458,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "sentence_image_labels": lambda shape, draws, fields: draws.integers(0, 2),
         }
     },
+    "voxtral_realtime": {
+        "mel_first": True,
+        "fields": {
+            "input_ids": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, 8),
+            "labels": lambda shape, draws, fields: draws.targets(WORDS - 40, 8),
+        },
+    },
     "xclip": {"fields": {"pixel_values": lambda shape, draws, fields: draws.numbers(4, 3, IMAGE, IMAGE)}},
     "xcodec": {**MONO, "config": {"codebook_dim": 64}},
+    "xcodec2": {**MONO, "config": {"quantization_dim": 64}, "sweep_frames": 12},
     "xlstm": {"config": {"use_cache": False}},
     "xmod": {"config": {"default_language": "en_XX"}},
     "zamba": {
