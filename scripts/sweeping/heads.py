@@ -4,6 +4,7 @@ inputs."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS, Draws
-from sweeping.shrink import FIRST_ID, IMAGE
+from sweeping.shrink import FIRST_ID, IMAGE, IMAGE_TOKENS, PATCH, WIDTH
 
 HEADS: tuple[tuple[str, str], ...] = (
     ("causal", "MODEL_FOR_CAUSAL_LM"),
@@ -46,7 +47,8 @@ HEADS: tuple[tuple[str, str], ...] = (
     ("base", "MODEL"),
 )
 """Names of heads in the sweep, with the registry of transformers' auto classes that lists their models."""
-CHOICES, FRAMES, BOXES = 2, 4, 2
+CHOICES, FRAMES, BOXES, GRID = 2, 4, 2, 4
+GRIDS = ("grid_thw", "image_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ class Shape:
     head: str
     names: tuple[str, ...]  # of the inputs of forward
     own: Mapping[str, Any] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()  # the names that have no default
 
     @staticmethod
     def of(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) -> Shape:
         """Return the shape of inputs of a module."""
-        return Shape(config, head, tuple(inspect.signature(module.forward).parameters), own)
+        taken = inspect.signature(module.forward).parameters
+        needed = tuple(name for name, one in taken.items() if one.default is one.empty)
+        return Shape(config, head, tuple(taken), own, needed)
 
     def number(self, default: Any, *names: str) -> Any:
         """Return the first of the numbers ``names`` that the family, its config or a sub-config has."""
@@ -92,6 +97,7 @@ def batch(shape: Shape, draws: Draws) -> dict[str, Tensor]:
             if shape.head not in MIXED:
                 break
     fields |= targets(shape, draws, fields)
+    fields |= {name: NEEDED[name](shape, draws) for name in shape.needed if name in NEEDED and name not in fields}
     for name, make_own in shape.own.get("fields", {}).items():
         made = make_own(shape, draws, fields)
         if made is None:
@@ -101,13 +107,14 @@ def batch(shape: Shape, draws: Draws) -> dict[str, Tensor]:
     return fields
 
 
+OF_TOKENS = ("causal", "masked", "image-text", "multimodal")
 MIXED = ("image-text", "multimodal", "contrastive", "retrieval", "base")
 
 
 def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
     length = shape.number(LENGTH, "sweep_length")
     ids = draws.integers(FIRST_ID, WORDS - 40, length)
-    fields = {name: ids}
+    fields, mask = {name: ids}, None
     if "attention_mask" in shape.names:
         mask = draws.padding(length)
         pad = shape.number(0, "pad_token_id")
@@ -119,9 +126,10 @@ def _text(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
         fields[name] = fields[name].masked_fill(end, shape.number(2, "eos_token_id"))
     if shape.head == "choice":
         fields = {k: v[:, None].repeat(1, CHOICES, 1) for k, v in fields.items()}
-        fields[name][:, 1] = fields[name][:, 1].flip(-1)
+        other = draws.integers(FIRST_ID, WORDS - 40, length)
+        fields[name][:, 1] = other if mask is None else torch.where(mask == 0, fields[name][:, 1], other)
     if count := shape.own.get("images"):
-        token = shape.number(None, "image_token_id", "image_token_index")
+        token = shape.number(None, *IMAGE_TOKENS)
         start = 1
         ids = fields[name] = torch.cat(
             [ids[:, :start], torch.full((draws.rows, count), token), fields[name][:, start:]], 1
@@ -136,7 +144,36 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
+def _patches(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    """Return patches, of an image of the same grid in each row, for models that take those of all images one after the
+    other (``Packed``)."""
+    channels, patch = shape.number(3, "num_channels", "in_channels"), shape.number(PATCH, "patch_size")
+    frames = shape.number(1, "temporal_patch_size", "patch_temporal")
+    size = {
+        "flat": (channels * frames * patch**2,),
+        "image": (channels, patch, patch),
+        "merged": (2 * patch, 2 * patch, channels),
+    }[shape.own.get("patches", "flat")]
+    fields = {name: draws.numbers(GRID * GRID, *size)}
+    grid = next(n for n in GRIDS if n in shape.names)
+    fields[grid] = torch.tensor([1, GRID, GRID]).repeat(draws.rows, 1)
+    if "merge_sizes" in shape.names:
+        fields["merge_sizes"] = torch.ones(draws.rows, dtype=torch.long)
+    return fields
+
+
+def packed(shape: Shape) -> str | None:
+    """Return the name of the input whose rows a model wants one after the other; None if it has none such."""
+    if "packed" in shape.own:
+        return str(shape.own["packed"])
+    if "input_ids" in shape.names or not any(n in shape.names for n in GRIDS):
+        return None
+    return next((n for n in ("hidden_states", "pixel_values") if n in shape.names), None)
+
+
 def _image(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    if packed(shape):
+        return _patches(shape, draws, name)
     height, width = _pair(shape.number(IMAGE, "sweep_image", "image_size", "img_size"))
     channels = shape.number(3, "num_channels", "in_channels", "in_chans")
     size = (channels if isinstance(channels, int) else 3, height, width)
@@ -184,6 +221,10 @@ def _series(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
     return {name: draws.numbers(length, shape.number(1, "num_input_channels"))}
 
 
+def _states(shape: Shape, draws: Draws, name: str) -> dict[str, Tensor]:
+    return _patches(shape, draws, name) if packed(shape) else {}
+
+
 INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Tensor]]], ...] = (
     (("input_features",), _spectrum),
     (("input_values",), _wave),
@@ -191,8 +232,43 @@ INPUTS: tuple[tuple[tuple[str, ...], Callable[[Shape, Draws, str], dict[str, Ten
     (("pixel_values",), _image),
     (("pixel_values_videos",), _video),
     (("past_values",), _series),
+    (("hidden_states",), _states),
 )
 """Names of inputs, and what makes them; a head of ``MIXED`` takes all, another the first that forward has."""
+
+
+def _embedded(shape: Shape, draws: Draws) -> Tensor:
+    return draws.numbers(LENGTH, shape.number(WIDTH, "hidden_size"))
+
+
+def _ids(shape: Shape, draws: Draws) -> Tensor:
+    return draws.integers(FIRST_ID, WORDS - 40, LENGTH)
+
+
+NEEDED: dict[str, Callable[[Shape, Draws], Tensor]] = {
+    "audio_mel": lambda shape, draws: draws.numbers(64, shape.number(16, "input_feat_size")),
+    "audio_mel_mask": lambda shape, draws: torch.zeros(draws.rows, 64, dtype=torch.bool),
+    "context_hidden_states": _embedded,
+    "decoder_input_ids": _ids,
+    "input_features_mask": lambda shape, draws: torch.ones(draws.rows, 64, dtype=torch.long),
+    "inputs_embeds": _embedded,
+    "latents": _embedded,
+    "noise_embeds": _embedded,
+    "pixel_position_ids": lambda shape, draws: _grid(draws.rows),
+    "pixel_values_videos": lambda shape, draws: draws.numbers(FRAMES, 3, IMAGE, IMAGE),
+    "prompt_masks": lambda shape, draws: draws.numbers(3, IMAGE, IMAGE),
+    "prompt_pixel_values": lambda shape, draws: draws.numbers(3, IMAGE, IMAGE),
+    "qformer_input_ids": _ids,
+    "query_embeds": _embedded,
+    "state": lambda shape, draws: draws.numbers(shape.number(WIDTH, "max_state_dim")),
+    "task_inputs": _ids,
+}
+"""What makes inputs that a forward cannot do without, if nothing else has."""
+
+
+def _grid(rows: int) -> Tensor:
+    """Return the place, x and y, of each patch of an image, of shape (rows, patches, 2)."""
+    return torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1).repeat(rows, 1, 1)
 
 
 def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -200,15 +276,10 @@ def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[st
     names, found = shape.names, {}
     ids, mask = fields.get("input_ids"), fields.get("attention_mask")
     length = ids.shape[-1] if ids is not None else LENGTH
-    if (
-        shape.head in ("causal", "masked", "image-text", "multimodal")
-        or shape.head == "pretraining"
-        and ids is not None
-    ):
-        if ids is not None and "labels" in names:
-            aligned = mask if mask is not None and mask.shape == ids.shape else None
-            found["labels"] = draws.targets(WORDS - 40, length, aligned)
-    elif shape.head in ("seq2seq", "speech"):
+    if ids is not None and "labels" in names and shape.head in (*OF_TOKENS, "pretraining"):
+        aligned = mask if mask is not None and mask.shape == ids.shape else None
+        found["labels"] = draws.targets(WORDS - 40, length, aligned)
+    elif shape.head in ("seq2seq", "speech", "image-text"):
         found["labels"] = draws.targets(WORDS - 40, LENGTH - 3, draws.padding(LENGTH - 3))
     elif shape.head == "ctc":
         found["labels"] = draws.integers(4, 20, 3)
@@ -265,6 +336,42 @@ class WithLossOf(nn.Module):
         return self.model(**fields, return_loss=True).loss
 
 
+class Packed(nn.Module):
+    """A model that takes the rows of one input, ``name``, one after the other: all patches of all images."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
+        """Return what the model gives; ``wanted`` is for the loss."""
+        return self.model(**{**fields, self.name: fields[self.name].flatten(0, 1)})
+
+
+class Pixels(nn.Module):
+    """A model of images whose forward hands on all that it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        """Return what the model gives."""
+        return self.model(pixel_values)
+
+
+class Picked(nn.Module):
+    """A model of whose outputs one, ``name``, is taken."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
+        """Return the output; ``wanted`` is for the loss."""
+        return self.model(**fields)[self.name]
+
+
 class Detector(nn.Module):
     """A detector whose targets, a dict for each image, are two tensors here: classes and boxes."""
 
@@ -295,4 +402,16 @@ class Regression:
 
     def __call__(self, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss."""
-        return (Regression.output(output) - fields["wanted"]).square().mean()
+        found = Regression.output(output)
+        return (found.reshape(fields["wanted"].shape) - fields["wanted"]).square().mean()
+
+    @staticmethod
+    def wanted(output: Any, rows: int) -> tuple[int, ...]:
+        """Return the shape of what is wanted for one of ``rows``, which the output may have one after the other."""
+        shape = tuple(Regression.output(output).shape)
+        if shape[0] == rows:
+            return shape[1:]
+        flat = math.prod(shape[:-1])
+        if flat % rows or len(shape) < 2 or shape[1] == rows:
+            raise ValueError(f"there is no loss, and an output of shape {shape} for {rows} rows")
+        return flat // rows, shape[-1]

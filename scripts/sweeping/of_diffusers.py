@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import Case, Draws, Entry, batches
+from sweeping.heads import Packed
 
 TEXT, TOKENS = 16, 5
 UNET = {
@@ -62,11 +64,11 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
     "UNet2DConditionModel": (CROSS, latents(4, 16, 16, encoder_hidden_states=text)),
     "UNet1DModel": (
         {
-            "block_out_channels": (8, 16),
+            "block_out_channels": (32, 64),
             "sample_size": 32,
             "in_channels": 2,
             "out_channels": 2,
-            "extra_in_channels": 16,
+            "extra_in_channels": 64,
             "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
             "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
             "mid_block_type": "UNetMidBlock1D",
@@ -98,7 +100,7 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
             "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
             "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
         },
-        latents(4, 3, 16, 16, encoder_hidden_states=text),
+        latents(4, 3, 16, 16, encoder_hidden_states=lambda d: d.numbers(3, TOKENS, TEXT)),
     ),
     "UVit2DModel": (
         {
@@ -203,7 +205,7 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
         },
         lambda d: {
             "hidden_states": d.numbers(4, 8, 8),
-            "timestep": d.integers(0, 1000),
+            "timestep": 1000 * d.uniform(),
             "encoder_hidden_states": d.numbers(3, TEXT),
             "text_embedding_mask": torch.ones(d.rows, 3),
             "encoder_hidden_states_t5": d.numbers(2, TEXT),
@@ -237,7 +239,12 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
             "cross_attention_dim": TEXT,
             "multiple_of": 8,
         },
-        lambda d: {"hidden_states": d.numbers(4, 8, 8), "timestep": d.uniform(), "encoder_hidden_states": text(d)},
+        lambda d: {
+            "hidden_states": d.numbers(4, 8, 8),
+            "timestep": d.uniform(),
+            "encoder_hidden_states": text(d),
+            "encoder_mask": d.padding(TOKENS),
+        },
     ),
     "StableAudioDiTModel": (
         {
@@ -265,7 +272,14 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
             "cross_attention_dim": 16,
             "caption_channels": TEXT,
         },
-        latents(12, 4, name="hidden_states", encoder_hidden_states=text),
+        latents(
+            12,
+            4,
+            name="hidden_states",
+            encoder_hidden_states=text,
+            encoder_attention_mask=lambda d: d.padding(TOKENS),
+            video_coords=lambda d: d.uniform(3, 12),
+        ),
     ),
     "CogVideoXTransformer3DModel": (
         {
@@ -405,9 +419,29 @@ MODELS: dict[str, tuple[dict[str, Any], Fields]] = {
         lambda d: {"sample": d.numbers(2, 64)},
     ),
     "AutoencoderKLTemporalDecoder": (
-        {**VAE, "down_block_types": ["DownEncoderBlock2D"] * 2},
+        {"block_out_channels": [32, 32], "latent_channels": 4, "down_block_types": ["DownEncoderBlock2D"] * 2},
         lambda d: {"sample": d.numbers(3, 16, 16)},
     ),
+}
+
+
+class Turned(nn.Module):
+    """A model that wants the turns of an image's places from outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
+
+        self.model, self.turns = model, get_2d_rotary_pos_embed_lumina(HEADS["attention_head_dim"], 8, 8)
+
+    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
+        """Return what the model gives; ``wanted`` is for the loss."""
+        return self.model(**fields, image_rotary_emb=self.turns, cross_attention_kwargs={})
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "LuminaNextDiT2DModel": Turned,
+    "UNetMotionModel": lambda model: Packed(model, "encoder_hidden_states"),  # a text for each frame
 }
 
 
@@ -426,7 +460,7 @@ def entries() -> Iterator[Entry]:
 
 def first(output: Any) -> Tensor:
     """Return the sample in what a model gives."""
-    return output.sample if hasattr(output, "sample") else output[0]
+    return output if isinstance(output, Tensor) else output.sample if hasattr(output, "sample") else output[0]
 
 
 def squared(output: Any, fields: Mapping[str, Tensor]) -> Tensor:
@@ -441,8 +475,15 @@ def made(name: str) -> Case:
     torch.manual_seed(0)
     config, fields = MODELS[name]
     module: nn.Module = getattr(diffusers, name)(**config).float().train()
+    module = WRAPPED[name](module) if name in WRAPPED else module
     several = batches(fields)
-    accepted = first(module(**several[0]))
+    for one in module.modules():
+        weight = getattr(one, "weight", None)
+        if (
+            isinstance(weight, Tensor) and not weight.is_leaf
+        ):  # weight_norm's, made anew by each forward; no copy has it
+            one.weight = weight.detach()
+    accepted = first(copy.deepcopy(module)(**several[0]))
     for step, one in enumerate(several):
         one["wanted"] = Draws(91 + step, next(iter(one.values())).shape[0]).numbers(*accepted.shape[1:])
     return Case(module, several, squared)

@@ -49,6 +49,7 @@ FURTHER = (
 STAGES: dict[str, Any] = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4)}
 WINDOWS = {**STAGES, "img_size": 64, "window_size": 2}
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "davit": ("DaVit", {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 64, 64), "num_heads": (1, 2, 4, 4)}),
     "focalnet": ("FocalNet", {"embed_dim": 16, "depths": (1, 1, 1, 1)}),
     "hieradet_sam2": (
         "HieraDet",
@@ -60,6 +61,8 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "metaformer": ("MetaFormer", {"depths": (1, 1, 1, 1), "dims": (16, 32, 32, 64)}),
     "nasnet": ("nasnetalarge", {"stem_size": 16, "num_features": 24 * 16}),
+    "mobilenetv5": ("mobilenetv5_base", {"channel_multiplier": 0.1}),
+    "nest": ("Nest", {"img_size": 64, "embed_dims": (16, 32, 64), "num_heads": (1, 2, 4), "depths": (1, 1, 2)}),
     "nextvit": ("nextvit_small", {"stem_chs": (8, 8, 16), "depths": (1, 1, 5, 1), "head_dim": 16}),
     "rdnet": (
         "RDNet",
@@ -101,7 +104,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families that cannot be narrowed: what of the module makes a model, with its arguments."""
 SHALLOW = {"depth": 2, "embed_dim": 32, "num_heads": 4}
-LARGEST = 15_000_000
+LARGEST = 30_000_000
 FACTOR = 8
 
 

@@ -13,12 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches
-from sweeping.heads import HEADS, MIXED, Detector, Regression, Shape, WithLossOf, batch, configs
+from sweeping.heads import GRIDS, HEADS, MIXED, Detector, Packed, Regression, Shape, WithLossOf, batch, configs, packed
 from sweeping.overrides import DEFAULT, OVERRIDES
 from sweeping.shrink import LARGE, completed, shrunk
 from sweeping.torchvision_ops import ready
 
-LARGEST = 8_000_000  # parameters of a model that counts as tiny
+LARGEST = 30_000_000  # parameters of a model that counts as tiny
+LEFT_OUT = {
+    **dict.fromkeys(("bark", "glm_image_vqmodel", "qwen2_5_omni", "qwen3_omni_moe"), "it has no forward"),
+    **dict.fromkeys(
+        ("edgetam_video", "sam2_video", "sam3_tracker_video", "sam3_video"),
+        "its forward is a step of an inference session",
+    ),
+    "dinat": "it needs natten",
+    "higgs_audio_v2_tokenizer": "it needs torchaudio",
+    "layoutlmv2": "it needs detectron2",
+    "timm_backbone": "it has no architecture of its own",
+    "vits": "the length of what it gives depends on values",
+    "voxtral_realtime_text": "its class is not there",
+}
+"""Model types that no batch trains, with the reason."""
 COUNTS = re.compile(r"tokens:? *=? *(\d+).*?(?:features|embeddings):? *=? *(\d+)", re.DOTALL)
 
 
@@ -36,7 +50,12 @@ def entries() -> Iterator[Entry]:
             name = classes if isinstance(classes, str) else classes[0]
             known = heads.setdefault(kind, [])
             # What has a head of its own needs no other loss; the same class stands in several registries.
-            if kind in CONFIG_MAPPING_NAMES and name not in [n for _, n in known] and not (known and head == "base"):
+            if (
+                kind in CONFIG_MAPPING_NAMES
+                and kind not in LEFT_OUT
+                and name not in [n for _, n in known]
+                and not (known and head == "base")
+            ):
                 known.append((head, name))
     for turn in range(max(map(len, heads.values()), default=0)):
         for kind, known in heads.items():
@@ -69,7 +88,8 @@ def make(kind: str, head: str, name: str) -> Case:
 
 def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return what is tried in turn as inputs of a model, as a head and numbers of its own: all that it takes, images
-    without tokens in their place, spectra with their frames last, text alone, and targets as long as the input."""
+    without tokens in their place, spectra with their frames last, text alone, targets as long as the input, and at last
+    no targets: the loss is then a regression of what the model gives."""
     names = inspect.signature(module.forward).parameters
     if "images" in own or "only" in own:
         yield head, {}
@@ -84,6 +104,10 @@ def attempts(module: nn.Module, head: str, own: Mapping[str, Any]) -> Iterator[t
         yield "causal", {"only": ("input_ids",)}
     if head in ("seq2seq", "speech"):
         yield "causal", {}
+    if any(n in names for n in GRIDS):
+        yield head, {"patches": "image"}
+        yield head, {"patches": "merged"}
+    yield "base", {}
 
 
 def built(kind: str, name: str, own: Mapping[str, Any], labels: int) -> tuple[nn.Module, Any]:
@@ -132,6 +156,8 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
         module = own["wrap"](module)
     elif head in ("contrastive", "base") and "return_loss" in shape.names:
         module = WithLossOf(module)
+    elif name := packed(shape):
+        module = Packed(module, name)
     elif head == "detection":
         module = Detector(module)
     output = (copy.deepcopy(module) if "leaves" in own else module)(**several[0])
@@ -144,10 +170,8 @@ def fitted(module: nn.Module, config: Any, head: str, own: Mapping[str, Any]) ->
     )
     if found is None or found.dim():
         loss = Regression()
-        wanted = Regression.output(output)
+        wanted = Regression.wanted(output, ROWS[0])
         for step, (rows, one) in enumerate(zip(ROWS, several, strict=True)):
-            if wanted.shape[0] != ROWS[0]:
-                raise ValueError(f"there is no loss, and an output of shape {tuple(wanted.shape)} for {ROWS[0]} rows")
-            one["wanted"] = Draws(91 + step, rows).numbers(*wanted.shape[1:])
+            one["wanted"] = Draws(91 + step, rows).numbers(*wanted)
     # Each row has as many boxes as all others, so that the loss is a mean over rows; a trial also ignores some.
     return Case(module, several, loss, "rows" if head == "detection" else None)

@@ -10,6 +10,8 @@ from sweeping.case import WORDS
 
 WIDTH, HEADS, HEAD, INNER, LAYERS, POSITIONS, IMAGE, PATCH = 32, 4, 8, 64, 2, 20, 32, 8
 FIRST_ID, LAST_ID = 3, WORDS - 1  # special tokens that are not in the small vocabulary are numbered from its end
+IMAGE_ID = WORDS - 40  # the first that no text of a batch has
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 LARGE = 64  # no other integer stays above this
 
 Rule = tuple[str, int | Callable[[int], int]]
@@ -30,6 +32,8 @@ RULES: tuple[Rule, ...] = (
     (r"feat_extract_layers", same),
     (r"shared_layers$", 0),
     (r"rotary_dim", 4),
+    (r"chunk_(left|right)_context", 2),
+    (r"pos_emb_(height|width)", 8),
     (r"mamba.*heads", 2 * HEADS),
     (r"^d_head$|mamba_d_head|head_dim|head_size|d_kv|attention_head_hidden", HEAD),
     (r"(key_value|kv)_heads|n_kv|num_key_value_groups$", lambda v: v if v <= 1 else HEADS if v < 8 else 2),
@@ -63,6 +67,33 @@ RULES: tuple[Rule, ...] = (
 )
 """Patterns of names, the first of which that is found says what becomes of an integer: at most a number, or what a
 function makes of it."""
+TOKENIZER = {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+PARTS: dict[str, dict[str, Any]] = {
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 16, 32, 32],
+        "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [16, 32, 32, 64],
+        "hidden_sizes": [16, 32, 32, 64],
+    },
+    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0, 2]},
+    "pp_lcnet_v3": {"scale": 0.25},
+    "pp_lcnet_v4": {
+        "stem_channels": [3, 32, 32],
+        "stage_out_channels": [32, 32, 32, 32],
+        "block_configs": [
+            [[3, 32, 32, stride, use]] for stride, use in ((1, True), (1, False), ([2, 1], False), ([2, 1], True))
+        ],
+    },
+    "sam2_hiera_det_model": {
+        "hidden_size": 16,
+        "window_positional_embedding_background_size": [2, 2],
+        "window_size_per_stage": [4, 2, 2, 2],
+    },
+    **{f"vibevoice_acoustic_tokenizer{part}": TOKENIZER for part in ("", "_encoder", "_decoder")},
+    "timm_wrapper": {"architecture": "test_vit", "model_args": None},
+}
+"""Arguments of sub-configs whose numbers depend on each other, by their model type."""
 IDS = re.compile(r"(token|eos|bos|pad|sep|cls|mask|unk)_?(id|index|ids)$|_token$|_id$")
 KINDS = ("layer_types", "layers_block_type", "block_types")  # lists that name the kind of each layer
 
@@ -81,7 +112,8 @@ def _shrunk(config: Any, used: dict[int, int]) -> dict[str, Any]:
     layers = _layers(values)
     for name, value in values.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_own(value), **_shrunk(value, used), "model_type": value.model_type}
+            small = {**_own(value), **_shrunk(value, used), "model_type": value.model_type}
+            found[name] = {**small, **_outputs(value, small), **PARTS.get(value.model_type, {})}
         elif IDS.search(name):
             if (small := _ids(value, used)) != value:
                 found[name] = small
@@ -112,8 +144,23 @@ def _own(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(config).items()
-        if isinstance(value, int | float) and not name.startswith("_") and value != plain.get(name, value)
+        if isinstance(value, KEPT) and not name.startswith("_") and value != plain.get(name)
     }
+
+
+KEPT = (int, float, str, list, tuple)
+
+
+def _outputs(config: Any, small: dict[str, Any]) -> dict[str, Any]:
+    """Return the stages that a backbone gives, as many as before it shrinks: layers are stages where it has no
+    others."""
+    wanted = getattr(config, "_out_features", None)
+    if not wanted or list(wanted) == getattr(type(config)(), "_out_features", None):
+        return {}
+    if "num_hidden_layers" not in small or any(hasattr(config, name) for name in ("depths", "block_configs")):
+        return {"out_features": list(wanted)}
+    count = max(LAYERS, len(wanted))
+    return {"num_hidden_layers": count, "out_features": [f"stage{i + 1}" for i in range(count)][-len(wanted) :]}
 
 
 def _layers(values: Mapping[str, Any]) -> int:
@@ -184,8 +231,10 @@ def _integers(name: str, values: list[int]) -> list[int]:
         r"out|select|feature_lay", name
     ):
         return [min(v, 1) for v in values]
+    if len(set(values)) == 1:
+        return [_integer(name, v) for v in values]
     if re.search(r"hidden_size|embed_dim|widths|channels|dims?$|sizes$|conv_dim|planes", name) and max(values) > WIDTH:
-        least = min(v for v in values if v > 0)
+        least = min(v for v in values if v > 4)
         return [v if v <= 4 else max(round(v * 16 / least / 16), 1) * 16 for v in values]
     if re.search(r"heads", name):
         least = min(v for v in values if v > 0)
@@ -198,15 +247,23 @@ def completed(config: Any) -> Any:
     for name, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2), ("decoder_start_token_id", 0)):
         if getattr(config, name, None) is None:
             setattr(config, name, value)
+    for name in IMAGE_TOKENS:
+        if getattr(config, name, 0) is None:
+            setattr(config, name, IMAGE_ID)
     if getattr(config, "apply_spec_augment", False):
         config.apply_spec_augment = False  # its masks come from numpy's generator, which shardwise refuses
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and MROPE.search(config.model_type) and "mrope_section" not in rope:
         config.rope_parameters = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    backbone = getattr(config, "backbone_config", None)
+    if hasattr(config, "encoder_in_channels") and hasattr(backbone, "hidden_sizes"):
+        config.encoder_in_channels = [backbone.hidden_sizes[i - 1] for i in backbone.out_indices][
+            -len(config.encoder_in_channels) :
+        ]
     for value in vars(config).values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             completed(value)
     return config
 
 
-MROPE = re.compile(r"qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
+MROPE = re.compile(r"hunyuan_vl|qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
