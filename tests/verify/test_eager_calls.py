@@ -199,6 +199,35 @@ def test_a_function_that_does_not_keep_to_its_arguments_is_no_op(pick: Any) -> N
         Compiled(Picky(pick), PLANS["tp"], {"x": torch.randn(16, 5)})
 
 
+def part_of(h: Tensor) -> Tensor:
+    return h[:, :1] if float(h.detach().max()) < 1e3 else h[:, 1:]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_write_to_what_shares_memory_with_an_argument(writes: bool) -> None:
+    """It would not reach the argument, for the results of an op are copies."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x) * 2.0
+            part = part_of(h)
+            part = part.mul_(3.0) if writes else part * 3.0
+            return (h.square() + part).mean()
+
+    torch.manual_seed(0)
+    given = [{"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2)]
+    assert verify(Writes().double(), given, PLANS["dp"]).passed
+    if writes:
+        with pytest.raises(ConfigError, match="tp: the model could not be captured.* writes to what part_of"):
+            verify(Writes().double(), given, PLANS["tp"])
+    else:
+        assert verify(Writes().double(), given, PLANS["tp"]).passed
+
+
 def few_or_all(h: Tensor) -> Tensor:
     """Returns all rows, but where one is very large: then there are fewer."""
     return h[:2] if float(h.detach().max()) > 1e3 else h

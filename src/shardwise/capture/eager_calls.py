@@ -66,6 +66,7 @@ class Seen(NamedTuple):
     found: tuple[Any, ...]
     found_spec: TreeSpec
     gradients: bool  # whether autograd was on
+    shares: bool  # whether results have memory of arguments
 
     def like(self, other: Seen) -> bool:
         """Whether another forward, of other rows, has made the same call, but for sizes."""
@@ -94,7 +95,7 @@ class EagerCall(WholeCall):
     ``__name__`` tells it apart from all others of a capture, for code is shared between units by its text."""
 
     def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
-        self.seen, self.layers = seen, layers
+        self.seen, self.layers, self.shares = seen, layers, seen.shares
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
         pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
         self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
@@ -208,7 +209,7 @@ class EagerCalls:
                 raise NotEager(one.function, "returns something else for other rows")
         if len(first) != len(other) or not first:
             raise NotEager(self.functions[-1], "is called as often as there are rows")
-        pairs = [(emptied(one), two) for one, two in zip(first, other, strict=True)]
+        pairs = [(emptied(one), emptied(two)) for one, two in zip(first, other, strict=True)]
         self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(pairs)]
 
     def _run(self, rows: int, values: int) -> list[Seen]:
@@ -244,7 +245,10 @@ class EagerCalls:
         for one in found:
             if not isinstance(one, (Tensor, *PLAIN)):
                 raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
-        self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, torch.is_grad_enabled()))
+        taken = {storage_key(one) for one in tensors}
+        shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
+        gradients = torch.is_grad_enabled()
+        self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, gradients, shares))
         return result
 
     @contextmanager
@@ -335,12 +339,17 @@ class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def emptied(seen: Seen) -> Seen:
-    """Return a call whose modules have lost their parameters and buffers: another branch of the function that computes
-    with them stops."""
+    """Return a call whose tensors have no values, nor the parameters and buffers of its modules: another branch of the
+    function that computes with these stops."""
     for one in seen.given:
         if isinstance(one, nn.Module):
             one.to("meta")
-    return seen
+    given, found = ([_without_values(one) for one in each] for each in (seen.given, seen.found))
+    return seen._replace(given=tuple(given), found=tuple(found))
+
+
+def _without_values(one: Any) -> Any:
+    return torch.empty_like(one, device="meta").requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -301,6 +301,7 @@ class _Walker:
 
     def mutate(self, old: fx.Node) -> None:
         goal, target, args, kwargs = functional_form(old)
+        self.refuse_shared(self.base(goal))
         if [str(s) for s in old.meta["val"].shape] != [str(s) for s in goal.meta["val"].shape]:
             raise Uncapturable(f"{old.target} changes the shape of the tensor that it writes to{place(old)}")
         if op_name(old) == "copy_":
@@ -314,6 +315,14 @@ class _Walker:
         self.write(goal, new)
         self.bind(old, self.value[goal], goal)
         self.passed.add(old)
+
+    def refuse_shared(self, base: fx.Node) -> None:
+        """Raise :class:`Uncapturable` about a write to what a call has returned of its arguments' memory."""
+        call = base.args[0] if base.target is operator.getitem else None
+        if isinstance(call, fx.Node) and call.target is custom_function.OP:
+            function = self.captured.functions[call.args[1]]
+            if getattr(function, "shares", False):
+                raise Uncapturable(f"forward writes to what {function} returns of its arguments{place(call)}")
 
     def viewed(self, goal: fx.Node) -> bool:
         """Return whether another tensor shares the memory of ``goal``."""
