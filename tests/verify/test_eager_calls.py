@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,3 +239,86 @@ def test_results_of_another_size_stop_the_step() -> None:
     x = torch.randn(6, 5, dtype=torch.float64)
     with pytest.raises(ShardwiseError, match="few_or_all reads values, and does not return for this batch"):
         verify(Picky(few_or_all).double(), [{"x": x}, {"x": 1e6 * x}], PLANS["tp"])
+
+
+class Kept:
+    """What a forward keeps for a later one: a list of keys."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Chooser(nn.Module):
+    """Says, for each place of a row, which places it may look at: with parameters that have no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+
+    def forward(self, h: Tensor, kept: Kept | None) -> Tensor:
+        keys = self.norm(self.layer(h)) + self.shift
+        if kept is not None:
+            kept.keys.append(keys)
+        chosen = torch.zeros(*h.shape[:2], h.shape[1], dtype=torch.bool)
+        for row, own in enumerate(keys):
+            near = (own @ own.T > 0).nonzero().tolist()
+            for place, other in near[: 2 * len(own)]:
+                chosen[row, place, other] = True
+        return chosen | torch.eye(h.shape[1], dtype=torch.bool)
+
+
+class Sparse(nn.Module):
+    """Attention to chosen places; its config says, as those of transformers, whether it keeps keys."""
+
+    def __init__(self, cached: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=cached)
+        self.up = nn.Linear(5, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.chooser, self.head = Chooser(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        kept = Kept() if self.config.use_cache else None
+        h = self.up(x)
+        for layer in self.layers:
+            q = layer(h)[:, None]
+            h = h + F.scaled_dot_product_attention(q, q, q, attn_mask=self.chooser(h, kept)[:, None])[:, 0]
+        return F.mse_loss(self.head(h), wanted)
+
+
+def places(rows: int, seed: int) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, TARGETS, 5, generator=own, dtype=torch.float64),
+        "wanted": torch.randn(rows, TARGETS, 2, generator=own, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_module_that_chooses_by_parameters(cached: bool, plan: str) -> None:
+    """Its parameters are arguments of the call, and a cache that no step reads is not made."""
+    torch.manual_seed(0)
+    module = Sparse(cached).double()
+    report = verify(module, [places(7, 1), places(7, 2)], PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert any("Chooser.forward" in note and "runs as it is written" in note for note in report.notes)
+    assert any("caches of keys" in note for note in report.notes) == cached and module.config.use_cache == cached
+
+
+class Learned(Chooser):
+    """Gives scores, whose gradient would not reach the parameters."""
+
+    def forward(self, h: Tensor, kept: Kept | None) -> Tensor:
+        scores = h @ self.layer.weight @ h.mT
+        return scores + len((scores > 0).nonzero().tolist()) % 2
+
+
+def test_results_with_gradients_of_parameters_are_not_captured_so() -> None:
+    torch.manual_seed(0)
+    module = Sparse(False).double()
+    module.chooser = Learned().double()
+    report = verify(module, [places(7, 1), places(7, 2)], PLANS["dp"])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert any("not captured" in note for note in report.notes)

@@ -25,10 +25,11 @@ from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept, Layer
+from shardwise.capture.key_caches import NOTE as CACHES
+from shardwise.capture.key_caches import without_caches
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
-from shardwise.capture.reads import Answering
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
@@ -67,45 +68,44 @@ def capture(
     random numbers of ``drawing``.  Raises :class:`Uncapturable` with the reason where export stops.
     """
     refuse_module_hooks(module)
-    looped = False
+    looped = cached = False
     key = stored.key_of(module, batch, loss, varies, precision, training, wanted)
     keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
     kept = wanted == "loss" and key is not None
 
-    def watched(trial: bool = False, reading: Answering | None = None) -> Watched:
-        found = bare(trial)
-        found.reading = reading
-        return found
-
-    def bare(trial: bool, values: int | None = None) -> Watched:
-        nonlocal looped
+    def bare(trial: bool, calling: bool = False, values: int | None = None) -> Watched:
+        """Return a copy of the model; ``calling`` says that functions run as written in it."""
+        nonlocal looped, cached
         own = shadow(module, precision)
         if values is not None:
             _fill(own, module, values)
         looped = without_loops(own)
+        cached = calling and wanted == "loss" and without_caches(own)
         if wanted == "loss":
             return set_mode(Watched(own, loss, precision), training)
         return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
 
     def forward(rows: int, values: int, *layers: Layer) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Intercept(*layers):
-            own = bare(trial=True, values=values)
+            own = bare(trial=True, calling=True, values=values)
             own(example_of(own, batch, rows))
 
     with generators_kept():
         if kept:
             for one in keys:
-                if (found := stored.find(one, lambda: watched(trial=True), batch)) is not None:
+                if (found := stored.find(one, lambda: bare(trial=True), batch)) is not None:
                     return found
         told = known or Known()
         ways = Ways(
-            watched, forward, batch, drawing, told,
+            bare, forward, batch, drawing, told,
             capture=lambda wrapped: _captured(wrapped, batch, rows, varies, told),
             trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
         )  # fmt: skip
         captured, trial = ways.first()
     if looped:
         captured.notes.append(NOTE)
+    if cached:
+        captured.notes.append(CACHES)
     if trial is not None and kept and not any(isinstance(one, EagerCall) for one in captured.functions):
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured

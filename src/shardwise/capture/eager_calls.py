@@ -4,8 +4,9 @@ Where a forward cannot be captured whole for a function reads values (the matchi
 is around the calls of this function is captured, and each call runs the function itself, in every step, on the whole
 tensors: rows of all ranks, shards of none.  So it computes what it computes on one device, whatever it does.
 
-What a call returns is seen in a forward with values, before the capture.  Only functions that keep to their arguments
-can be called so: :class:`NotEager` says what stands against it.
+Parameters and buffers of a module among the arguments are arguments, too, where no result has a gradient: one that
+chooses places or experts, for example.  What a call returns is seen in a forward with values, before the capture.  Only
+functions that keep to their arguments can be called so: :class:`NotEager` says what stands against it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.core.errors import ShardwiseError, of_library
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
+from shardwise.initial.copies import copied
 from shardwise.ops.custom_function import OP, WholeCall
 
 READS = "reads tensors that are not among its arguments"
@@ -58,7 +60,9 @@ class Made(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A call in a forward with values: its arguments and its results, flat, with their structure."""
+    """A call in a forward with values: its arguments and its results, flat, with their structure.
+
+    After the arguments come the tensors of modules among them, if the function computes with these."""
 
     function: FunctionType
     given: tuple[Any, ...]
@@ -112,10 +116,7 @@ class EagerCall(WholeCall):
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
             return self.shaped(tensors)
-        feed = iter(tensors)
-        args, kwargs = tree_unflatten(
-            [next(feed) if one is Tensor else one for one in self.given], self.seen.given_spec
-        )
+        args, kwargs = self._arguments(tensors)
         before = [version(one) for one in tensors]
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
@@ -131,8 +132,21 @@ class EagerCall(WholeCall):
             )
         return tuple(apart(results, tensors))
 
+    def _arguments(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the arguments with these tensors; where the last ones are of modules, these are copies with them."""
+        feed = iter(tensors)
+        given = [next(feed) if one is Tensor else one for one in self.given]
+        leaves, own = given[: self.seen.given_spec.num_leaves], given[self.seen.given_spec.num_leaves :]
+        if own:
+            memo = {id(old): new for old, new in zip(tensors_of(leaves), own, strict=True)}
+            leaves = [copied(one, memo) if isinstance(one, nn.Module) else one for one in leaves]
+        return tree_unflatten(leaves, self.seen.given_spec)
+
     def _fits(self, result: Tensor, made: Made, tensors: Sequence[Tensor]) -> bool:
-        """Whether a result of the call with these tensors has the sizes that the capture gave it."""
+        """Whether a result of the call with these tensors has the sizes that the capture gave it, and no gradient where
+        none was seen."""
+        if result.requires_grad and not made.learns:
+            return False
         return list(result.shape) == [self._size(tensors, size) for size in made.sizes]
 
     def shaped(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -224,7 +238,8 @@ class EagerCalls:
         if self._inside:
             return whole(*args, **kwargs)
         given, spec = tree_flatten((tuple(args), kwargs))
-        tensors = [one for one in given if isinstance(one, Tensor)]
+        own = tensors_of(given)
+        tensors = [*(one for one in given if isinstance(one, Tensor)), *own]
         beside = _Beside(function, [one for one in given if not isinstance(one, (Tensor, *PLAIN))])
         versions = [version(one) for one in tensors]
         self._inside = True
@@ -245,10 +260,13 @@ class EagerCalls:
         for one in found:
             if not isinstance(one, (Tensor, *PLAIN)):
                 raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
+        if beside.reads and any(isinstance(one, Tensor) and one.requires_grad for one in found):
+            raise NotEager(function, READS)
         taken = {storage_key(one) for one in tensors}
         shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
+        every = (*given, *own) if beside.reads else tuple(given)
         gradients = torch.is_grad_enabled()
-        self._seen.append(Seen(function, tuple(given), spec, tuple(found), found_spec, gradients, shares))
+        self._seen.append(Seen(function, every, spec, tuple(found), found_spec, gradients, shares))
         return result
 
     @contextmanager
@@ -289,7 +307,9 @@ class EagerCalls:
             known = None if one is None else one.seen
             if one is None or known is None or known.function != function or known.given_spec != spec:
                 raise NotEager(function, "is called in another way where there are no values")
-            if not all(map(_alike, known.given, given)):
+            if len(known.given) > len(given):
+                given += tensors_of(given)
+            if len(known.given) != len(given) or not all(map(_alike, known.given, given)):
                 raise NotEager(function, "is given other numbers or objects where there are no values")
             tensors = [each for each in given if isinstance(each, Tensor)]
             if self.ops is None:
@@ -308,16 +328,16 @@ class EagerCalls:
 class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a function has beside tensors: the ``objects`` among its arguments, and what it closes over.
 
-    A module among them may have parameters and buffers, if the function computes with none of them."""
+    ``reads`` says whether it computes with the parameters or buffers of modules among its arguments."""
 
     def __init__(self, function: FunctionType, objects: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self.function = function
-        self.objects = [*objects, *(cell.cell_contents for name, cell in cells if name != "__class__")]
-        self.modules = [one for one in self.objects if isinstance(one, nn.Module)]
-        own = [t for one in self.modules for t in (*one.parameters(), *one.buffers())]
-        self.own, self.memory = {id(one) for one in own}, {storage_key(one) for one in own}
+        closed = [cell.cell_contents for name, cell in cells if name != "__class__"]
+        self.objects, self.reads = [*objects, *closed], False
+        self.own = {id(one) for one in tensors_of(self.objects)}
+        self.memory, self.closed = ({storage_key(one) for one in tensors_of(every)} for every in (self.objects, closed))
         self.before = self._looks()
 
     def _looks(self) -> list[Any]:
@@ -333,9 +353,17 @@ class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(one, Tensor) and storage_key(one) in self.memory for one in tree_leaves((args, kwargs))):
+        read = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        if read & self.closed:
             raise NotEager(self.function, READS)
+        self.reads |= bool(read & self.memory)
         return func(*args, **(kwargs or {}))
+
+
+def tensors_of(objects: Sequence[Any]) -> list[Tensor]:
+    """Return the parameters and buffers of the modules among ``objects``, each once."""
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    return list({id(t): t for one in modules for t in (*one.parameters(), *one.buffers())}.values())
 
 
 def emptied(seen: Seen) -> Seen:

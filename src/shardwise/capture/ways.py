@@ -43,10 +43,10 @@ ANSWERS: tuple[tuple[frozenset[Any], bool], ...] = (
 
 @dataclass
 class Ways:
-    """What makes a capture: ``watched`` gives a copy of the model that is captured or tried, ``forward`` runs one with
-    values, and ``capture`` and ``trial`` take such copies."""
+    """What makes a capture: ``watched`` gives a copy of the model that is captured or tried, in which functions may run
+    as they are written, ``forward`` runs one with values, and ``capture`` and ``trial`` take such copies."""
 
-    watched: Callable[[bool], Watched]
+    watched: Callable[[bool, bool], Watched]
     forward: Forward
     batch: Mapping[str, Tensor]
     drawing: Drawing | None
@@ -99,7 +99,7 @@ class Ways:
 
     def one(self, way: Way) -> Made:
         """Return the capture and the trial of one way; raise :class:`Uncapturable` where it leads to none."""
-        wrapped, again = self.watched(False), self.watched(True)
+        wrapped, again = (self.watched(trial, bool(way.functions)) for trial in (False, True))
         calls = EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision)) if way.functions else None
         wrapped.calling = again.calling = calls
         reads: tuple[Read, ...] = ()
@@ -125,7 +125,7 @@ class Ways:
 
     def read(self, way: Way, calls: EagerCalls | None) -> tuple[Read, ...]:
         """Return what forward reads in Python by the functions of ``way``, with the answers for the batch."""
-        asking = self.watched(False)
+        asking = self.watched(False, bool(way.functions))
         asking.calling = calls
         # Copies: autograd takes no tensors that were made in inference mode.
         own = {n: cast_field(v.detach().to("cpu", copy=True), asking.precision) for n, v in self.batch.items()}
