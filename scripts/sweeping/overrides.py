@@ -124,6 +124,11 @@ HALVING = {
     "block_configs": [[[3, 32, 32, stride, True]] for stride in (1, 2, 2, 2)],
 }
 
+SLIDING = {
+    **{f"swa_{name}": HEAD for name in ("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")},
+    **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads", "qk_nope_head_dim")},
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aimv2": {"wrap": lambda model: Picked(model, "image_embeds")},
     "albert/pretraining": {"labels": 2},
@@ -158,7 +163,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
     "clap": {
         "fields": {"input_features": lambda shape, draws, fields: draws.numbers(1, 64, 32)},
-        "config": {"audio_config": {"spec_size": 128, "window_size": 2, "num_mel_bins": 32}},
+        "config": {"audio_config": {"spec_size": 128, "window_size": 2, "num_mel_bins": 32, "hidden_size": 256}},
     },
     "clvp": {
         "config": {
@@ -202,6 +207,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"config": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}}},
     "donut-swin": WINDOWS,
     "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}},
+    "dots3_note": {"config": {"text_config": SLIDING}},
+    "dots3_note_text": {"config": SLIDING},
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
     "emu3": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
