@@ -296,7 +296,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"config": {"num_heads": 8, "head_dim": HEAD}},
     "markuplm": {"config": {"tag_pad_id": 60, "subs_pad_id": 60}},
-    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}},
+    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}, "sweep_image": 64},
     "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
     "mimi": MONO,
