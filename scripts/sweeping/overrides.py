@@ -74,6 +74,7 @@ SERIES = {
 }
 
 LINES = {"sweep_image": 96}
+LARGER = {"sweep_image": 64}  # of 32, last maps have one pixel: a BatchNorm of few rows then leaves only rounding
 CROSSED = {
     "config": {
         "intraclass_block_config": {
@@ -239,6 +240,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
+    "grounding-dino": LARGER,
     "groupvit": {
         "config": {
             "vision_config": {
@@ -304,6 +306,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mimi_encoder": MONO,
     "mimo_v2_flash": {"config": {"num_key_value_heads": 2}},
     "mistral4": {"config": {"head_dim": 16, "qk_head_dim": 16}},
+    "mm-grounding-dino": LARGER,
     "mobilevitv2": {"sweep_image": 64},
     "molmo2": {
         "config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -359,13 +362,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "reading_order_config": {"max_2d_position_embeddings": 1024},
         }
     },
-    "pp_doclayout_v3": {"config": {"x4_feat_dim": 16}},
+    "pp_doclayout_v3": {"config": {"x4_feat_dim": 16}, **LARGER},
+    "pp_doclayout_v4": LARGER,
+    "pp_ocrv5_mobile_det": LARGER,
     "pp_ocrv5_mobile_rec": LINES,
-    "pp_ocrv5_server_det": CROSSED,
+    "pp_ocrv5_server_det": {**CROSSED, **LARGER},
     "pp_ocrv5_server_rec": LINES,
-    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": HALVING}},
+    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": HALVING}, **LARGER},
     "pp_ocrv6_medium_rec": LINES,
-    "pp_ocrv6_small_det": {"config": {"layer_list_out_channels": [32] * 4, "backbone_config": HALVING}},
+    "pp_ocrv6_small_det": {"config": {"layer_list_out_channels": [32] * 4, "backbone_config": HALVING}, **LARGER},
     "pp_ocrv6_small_rec": LINES,
     "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_omni_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
@@ -447,7 +452,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "timm_wrapper": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
     "udop": {**BOXES, "only": ("input_ids",)},
-    "upernet": {"sweep_image": 64},
+    "upernet": LARGER,
     "vibevoice_acoustic_tokenizer": {**MONO, "config": PARTS["vibevoice_acoustic_tokenizer"]},
     "vibevoice_acoustic_tokenizer_decoder": {**STATES, "config": PARTS["vibevoice_acoustic_tokenizer_decoder"]},
     "vibevoice_acoustic_tokenizer_encoder": {**WAVES, "config": PARTS["vibevoice_acoustic_tokenizer_encoder"]},
