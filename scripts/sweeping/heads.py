@@ -402,8 +402,9 @@ class Regression:
 
     def __call__(self, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss."""
-        found = Regression.output(output)
-        return (found.reshape(fields["wanted"].shape) - fields["wanted"]).square().mean()
+        found, wanted = Regression.output(output), fields["wanted"]
+        found = found if found.shape == wanted.shape else found.reshape(wanted.shape)
+        return (found - wanted).square().mean()
 
     @staticmethod
     def wanted(output: Any, rows: int) -> tuple[int, ...]:

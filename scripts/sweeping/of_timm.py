@@ -104,7 +104,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families that cannot be narrowed: what of the module makes a model, with its arguments."""
 SHALLOW = {"depth": 2, "embed_dim": 32, "num_heads": 4}
-LARGEST = 30_000_000
+LARGEST = (15_000_000, 30_000_000)  # parameters: the second where no model of a family has so few as the first
 FACTOR = 8
 
 
@@ -131,9 +131,9 @@ def smallest(family: str, names: tuple[str, ...]) -> Case:
         names, key=lambda n: (min((i for i, word in enumerate(SMALL) if word in n), default=len(SMALL)), len(n))
     )
     errors = []
-    for name in ranked[:4]:
+    for largest, name in itertools.product(LARGEST, ranked[:4]):
         try:
-            return fitted(name)
+            return fitted(name, largest)
         except Exception as error:
             errors.append(error)
     raise errors[0]
@@ -148,7 +148,7 @@ def build(name: str, device: str, narrow: bool, given: dict[str, Any]) -> nn.Mod
         return timm.create_model(name, num_classes=LABELS, **given).float().train()
 
 
-def fitted(name: str) -> Case:
+def fitted(name: str, largest: int = LARGEST[0]) -> Case:
     """Return the model with the arguments and image size with which it is smallest; they are tried on the meta device,
     where that costs nothing."""
     errors: list[Exception] = []
@@ -160,7 +160,7 @@ def fitted(name: str) -> Case:
         for given in ({**own, "img_size": size}, own):
             try:
                 module = build(name, device, narrow, given)
-                if (large := sum(p.numel() for p in module.parameters())) > LARGEST:
+                if (large := sum(p.numel() for p in module.parameters())) > largest:
                     raise ValueError(f"{name} has {large:,} parameters")
                 module(torch.zeros(2, 3, size, size, device=device))
                 return classifier(build(name, "cpu", narrow, given), 3, size, size)

@@ -74,6 +74,7 @@ SERIES = {
 }
 
 LINES = {"sweep_image": 96}
+LARGER = {"sweep_image": 64}  # of 32, last maps have one pixel: a BatchNorm of few rows then leaves only rounding
 CROSSED = {
     "config": {
         "intraclass_block_config": {
@@ -124,6 +125,11 @@ HALVING = {
     "block_configs": [[[3, 32, 32, stride, True]] for stride in (1, 2, 2, 2)],
 }
 
+SLIDING = {
+    **{f"swa_{name}": HEAD for name in ("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")},
+    **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads", "qk_nope_head_dim")},
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aimv2": {"wrap": lambda model: Picked(model, "image_embeds")},
     "albert/pretraining": {"labels": 2},
@@ -158,7 +164,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
     "clap": {
         "fields": {"input_features": lambda shape, draws, fields: draws.numbers(1, 64, 32)},
-        "config": {"audio_config": {"spec_size": 128, "window_size": 2, "num_mel_bins": 32}},
+        "config": {"audio_config": {"spec_size": 128, "window_size": 2, "num_mel_bins": 32, "hidden_size": 256}},
     },
     "clvp": {
         "config": {
@@ -202,6 +208,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"config": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}}},
     "donut-swin": WINDOWS,
     "dots1": {"config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}},
+    "dots3_note": {"config": {"text_config": SLIDING}},
+    "dots3_note_text": {"config": SLIDING},
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
     "emu3": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
@@ -232,6 +240,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"config": {"encoder_config": {"context_size": 16}}, "num_mel_bins": 64},
     "granite_speech5_encoder": {"config": {"context_size": 16}, "num_mel_bins": 64},
     "granitemoehybrid": {"config": {**MAMBA, "layer_types": ["mamba", "attention"]}},
+    "grounding-dino": LARGER,
     "groupvit": {
         "config": {
             "vision_config": {
@@ -289,7 +298,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"config": {"num_heads": 8, "head_dim": HEAD}},
     "markuplm": {"config": {"tag_pad_id": 60, "subs_pad_id": 60}},
-    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}},
+    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}, "sweep_image": 64},
     "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
     "mimi": MONO,
@@ -297,6 +306,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mimi_encoder": MONO,
     "mimo_v2_flash": {"config": {"num_key_value_heads": 2}},
     "mistral4": {"config": {"head_dim": 16, "qk_head_dim": 16}},
+    "mm-grounding-dino": LARGER,
     "mobilevitv2": {"sweep_image": 64},
     "molmo2": {
         "config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -352,13 +362,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "reading_order_config": {"max_2d_position_embeddings": 1024},
         }
     },
-    "pp_doclayout_v3": {"config": {"x4_feat_dim": 16}},
+    "pp_doclayout_v3": {"config": {"x4_feat_dim": 16}, **LARGER},
+    "pp_doclayout_v4": LARGER,
+    "pp_ocrv5_mobile_det": LARGER,
     "pp_ocrv5_mobile_rec": LINES,
-    "pp_ocrv5_server_det": CROSSED,
+    "pp_ocrv5_server_det": {**CROSSED, **LARGER},
     "pp_ocrv5_server_rec": LINES,
-    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": HALVING}},
+    "pp_ocrv6_medium_det": {"config": {**CROSSED["config"], "backbone_config": HALVING}, **LARGER},
     "pp_ocrv6_medium_rec": LINES,
-    "pp_ocrv6_small_det": {"config": {"layer_list_out_channels": [32] * 4, "backbone_config": HALVING}},
+    "pp_ocrv6_small_det": {"config": {"layer_list_out_channels": [32] * 4, "backbone_config": HALVING}, **LARGER},
     "pp_ocrv6_small_rec": LINES,
     "pp_ocrv6_tiny_rec": LINES,
     "qwen2_5_omni_thinker": {"config": {"vision_start_token_id": IMAGE_ID + 1}},
@@ -440,7 +452,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "timm_wrapper": {"config": {"architecture": "test_vit"}, "sweep_image": 160},
     "udop": {**BOXES, "only": ("input_ids",)},
-    "upernet": {"sweep_image": 64},
+    "upernet": LARGER,
     "vibevoice_acoustic_tokenizer": {**MONO, "config": PARTS["vibevoice_acoustic_tokenizer"]},
     "vibevoice_acoustic_tokenizer_decoder": {**STATES, "config": PARTS["vibevoice_acoustic_tokenizer_decoder"]},
     "vibevoice_acoustic_tokenizer_encoder": {**WAVES, "config": PARTS["vibevoice_acoustic_tokenizer_encoder"]},

@@ -17,12 +17,13 @@ sys.path.append(str(ROOT / "scripts"))
 
 from sweeping import condensed, serve  # noqa: E402
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches  # noqa: E402
+from sweeping.heads import Packed, Regression  # noqa: E402
 from sweeping.narrow import narrowed  # noqa: E402
 from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, Outcome  # noqa: E402
 from sweeping.page import PLANS, TARGETS, TITLES, page, percent  # noqa: E402
 from sweeping.plans import plans  # noqa: E402
 from sweeping.results import Results  # noqa: E402
-from sweeping.shrink import shrunk  # noqa: E402
+from sweeping.shrink import completed, shrunk  # noqa: E402
 from sweeping.torchvision_ops import nms  # noqa: E402
 from sweeping.trial import trial  # noqa: E402
 
@@ -97,6 +98,27 @@ def test_special_tokens_stay_apart_and_kinds_of_layers_are_all_there() -> None:
     assert set(small.text_config.layer_types) == {"sliding_attention", "full_attention"}
     ids = {small.image_token_index, small.boi_token_index, small.eoi_token_index}
     assert len(ids) == 3 and max(ids) < small.text_config.vocab_size
+
+
+def test_backbones_keep_as_many_stages_and_their_channels_fit() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = completed(transformers.RTDetrConfig(**shrunk(transformers.RTDetrConfig())))
+    assert small.backbone_config.out_features == ["stage2", "stage3", "stage4"]
+    assert small.encoder_in_channels == small.backbone_config.hidden_sizes[1:]
+    deep = transformers.DepthAnythingConfig(**shrunk(transformers.DepthAnythingConfig())).backbone_config
+    assert len(deep.out_features) == 4 and deep.num_hidden_layers == 4
+
+
+def test_rows_that_a_model_wants_one_after_the_other_are_apart_in_its_batches() -> None:
+    module = Packed(nn.Linear(6, 2), "input")
+    fields = Draws(0, 7).numbers(4, 6)
+    output = module(input=fields, wanted=fields)
+    assert output.shape == (28, 2) and Regression.wanted(output, 7) == (4, 2)
+    wanted = output.detach().reshape(7, 4, 2)
+    assert Regression()(output, {"wanted": wanted}).item() == 0
+    assert Regression.wanted(output.unflatten(0, (7, 4)), 7) == (4, 2)
+    with pytest.raises(ValueError, match="an output of shape \\(28, 2\\) for 5 rows"):
+        Regression.wanted(output, 5)
 
 
 def test_narrow_nets_have_fewer_channels_and_the_same_images_and_classes() -> None:
