@@ -60,7 +60,7 @@ def gram(x: Tensor) -> Tensor:
 
 def by_value(op: Any) -> Any:
     """``op`` after a branch that export cannot follow."""
-    return lambda x: op(x) if bool(x.isfinite().all()) else x
+    return lambda x: op(x) if bool(x.sum() < 1e4) else x
 
 
 @pytest.mark.parametrize(

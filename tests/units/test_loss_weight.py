@@ -271,7 +271,7 @@ def test_why_a_trial_fails() -> None:
 
 
 def test_what_a_trial_costs() -> None:
-    """It runs as many rows as some ten forwards of an example of 32 rows."""
+    """It runs as many rows as some fifteen forwards of an example of 32 rows."""
     rows = list[int]()
 
     def counting(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def test_what_a_trial_costs() -> None:
 
     given = {k: v.repeat(4, *(1 for _ in v.shape[1:])) for k, v in batch().items()}
     assert Subject(Branching(counting), given).trace.opaque is not None
-    assert sum(rows) <= 10 * 32, rows
+    assert sum(rows) <= 16 * 32, rows
 
 
 def test_what_the_user_says() -> None:

@@ -32,6 +32,10 @@ Made = tuple[Captured, Tried | None]
 CHECKS = 64  # that a forward may take for granted
 
 
+class OtherWay(Uncapturable):
+    """Forward goes another way by values that a step alone knows."""
+
+
 class Depends(Uncapturable):
     """What forward computes depends on what it changes in Python."""
 
@@ -92,6 +96,8 @@ class Ways:
                 raise
             except Uncapturable as error:
                 stopped.append(error)
+                if isinstance(error, OtherWay):
+                    break
             else:
                 self.known.way = way
                 return found, []
@@ -137,7 +143,7 @@ class Ways:
             fields = like(own, self.batch)
             reads, assumed = asked(asking, asking.module, fields, way.reads, rows, self.drawing, calls, checks)
             self.take(checks, assumed, calls)
-        except NotEager:
+        except (NotEager, OtherWay):
             raise
         except Exception as error:  # the user's code may raise anything where there are no values
             raise Uncapturable(not_captured(error, asking.module)) from error
@@ -160,12 +166,10 @@ class Ways:
         """Raise :class:`Uncapturable` where the answer of a check that was ``assumed`` may be another in a step that
         one device would make."""
         if len(assumed) > CHECKS:
-            raise Uncapturable(f"forward checks more than {CHECKS} values in Python")
+            raise OtherWay(f"forward checks more than {CHECKS} values in Python")
         for number in assumed:
             if not checks[number].finite and not raises(lambda noting: self.noted(noting, calls), number):
-                raise Uncapturable(
-                    f"forward goes another way by values that depend on parameters{checks[number].place}"
-                )
+                raise OtherWay(f"forward goes another way by values that depend on parameters{checks[number].place}")
 
 
 __all__ = ["Made", "Ways"]

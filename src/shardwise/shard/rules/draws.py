@@ -56,8 +56,6 @@ def keys(
         (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
     )
     spread = tuple(g for g, s in places.items() if s == first)
-    if any(map(depends_on_data, sizes)):
-        raise Uncapturable("it draws as many random numbers as values of tensors say")
     batch = sample_dim(context, sizes, first, node.meta["ordinal"])
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
@@ -65,6 +63,8 @@ def keys(
     minor = {batch[0]: batch[1]} if batch is not None else {}
     if any(s.dim in minor for s in tensor.values()):
         raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
+    if any(map(depends_on_data, sizes)):
+        raise Uncapturable("it draws as many random numbers as values of tensors say, where ranks share a row")
     layout = context.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
     return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
