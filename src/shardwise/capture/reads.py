@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.capture.assumed import BRANCHES, Check
 from shardwise.capture.coins import Coins, Drawing
 from shardwise.capture.eager_calls import EagerCalls
-from shardwise.capture.intercept import Intercept, Proceed
+from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.running import here
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
@@ -38,6 +38,38 @@ NUMBERS: frozenset[Any] = frozenset({
     Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__,
 })  # fmt: skip
 """Those that read numbers; a capture keeps most of them as symbols."""
+
+
+REPEATS: frozenset[Any] = frozenset({torch.repeat_interleave, Tensor.repeat_interleave})
+SIZED: frozenset[Any] = REPEATS | {torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace}
+"""Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
+
+
+def with_numbers(
+    layer: Layer, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
+) -> tuple[Sequence[Any], dict[str, Any]]:  # fmt: skip
+    """Return the arguments of a function of :data:`SIZED` with what it reads, as ``layer`` reads it.
+
+    How often elements are repeated says how large the result is, which is read of the sum."""
+    if func in REPEATS:
+        repeats = kwargs.get("repeats", args[-1] if args else None)
+        if isinstance(repeats, Tensor) and repeats.dim() and "output_size" not in kwargs:
+            kwargs = {**kwargs, "output_size": layer(Tensor.item, (repeats.sum(),), {}, proceed)}
+        return args, kwargs
+
+    def number(one: Any) -> Any:
+        reads = isinstance(one, Tensor) and not one.dim() and not one.is_floating_point()
+        return layer(Tensor.item, (one,), {}, proceed) if reads else one
+
+    found: tuple[Sequence[Any], dict[str, Any]] = tree_map(number, (tuple(args), kwargs))
+    return found
+
+
+def listed(layer: Layer, one: Tensor, proceed: Proceed) -> Any:
+    """Return ``one.tolist()`` number by number, as tensors without values do it."""
+    if not one.dim():
+        return layer(Tensor.item, (one,), {}, proceed)
+    return [listed(layer, each, proceed) for each in one.unbind()]
 
 
 class Read(NamedTuple):
@@ -87,8 +119,12 @@ class Answering:
             raise UnlikeRead
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func in SIZED and Tensor.item in self.functions:
+            args, kwargs = with_numbers(self, func, args, kwargs, proceed)
         if func not in self.functions:
             return proceed(func, args, kwargs)
+        if func is Tensor.tolist:
+            return listed(self, args[0], proceed)
         read = self.reads[self._at] if self._at < len(self.reads) else None
         tensors = [one for one in args if isinstance(one, Tensor)]
         if read is None or read.function is not func or read.operands != len(tensors) or kwargs:
@@ -109,6 +145,10 @@ class _Asking:
         self._at = -1
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func in SIZED and Tensor.item in self.functions:
+            args, kwargs = with_numbers(self, func, args, kwargs, proceed)
+        if func is Tensor.tolist and func in self.functions:
+            return listed(self, args[0], proceed)
         values = [self.known.of_argument(one) for one in args]
         self._at += func in BRANCHES
         if func in SINGLE and func in self.functions and len(args) == 1 and values[0] is None and self.checks:

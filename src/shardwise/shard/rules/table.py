@@ -57,12 +57,15 @@ def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list
 def aligned(
     context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]
 ) -> list[tuple[fx.Node, list[Any]]]:
-    """Return operands with labels: the position of each dim in ``sizes``, or None where the operand is broadcast."""
+    """Return operands with labels: the position of each dim in ``sizes``, or None where the operand is broadcast.
+
+    A dim is whole in all of them where the size of one follows from values, for then nobody knows its parts."""
+    every = [[None] * (len(sizes) - len(own)) + list(own) for own in map(context.expressions, operands)]
+    open_dims = {d for own in every for d, s in enumerate(own) if s is not None and s != 1 and s != sizes[d]}
     out = []
-    for node in operands:
-        own = context.expressions(node)
-        shift = len(sizes) - len(own)
-        out.append((node, [d + shift if s == sizes[d + shift] else None for d, s in enumerate(own)]))
+    for node, own in zip(operands, every, strict=True):
+        labels = [d if s == sizes[d] and d not in open_dims else None for d, s in enumerate(own)]
+        out.append((node, labels[len(sizes) - rank_of(context, node) :]))
     return out
 
 
