@@ -40,7 +40,7 @@ Forward = Callable[..., None]
 has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
-MOST = 8  # functions of a model that may run as written
+MOST = 4  # functions of a model that may run as written
 
 
 class NotEager(Uncapturable):

@@ -142,6 +142,8 @@ class Ways:
             checks = self.checks(calls) if way.assumes else ()
             fields = like(own, self.batch)
             reads, assumed = asked(asking, asking.module, fields, way.reads, rows, self.drawing, calls, checks)
+            if way.assumes and not assumed:
+                raise OtherWay("forward checks no values that depend on parameters")
             self.take(checks, assumed, calls)
         except (NotEager, OtherWay):
             raise

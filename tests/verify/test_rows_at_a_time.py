@@ -1,0 +1,91 @@
+"""Models that are captured for one number of rows at a time: their microbatches may have several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.verify.verify import verify
+
+HEADS = 4
+
+
+class RowByRow(nn.Module):
+    """It goes through rows in Python, and passes a list of them from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = list(x.unbind())
+        for block in self.blocks:
+            rows = [block(row) for row in rows]
+        return (torch.stack(rows).mean(1) - y).square().mean()
+
+
+class Heads(nn.Module):
+    """It drops of as many heads as a microbatch has rows, and fixes their number by a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, HEADS * 3), nn.Linear(HEADS * 3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.stack([x[i] * 2 for i in range(len(x))])
+        h = F.dropout(self.up(x).view(-1, HEADS, 3), 0.4, self.training)
+        return (self.down(h.flatten(1))[:, 0] - y).square().mean()
+
+
+def batch(rows: int, seed: int) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, 5, generator=own, dtype=torch.float64),
+        "y": torch.randn(rows, generator=own, dtype=torch.float64),
+    }
+
+
+def test_microbatches_of_one_size_pass_lists_between_stages() -> None:
+    torch.manual_seed(0)
+    report = verify(RowByRow().double(), [batch(8, 1), batch(8, 2)], pipeline(Plan.of(microbatches=2), 2))
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+def test_those_of_two_sizes_are_refused() -> None:
+    given = {name: one.float() for name, one in batch(7, 1).items()}
+    found = Compiled(RowByRow(), pipeline(Plan.of(microbatches=2), 2), given)
+    found.check_sent([found.trace((), 4), found.trace((), 4)])
+    with pytest.raises(ConfigError, match=r"microbatches: some have 4 rows and some 3.*legal: a number that divides"):
+        found.check_sent([found.trace((), 4), found.trace((), 3)])
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_as_many_rows_as_heads(rows: int) -> None:
+    """The capture for the first number tells which dim of the random numbers has the rows."""
+    torch.manual_seed(0)
+    plan = data_parallel(Plan.of(microbatches=2), 2)
+    report = verify(Heads().double(), [batch(rows, 1), batch(2 * HEADS, 2)], plan)
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+def test_rows_that_cannot_be_captured_alone_are_refused() -> None:
+    """Where the first batch tells nothing of them."""
+
+    class Either(Heads):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if len(x) == 3 and not bool((self.up(x) < 1e9).sum() > 0):
+                return x.sum() + self.up(x).sum()
+            return super().forward(x, y)
+
+    given = {name: one.float() for name, one in batch(7, 1).items()}
+    found = Compiled(Either(), Plan.of(microbatches=1), given)
+    assert found.general.opaque is None
+    with pytest.raises(ConfigError, match="microbatch: 3 rows at a time cannot be captured: "):
+        found.trace((), 3)
