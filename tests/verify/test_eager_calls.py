@@ -322,3 +322,41 @@ def test_results_with_gradients_of_parameters_are_not_captured_so() -> None:
     report = verify(module, [places(7, 1), places(7, 2)], PLANS["dp"])
     assert report.passed and report.largest < 1e-12, report.worst[:3]
     assert any("not captured" in note for note in report.notes)
+
+
+def detached(h: Tensor) -> Tensor:
+    """Returns nothing that depends on ``h`` by autograd."""
+    return h.detach() * (2 if float(h.detach().sum()) > 0 else 1)
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_a_parameter_behind_a_result_without_a_gradient_takes_no_step(plan: str) -> None:
+    """Weight decay would move it."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.gate = nn.Linear(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.body(x) * detached(self.gate(x))).square().mean()
+
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2)]
+    module = Behind().double()
+    assert verify(module, batches, PLANS[plan]).passed
+    found = Compiled(Behind(), PLANS[plan], {"x": torch.randn(6, 5)}).general
+    assert {p.name: b.learns for b in found.buckets for p in b.parameters}["gate.weight"] is False
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return detached(self.body(x)).mean()
+
+    with pytest.raises(ConfigError, match="no trainable parameter has a gradient"):
+        Compiled(Nothing(), PLANS["dp"], {"x": torch.randn(6, 5)})

@@ -73,6 +73,9 @@ def test_as_many_rows_as_heads(rows: int) -> None:
     plan = data_parallel(Plan.of(microbatches=2), 2)
     report = verify(Heads().double(), [batch(rows, 1), batch(2 * HEADS, 2)], plan)
     assert report.passed and report.largest < 1e-12, report.worst[:3]
+    first, other = ({k: v.float() for k, v in batch(number, 1).items()} for number in (rows, HEADS))
+    assert Compiled(Heads(), plan, first).trace((), HEADS).opaque is None
+    assert "has the samples is not known" in str(Compiled(Heads(), Plan.of(), other).general.opaque)
 
 
 def test_rows_that_cannot_be_captured_alone_are_refused() -> None:

@@ -270,7 +270,16 @@ class _Walker:
             self.passed.add(old)
             self.bind(old, self.read(value[index]), value[index])
         else:
-            self.bind(old, self.emit(old), tuple_ if tuple_ in self.source else None)
+            new = self.emit(old)
+            new = new if self.learns(tuple_, index) else self.detached(new)
+            self.bind(old, new, tuple_ if tuple_ in self.source else None)
+
+    def learns(self, call: fx.Node, index: int) -> bool:
+        """Return whether autograd may record a result of a call; it does not of functions that give it no gradient."""
+        if call.target is not custom_function.OP:
+            return True
+        made = getattr(self.captured.functions[call.args[1]], "made", None)
+        return made is None or bool(made[index].learns)
 
     def inline(self, old: fx.Node) -> None:
         name = old.target.name()
