@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
+from shardwise.capture.eager_calls import EagerCall, Seen
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
@@ -322,6 +324,21 @@ def test_results_with_gradients_of_parameters_are_not_captured_so() -> None:
     report = verify(module, [places(7, 1), places(7, 2)], PLANS["dp"])
     assert report.passed and report.largest < 1e-12, report.worst[:3]
     assert any("not captured" in note for note in report.notes)
+
+
+def test_a_call_on_another_device_is_told_that_device() -> None:
+    """A capture is made on the CPU."""
+    told = list[torch.device]()
+
+    def placed(h: Tensor, device: torch.device) -> Tensor:
+        told.append(device)
+        return h
+
+    given, spec = tree_flatten(((torch.ones(2), torch.device("cuda", 3)), {}))
+    found, found_spec = tree_flatten(torch.ones(2))
+    seen = Seen(placed, tuple(given), spec, tuple(found), found_spec, True, False)  # type: ignore[arg-type]
+    EagerCall(seen, seen, 0, ())(torch.ones(2))
+    assert told == [torch.device("cpu")]
 
 
 def detached(h: Tensor) -> Tensor:

@@ -133,9 +133,11 @@ class EagerCall(WholeCall):
         return tuple(apart(results, tensors))
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the arguments with these tensors; where the last ones are of modules, these are copies with them."""
-        feed = iter(tensors)
-        given = [next(feed) if one is Tensor else one for one in self.given]
+        """Return the arguments with these tensors, and their device in place of that of the capture; where the last
+        ones are of modules, these are copies with them."""
+        feed, device = iter(tensors), tensors[0].device if tensors else None
+        given = [next(feed) if one is Tensor else device or one if isinstance(one, torch.device) else one
+                 for one in self.given]  # fmt: skip
         leaves, own = given[: self.seen.given_spec.num_leaves], given[self.seen.given_spec.num_leaves :]
         if own:
             memo = {id(old): new for old, new in zip(tensors_of(leaves), own, strict=True)}
