@@ -246,19 +246,24 @@ def renamed(value: Any, names: Mapping[str, str]) -> str:
     return str(expression.xreplace(symbols))
 
 
+_process = threading.RLock()  # only one thread at a time changes what holds for all of them
+
+
 @contextmanager
 def exporting() -> Iterator[None]:
-    """Let code that asks torch whether it is exported go the way that it goes then."""
+    """Let code that asks torch whether it is exported go the way that it goes then; other threads wait, for what says
+    so holds for all of them, and would be put back in another order."""
     compiler: Any = torch.compiler
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
-    home = importlib.import_module("torch._export.non_strict_utils")
-    builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
-    try:
-        with builtins_replaced():
-            yield
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+    with _process:
+        before = compiler._is_compiling_flag, compiler._is_exporting_flag
+        compiler._is_compiling_flag = compiler._is_exporting_flag = True
+        home = importlib.import_module("torch._export.non_strict_utils")
+        builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
+        try:
+            with builtins_replaced():
+                yield
+        finally:
+            compiler._is_compiling_flag, compiler._is_exporting_flag = before
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -314,8 +319,6 @@ def exports_modules_unhooked() -> Iterator[None]:
 
 _EXPORTS = ("torch.export", "torch._export", "torch.fx")
 
-_calls = threading.RLock()  # only one thread at a time changes how Functions are applied
-
 
 @contextmanager
 def function_calls(call: Callable[[Any, type, Sequence[Any]], Any]) -> Iterator[None]:
@@ -328,7 +331,7 @@ def function_calls(call: Callable[[Any, type, Sequence[Any]], Any]) -> Iterator[
     def apply(function: type, *args: Any) -> Any:
         return call(lambda *given: super(base, function).apply(*given), function, args)
 
-    with _calls:
+    with _process:
         base.apply = classmethod(apply)
         try:
             yield

@@ -1,0 +1,34 @@
+"""What tells code that it is exported is put back, also where threads capture at a time."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+
+import torch
+
+from shardwise.graph.torch_private import exporting
+
+
+def test_two_threads_leave_nothing_behind() -> None:
+    """A flag that stays makes torch's optimizers count steps in single precision."""
+    before, inside, wait = builtins.max, threading.Event(), threading.Event()
+
+    def first() -> None:
+        with exporting():
+            inside.set()
+            wait.wait(0.2)
+
+    def second() -> None:
+        inside.wait(5)
+        with exporting():
+            assert torch.compiler.is_exporting()
+            wait.wait(0.3)
+
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(10)
+    assert not torch.compiler.is_exporting() and not torch.compiler.is_compiling()
+    assert builtins.max is before
