@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from shardwise.graph.torch_private import exporting
+from shardwise.graph.torch_private import exporting, function_calls
 
 
 def test_two_threads_leave_nothing_behind() -> None:
@@ -32,3 +32,23 @@ def test_two_threads_leave_nothing_behind() -> None:
         one.join(10)
     assert not torch.compiler.is_exporting() and not torch.compiler.is_compiling()
     assert builtins.max is before
+
+
+def test_two_threads_that_see_functions_leave_nothing_behind() -> None:
+    """Else a later thread of the same number would record Functions as ops of a capture that is over."""
+    base = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    before, inside = vars(base).get("apply"), threading.Event()
+
+    def seeing(seconds: float, first: bool) -> None:
+        if not first:
+            inside.wait(5)
+        with function_calls(lambda original, function, args: original(*args)):
+            inside.set()
+            threading.Event().wait(seconds)
+
+    threads = [threading.Thread(target=seeing, args=args) for args in ((0.3, True), (0.1, False))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(10)
+    assert vars(base).get("apply") is before

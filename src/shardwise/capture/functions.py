@@ -52,7 +52,14 @@ class _Recorder:
                 kind = "a size that is open" if isinstance(one, torch.SymInt) else f"an object of {type(one).__name__}"
                 raise Uncapturable(f"the autograd.Function {function.__name__} takes {kind}, which no graph can hold")
         kept = [Tensor if isinstance(one, Tensor) else one for one in leaves]
-        number = next((i for i, one in enumerate(self.functions) if one.like(function, kept, spec)), None)
+        number = next(
+            (
+                i
+                for i, one in enumerate(self.functions)
+                if isinstance(one, CustomFunction) and one.like(function, kept, spec)
+            ),
+            None,
+        )
         if number is None:
             number = len(self.functions)
             self.functions.append(CustomFunction(function, kept, spec, number))

@@ -326,12 +326,12 @@ def function_calls(call: Callable[[Any, type, Sequence[Any]], Any]) -> Iterator[
 
     All threads' calls pass, so ``call`` has to tell its own."""
     base: Any = torch.autograd.function._SingleLevelFunction
-    original = vars(base).get("apply")
 
     def apply(function: type, *args: Any) -> Any:
         return call(lambda *given: super(base, function).apply(*given), function, args)
 
     with _process:
+        original = vars(base).get("apply")  # not before, when another thread may have changed it
         base.apply = classmethod(apply)
         try:
             yield
