@@ -104,9 +104,10 @@ def capture(
         captured, trial = ways.first()
     if looped:
         captured.notes.append(NOTE)
-    if cached:
+    eager = any(isinstance(one, EagerCall) for one in captured.functions)
+    if cached and eager:  # forwards with values make none either, whatever way is found
         captured.notes.append(CACHES)
-    if trial is not None and kept and not any(isinstance(one, EagerCall) for one in captured.functions):
+    if trial is not None and kept and not eager:
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured
 

@@ -497,7 +497,7 @@ class Compiled:
         """Raise :class:`ConfigError` if microbatches of these traces pass other tensors from stage to stage."""
         first = self.stages_of(traces[0]).sent
         for one in dict.fromkeys(traces[1:]):
-            if one is not traces[0] and self.stages_of(one).sent != first:
+            if self.stages_of(one).sent != first:
                 sizes = f"some have {traces[0].rows} rows and some {one.rows}"
                 wrong = f"{sizes}, and these pass other tensors between stages"
                 raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
