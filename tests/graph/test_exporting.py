@@ -34,6 +34,30 @@ def test_two_threads_leave_nothing_behind() -> None:
     assert builtins.max is before
 
 
+def test_a_thread_that_runs_sees_nothing_of_one_that_exports() -> None:
+    """Neither inside torch.export, which would tell all: a rank may take its step while another captures."""
+    inside, over, seen = threading.Event(), threading.Event(), []
+
+    class Telling(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(bool(torch.compiler.is_exporting() and torch.compiler.is_compiling()))
+            inside.set()
+            assert over.wait(10)
+            return x + 1
+
+    def export() -> None:
+        with exporting():
+            torch.export.export(Telling(), (torch.ones(2),), strict=False)
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    assert inside.wait(10)
+    seen.append(bool(torch.compiler.is_exporting() or torch.compiler.is_compiling()))
+    over.set()
+    thread.join(10)
+    assert seen[:2] == [True, False] and all(seen[2:])
+
+
 def test_two_threads_that_see_functions_leave_nothing_behind() -> None:
     """Else a later thread of the same number would record Functions as ops of a capture that is over."""
     base = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]

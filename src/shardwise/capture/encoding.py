@@ -21,6 +21,7 @@ from shardwise.graph.torch_private import (
     HigherOrderOperator,
     OpOverload,
     Symbols,
+    exporting,
     read_expression,
     storage_key,
     written_expression,
@@ -266,7 +267,8 @@ def _first(example: Mapping[str, Tensor], symbols: Mapping[str, Sequence[Any]]) 
             for dim in range(value.dim()) if (name, dim) in at or (dim == 0 and has_rows(name) and whole)
         } or None for name, value in example.items()
     }  # fmt: skip
-    program = torch.export.export(_First(), (dict(example),), strict=False, dynamic_shapes=(shapes,))
+    with exporting():
+        program = torch.export.export(_First(), (dict(example),), strict=False, dynamic_shapes=(shapes,))
     places = program.graph_module.graph.find_nodes(op="placeholder")
     return {name: node.meta["val"] for name, node in zip(example, places, strict=True)}
 

@@ -249,21 +249,36 @@ def renamed(value: Any, names: Mapping[str, str]) -> str:
 _process = threading.RLock()  # only one thread at a time changes what holds for all of them
 
 
+class _InOneThread:
+    """A flag that is true in the thread that made it alone."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 @contextmanager
 def exporting() -> Iterator[None]:
-    """Let code that asks torch whether it is exported go the way that it goes then; other threads wait, for what says
-    so holds for all of them, and would be put back in another order."""
+    """Let code of this thread that asks torch whether it is exported go the way that it goes then, also inside
+    ``torch.export``, which would tell all threads.  Others that export wait, as what says so would be put back in
+    another order; those that run see nothing of it: torch's optimizers count steps in single precision where they
+    are exported."""
     compiler: Any = torch.compiler
+    import_export()
+    tracer = importlib.import_module("torch.export._trace")
+    home = importlib.import_module("torch._export.non_strict_utils")
+    builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
     with _process:
-        before = compiler._is_compiling_flag, compiler._is_exporting_flag
-        compiler._is_compiling_flag = compiler._is_exporting_flag = True
-        home = importlib.import_module("torch._export.non_strict_utils")
-        builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
+        before = compiler._is_compiling_flag, compiler._is_exporting_flag, tracer._compiling_state_context
+        compiler._is_compiling_flag = compiler._is_exporting_flag = _InOneThread()
+        tracer._compiling_state_context = nullcontext
         try:
             with builtins_replaced():
                 yield
         finally:
-            compiler._is_compiling_flag, compiler._is_exporting_flag = before
+            compiler._is_compiling_flag, compiler._is_exporting_flag, tracer._compiling_state_context = before
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -433,12 +433,12 @@ class Compiled:
         with self._lock:
             if key not in self._traces:
                 with old_objects_passed_by():
-                    found = self._traced(ones, rows)
-                if found.opaque is not None and any(one.opaque is None for one in self._traces.values()):
-                    wrong = f"{rows} rows at a time cannot be captured: {found.opaque}"
-                    raise ConfigError.on("microbatch", wrong, "other numbers of rows, such as those of the first batch")
-                self._traces[key] = found
-        return self._traces[key]
+                    self._traces[key] = self._traced(ones, rows)
+            found = self._traces[key]  # one that failed is kept, too: each rank of this process asks for it
+            if found.opaque is not None and any(one.opaque is None for one in self._traces.values()):
+                wrong = f"{rows} rows at a time cannot be captured: {found.opaque}"
+                raise ConfigError.on("microbatch", wrong, "other numbers of rows, such as those of the first batch")
+        return found
 
     def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         numeric, rule = self.plan.numeric, self.plan.data.rule
