@@ -238,13 +238,11 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
     calls = wrapped.calling if isinstance(wrapped, Watched) else None
     if calls is not None:
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
-    with passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions:
-        with (
-            exporting(),
-            exports_modules_unhooked(),
-            contextlib.nullcontext() if calls is None else calls.ops_of(functions),
-        ):
-            program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
+    with (
+        passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions, exporting(),
+        exports_modules_unhooked(), contextlib.nullcontext() if calls is None else calls.ops_of(functions),
+    ):  # fmt: skip
+        program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
         raise Uncapturable(
             "it computes with a tensor without memory, which its constructor made and no attribute holds"

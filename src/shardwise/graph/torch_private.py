@@ -271,14 +271,16 @@ def exporting() -> Iterator[None]:
     home = importlib.import_module("torch._export.non_strict_utils")
     builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
     with _process:
-        before = compiler._is_compiling_flag, compiler._is_exporting_flag, tracer._compiling_state_context
+        before = compiler._is_compiling_flag, compiler._is_exporting_flag
+        own_context = getattr(tracer, "_compiling_state_context", None)  # older ones have it elsewhere
         compiler._is_compiling_flag = compiler._is_exporting_flag = _InOneThread()
         tracer._compiling_state_context = nullcontext
         try:
             with builtins_replaced():
                 yield
         finally:
-            compiler._is_compiling_flag, compiler._is_exporting_flag, tracer._compiling_state_context = before
+            compiler._is_compiling_flag, compiler._is_exporting_flag = before
+            tracer._compiling_state_context = own_context
 
 
 def without_modes() -> AbstractContextManager[Any]:
