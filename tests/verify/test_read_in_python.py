@@ -329,6 +329,54 @@ def test_what_is_read_row_by_row() -> None:
     assert verify(OneByOne(), batches, Plan.of(Mesh.of(tp=2))).passed
 
 
+class Attend(nn.Module):
+    """It attends within each row of those that lie one after the other, cut in Python at their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = self.entry(x)[None, None].chunk(3, -1)
+        each = zip(*(torch.split(one, (ends[1:] - ends[:-1]).tolist(), 2) for one in (q, k, v)), strict=True)
+        return x + torch.cat([F.scaled_dot_product_attention(a, b, c) for a, b, c in each], 2)[0, 0]
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList([Attend(), Attend()])
+
+    def forward(self, x: Tensor, length: Tensor, y: Tensor) -> Tensor:
+        h, ends = self.entry(x.flatten(0, 1)), F.pad(length.cumsum(0), (1, 0))
+        for layer in self.layers:
+            h = layer(h, ends)
+        return (self.head(h).view(len(y), -1).mean(1) - y).square().mean()
+
+
+def rows_of(lengths: list[int], seed: int) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(lengths), 5, 4, generator=own, dtype=torch.float64)
+    y = torch.randn(len(lengths), generator=own, dtype=torch.float64)
+    return {"x": x, "length": torch.tensor(lengths), "y": y}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["dp", "pp", "all", "microbatches"])
+def test_what_is_read_of_each_row_of_a_microbatch(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Split().double(), [rows_of([5] * 7, 1), rows_of([5] * 5, 2)], PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+def test_microbatches_of_which_forward_reads_other_values() -> None:
+    given = rows_of([5, 5, 5, 5, 4, 6], 1)
+    with pytest.raises(ConfigError, match="microbatches: 2, and .*rows 3 to 5 of a batch than of its first 3"):
+        verify(Split().double(), [given], Plan.of(microbatches=2))
+
+
 class Packed(nn.Module):
     """Pictures of 8 patches each lie one after the other; their grids say where each begins, as towers of vision do."""
 

@@ -62,7 +62,7 @@ def take_checks(normal: Normal) -> Checks | None:
     normal.updates[last - 1 - number : last - 1] = []
     nodes = iter(read)
     each = [(one, [next(nodes) for _ in range(one.operands)]) for one in reads]
-    keep_checks(normal.graph, [(own[0], bool(one.answer), one.assumed) for one, own in each if one.assumed])
+    keep_checks(normal.graph, [(own[0], bool(one.answer), one.place) for one, own in each if one.assumed])
     before = [(one, own) for one, own in each if not one.assumed]
     if not before:
         return None

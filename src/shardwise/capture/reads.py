@@ -21,7 +21,7 @@ from shardwise.capture.assumed import BRANCHES, Check
 from shardwise.capture.coins import Coins, Drawing
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.intercept import Intercept, Layer, Proceed
-from shardwise.capture.running import here
+from shardwise.capture.running import here, models_call
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
     exporting,
@@ -73,13 +73,15 @@ def listed(layer: Layer, one: Tensor, proceed: Proceed) -> Any:
 
 
 class Read(NamedTuple):
-    """A read: the function, its arguments (``operands`` in place of tensors), and what it gave; ``assumed`` is where it
-    stands, if the answer is taken for granted."""
+    """A read: the function, its arguments (``operands`` in place of tensors), what it gave, its ``place`` for messages
+    and the ``call`` in the model's code; ``assumed`` says that the answer is taken for granted."""
 
     function: Any
     arguments: tuple[Any, ...]
     answer: Any
-    assumed: str = ""
+    place: str
+    call: str = ""
+    assumed: bool = False
 
     @property
     def operands(self) -> int:
@@ -156,7 +158,7 @@ class _Asking:
             if check.place != here():
                 raise UnlikeRead("another read than in a forward with values")
             self.assumed.append(self._at)
-            self.reads.append(Read(func, (Operand(),), check.answer, check.place))
+            self.reads.append(Read(func, (Operand(),), check.answer, check.place, assumed=True))
             return check.answer
         if func not in self.functions or kwargs or any(one is None for one in values):
             return proceed(func, args, kwargs)
@@ -165,7 +167,7 @@ class _Asking:
         if any(isinstance(one, float) for one in tree_leaves(answer)):
             raise UnlikeRead("a float, which would be another in each batch")
         arguments = tuple(Operand() if isinstance(one, Tensor) else one for one in args)
-        self.reads.append(Read(func, arguments, answer))
+        self.reads.append(Read(func, arguments, answer, here(), models_call()))
         return answer
 
 

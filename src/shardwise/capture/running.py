@@ -11,7 +11,7 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-from shardwise.core.errors import ShardwiseError, of_user
+from shardwise.core.errors import ShardwiseError, of_library, of_user
 
 
 def users_line() -> str:
@@ -20,6 +20,18 @@ def users_line() -> str:
     while frame is not None and not _of_user(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def models_call() -> str:
+    """Return ``file:line:instruction`` of the innermost call that a model's code makes, also a package's; "" if there
+    is none."""
+    frame = inspect.currentframe()
+    while frame is not None and _of_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
+
+
+_of_library = cache(of_library)
 
 
 @cache

@@ -267,7 +267,7 @@ def exporting() -> Iterator[None]:
     are exported."""
     compiler: Any = torch.compiler
     import_export()
-    tracer = importlib.import_module("torch.export._trace")
+    tracer: Any = importlib.import_module("torch.export._trace")
     home = importlib.import_module("torch._export.non_strict_utils")
     builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
     with _process:

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from shardwise.backend import Backend, Kind
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_field
 from shardwise.capture.coins import Drawing
+from shardwise.capture.example import example_rows
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
+from shardwise.capture.part_reads import apart
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction, rows_in
@@ -32,7 +34,7 @@ from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.fields import has_rows
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, shard_sizes
 from shardwise.core.links import LinkProfile
 from shardwise.core.mesh import Axes
 from shardwise.core.numeric_options import scalar_bytes
@@ -42,6 +44,7 @@ from shardwise.core.program import Program
 from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.structure import Fields, changed_constant, check_alike, like, structure_of
 from shardwise.core.tensor_options import tensor_axes
+from shardwise.graph.captured import Uncapturable
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower import named_sizes
@@ -296,6 +299,13 @@ class Compiled:
 
         Raises :class:`ConfigError` where forward cannot be captured for the batch."""
         fields = like({name: cast_field(value, self.general.precision) for name, value in batch.items()}, batch)
+        found = self._deciding(batch, fields, buffers, drawing)
+        found._check_microbatches(fields, buffers, drawing)
+        return found
+
+    def _deciding(
+        self, batch: Mapping[str, Tensor], fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing
+    ) -> Compiled:
         with self._lock:
             for one in (self, *self._decided):
                 if one.general.checks is not None and one.general.checks.hold(fields, buffers, drawing):
@@ -321,6 +331,31 @@ class Compiled:
                     "captured when it first comes, which takes as long as the start", stacklevel=2
                 )  # fmt: skip
         return found
+
+    def _check_microbatches(
+        self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing
+    ) -> None:
+        """Raise :class:`ConfigError` where microbatches of a batch are captured for what forward reads of their own
+        rows, and do not read that here, or what does not follow from what it reads of all rows."""
+        rows, whole = rows_in(fields), self.general.checks
+        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
+        if len(sizes) == 1 or whole is None or self.general.rows is None or self.general.cuts_batch:
+            return
+        each = [self.trace((), size).checks for size in sizes]
+        if all(one is None or one.reads == whole.reads for one in each):
+            return
+        start = 0
+        for size, one in zip(sizes, each, strict=True):
+            part = {name: v[start : start + size] if has_rows(name) else v for name, v in fields.items()}
+            if one is not None and not one.hold(part, buffers, drawing):
+                wrong = (
+                    f"{len(sizes)}, and forward reads other values in Python of rows {start} to {start + size - 1} of"
+                )
+                raise ConfigError.on("microbatches", f"{wrong} a batch than of its first {size}", "1")
+            start += size
+        if (place := apart(whole.reads, [None if one is None else one.reads for one in each])) is not None:
+            wrong = f"{len(sizes)}, and what forward reads in Python of each{place} does not follow from what it reads"
+            raise ConfigError.on("microbatches", f"{wrong} of the whole batch", "1")
 
     def apart_from(self, other: Compiled) -> bool:
         """Whether in a step some ranks may run this, and some ``other``, which is for rows of another shape."""
@@ -441,13 +476,25 @@ class Compiled:
         return found
 
     def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
+        """Return a new trace.  Where forward reads values of the batch, one for fewer rows goes the way of the whole
+        batch, and, if it cannot, the way of its own rows."""
+        if rows is None or not any(one.checks is not None and one.checks.fields for one in self._traces.values()):
+            return self._traced_as(self.example, ones, rows)
+        try:
+            return self._traced_as(self.example, ones, rows, opaque=False)
+        except Uncapturable:
+            return self._traced_as(example_rows(self.example, rows), ones, rows)
+
+    def _traced_as(
+        self, example: Mapping[str, Tensor], ones: tuple[str, ...], rows: int | None, opaque: bool = True
+    ) -> Trace:
         numeric, rule = self.plan.numeric, self.plan.data.rule
         return trace(
-            self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
+            self.module, example, loss=self.loss, precision=numeric.precision, training=self.training,
             dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule, first=not self.buckets,
             tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
-            loss_weight=self.loss_weight, over_batch=self.plan.exchanges_microbatches, wanted=self.wanted,
-            segments=self.plan.tensor.overlap == "pairs",
+            opaque=opaque, loss_weight=self.loss_weight, over_batch=self.plan.exchanges_microbatches,
+            wanted=self.wanted, segments=self.plan.tensor.overlap == "pairs",
             dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
         )  # fmt: skip
 
