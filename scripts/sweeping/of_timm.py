@@ -19,6 +19,8 @@ from sweeping.torchvision_ops import ready
 SIZES = (64, 96, 128, 224)
 """Image sizes that are tried, the first with which a model runs is taken. Below 64 the last maps of many nets have one
 pixel, and a BatchNorm of two rows has two values, of which no gradient is more than rounding."""
+OWN_SIZES = {"inception_v3": 128, "inception_v4": 224}
+"""Sizes of nets whose last maps have one pixel at 64, too."""
 SMALL = (
     "test_",
     "atto",
@@ -133,7 +135,7 @@ def smallest(family: str, names: tuple[str, ...]) -> Case:
     errors = []
     for largest, name in itertools.product(LARGEST, ranked[:4]):
         try:
-            return fitted(name, largest)
+            return fitted(name, largest, OWN_SIZES.get(family))
         except Exception as error:
             errors.append(error)
     raise errors[0]
@@ -148,14 +150,15 @@ def build(name: str, device: str, narrow: bool, given: dict[str, Any]) -> nn.Mod
         return timm.create_model(name, num_classes=LABELS, **given).float().train()
 
 
-def fitted(name: str, largest: int = LARGEST[0]) -> Case:
-    """Return the model with the arguments and image size with which it is smallest; they are tried on the meta device,
-    where that costs nothing."""
+def fitted(name: str, largest: int = LARGEST[0], size: int | None = None) -> Case:
+    """Return the model with the arguments and image size with which it is smallest, or with images of ``size``; they
+    are tried on the meta device, where that costs nothing."""
+    sizes = SIZES if size is None else (size,)
     errors: list[Exception] = []
     for device, (narrow, own), size in itertools.product(
-        ("meta", "cpu"), ((True, {}), (False, SHALLOW), (False, {})), SIZES
+        ("meta", "cpu"), ((True, {}), (False, SHALLOW), (False, {})), sizes
     ):
-        if device == "cpu" and size not in SIZES[-1:]:
+        if device == "cpu" and size not in sizes[-1:]:
             continue
         for given in ({**own, "img_size": size}, own):
             try:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,6 +169,23 @@ def test_the_first_failure_stops_all_at_once_and_is_raised() -> None:
         run_ranks(Mesh.of(dp=4), fail, timeout=30)
     assert raised.value.__notes__ == ["raised on rank 2 of 4"]
     assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_only_computes_ends_with_the_others() -> None:
+    """Else it would go on beside what runs next, such as a capture, which changes modes of the whole process."""
+    started = threading.Event()
+
+    def compute(c: Communicator) -> None:
+        if c.rank == 1:
+            assert started.wait(5)
+            raise ZeroDivisionError("the cause")
+        started.set()
+        while True:
+            sum(range(1000))
+
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        run_ranks(Mesh.of(dp=2), compute, timeout=0.2)
+    assert "rank 0" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_rank_that_ends_early_is_named() -> None:

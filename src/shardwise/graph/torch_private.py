@@ -250,13 +250,30 @@ _process = threading.RLock()  # only one thread at a time changes what holds for
 
 
 class _InOneThread:
-    """A flag that is true in the thread that made it alone."""
+    """A truth value that is true in the thread that made it alone."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 
     def __bool__(self) -> bool:
         return threading.get_ident() == self._thread
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
 
 
 @contextmanager

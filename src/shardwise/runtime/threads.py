@@ -11,6 +11,7 @@ tensor was written too early is then checked when the rank has ended.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -33,6 +34,7 @@ T = TypeVar("T")
 Combine: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 Channel: TypeAlias = tuple[str, tuple[int, ...], str]
 
+END = 5.0  # the most seconds that ranks take to end once they are interrupted
 MAX_DELAY = 2e-3  # the most seconds that the delay mode adds to a post or a wait
 
 
@@ -52,8 +54,8 @@ def run_ranks(
     ``timeout`` is in seconds; ``delay_seed`` delays posts and waits at random; ``sends_wait`` lets a send complete only
     once its receive is posted; ``first_use_blocks`` lets the first use of an unprepared communicator block its rank
     until all members have reached theirs, as NCCL's does; ``on_wait`` is called with the rank and what :data:`OnWait`
-    gets.  The first exception stops the other ranks at their next communication and is raised here with a note naming
-    its rank.
+    gets.  The first exception stops the other ranks at their next communication, or where they are if they reach none,
+    and is raised here with a note naming its rank.
     """
     state = _SharedState(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
@@ -91,9 +93,21 @@ def run_ranks(
         raise
     finally:
         torch.set_num_threads(threads_before)
+        _interrupt([thread for thread in threads if thread.is_alive()])
     state.raise_failure()
     backend.synchronize(device)  # and so are their results
     return [results[rank] for rank in range(mesh.size)]
+
+
+def _interrupt(threads: Sequence[threading.Thread]) -> None:
+    """End threads that still compute after a failure, such as captures: they would disturb what runs next in this
+    process, for torch keeps some modes of a capture for all threads. One that waits in code that is not Python's
+    stays."""
+    for thread in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    end = time.monotonic() + END
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class ThreadCommunicator(Communicator):
