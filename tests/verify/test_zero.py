@@ -190,6 +190,29 @@ def test_sums_in_bf16_are_rounded_and_the_same_on_all_stages() -> None:
 # ---- parameters without a gradient -----------------------------------------------------------------------------------
 
 
+class Queries(nn.Module):
+    """Its first layer hands on halves of a parameter, of which autograd wants to know each write to the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(3, 8))
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, place = (one[None].expand(len(x), -1, -1) for one in self.query.split(4, 1))
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h + place)) * x[:, None]
+        return (h.mean((1, 2)) - y).square().mean()
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_views_of_a_parameter_that_other_units_read(dp: int) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(rows, 4), "y": torch.randn(rows)} for rows in (7, 5)]
+    report = verify(Queries(), batches, data_parallel(Plan.of(), dp, 3))
+    assert report.passed, report.worst[:3]
+
+
 class Branches(nn.Module):
     """Uses one of two layers, as the batch says."""
 

@@ -132,7 +132,8 @@ class Computing(UnitBackward):
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
-            self.saved[unit.index, m] = Saved.of(unit, outputs, kept, arguments[: len(unit.parameters)])
+            leaves = arguments[: len(unit.parameters)]
+            self.saved[unit.index, m] = Saved.of(unit, outputs, kept, leaves, self.gathered.holds)
         if not again or any(buffer.kind == BufferKind.ACTIVATION for buffer in one.writes):
             self.publish(unit, m, outputs)
         if again:

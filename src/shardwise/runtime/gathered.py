@@ -183,8 +183,11 @@ class Gathered:
 
         An ``update`` of a buffer is read at the end of the step, when parameters and other buffers have changed too.
         """
-        at = _address(value)
-        return value.clone() if at in self._bucket or update and at in self._changing else value
+        return value.clone() if self.holds(value) or update and _address(value) in self._changing else value
+
+    def holds(self, value: Tensor) -> bool:
+        """Return whether ``value`` is (a view of) a gathered parameter."""
+        return _address(value) in self._bucket
 
     @cached_property
     def _changing(self) -> set[int]:

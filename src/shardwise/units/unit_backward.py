@@ -20,17 +20,21 @@ Place = tuple[str, int]
 class Saved(NamedTuple):
     """What a forward leaves for its backward: outputs with gradients, operands of products, parameters as leaves.
 
-    Of outputs that may end before the backward it leaves only where their gradients enter the graph."""
+    Of outputs whose memory may end before the backward it leaves only where their gradients enter the graph."""
 
     outputs: list[Tensor | GradientEdge]
     operands: list[Operand]  # on a rank they refer to gathered parameters
     leaves: Sequence[Tensor]
 
     @staticmethod
-    def of(unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor]) -> Saved:
-        """Return what to save of all ``outputs`` of a unit's forward."""
+    def of(
+        unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor],
+        ends: Callable[[Tensor], bool] = lambda one: False,
+    ) -> Saved:  # fmt: skip
+        """Return what to save of all ``outputs`` of a unit's forward; ``ends`` says which are views of memory that is
+        written to before the backward: autograd would refuse them."""
         good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-        return Saved([get_gradient_edge(o) for o in good] if unit.passing else [*good], [*operands], leaves)
+        return Saved([get_gradient_edge(o) if unit.passing or ends(o) else o for o in good], [*operands], leaves)
 
 
 class UnitBackward(Multiplier):
