@@ -683,6 +683,7 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
     "noise of the batch's size": lambda m, h, b: (
         h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4)
     ),
+    "integers like": lambda m, h, b: h * torch.randint_like(h, 2, 5) + m.table[torch.randint_like(b["ids"], 7)[:, :3]],
     "noise without rows": lambda m, h, b: h * torch.rand(3, 4) + torch.randint(0, 5, (4,)),
     "random integers": lambda m, h, b: (
         h * torch.randint(2, 5, (h.shape[0], 3, 1)) + m.table[torch.randint(7, (h.shape[0], 3))]

@@ -119,8 +119,8 @@ def random_like(
     a: float,
     b: float,
 ) -> Tensor:
-    """Draw a tensor of the shape and dtype of ``x``: uniform in [a, b), normal with mean a and deviation b, or
-    exponential with rate a."""
+    """Draw a tensor of the shape and dtype of ``x``: uniform in [a, b), normal with mean a and deviation b,
+    exponential with rate a, or integers in [a, b) (randint)."""
     return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
 
 

@@ -113,9 +113,14 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
 
 _LIKE = {
     "rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal",
-    "exponential": "exponential",
+    "exponential": "exponential", "randint_like": "randint",
 }  # fmt: skip
-_GIVEN = {"uniform": ("from", "to"), "normal": ("mean", "std"), "exponential": ("lambd", "lambd")}
+_GIVEN = {
+    "uniform": ("from", "to"),
+    "normal": ("mean", "std"),
+    "exponential": ("lambd", "lambd"),
+    "randint": ("low", "high"),
+}
 _NEW = {"rand": "uniform", "randn": "normal", "randint": "randint"}
 
 
