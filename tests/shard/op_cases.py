@@ -683,6 +683,9 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
     "noise of the batch's size": lambda m, h, b: (
         h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4)
     ),
+    "noise of flat samples": lambda m, h, b: (
+        F.dropout(h.flatten(0, 1), 0.3).view_as(h) + h * torch.rand_like(h.flatten(0, 1)).view_as(h)
+    ),
     "integers like": lambda m, h, b: h * torch.randint_like(h, 2, 5) + m.table[torch.randint_like(b["ids"], 7)[:, :3]],
     "noise without rows": lambda m, h, b: h * torch.rand(3, 4) + torch.randint(0, 5, (4,)),
     "random integers": lambda m, h, b: (

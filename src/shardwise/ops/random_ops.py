@@ -41,6 +41,14 @@ def _columns(env: Env, grid: Grid, device: Any) -> Tensor | None:
     return own_rows(env, [factor for factors in grid for factor in factors], device)
 
 
+def _batch(env: Env, batch: tuple[int, int] | None, grid: Grid) -> tuple[int, int] | None:
+    """Return where the samples are in this rank's part of a tensor: of the dim of the batch it may have a part of each
+    sample's elements."""
+    if batch is None or grid is None or not any(axes for _, axes in grid[batch[0]]):
+        return batch
+    return batch[0], own_rows(env, grid[batch[0]], "cpu").numel()
+
+
 @own_op(shares=True, blind=True)
 def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
@@ -48,7 +56,7 @@ def dropout(
 ) -> Tensor:  # fmt: skip
     """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
     columns, row = _columns(env, grid, x.device), _row_start(env, spread)
-    return keyed.keyed_dropout(x, p, *_key(env, ordinal), batch, row, shape, env.kind, columns)
+    return keyed.keyed_dropout(x, p, *_key(env, ordinal), _batch(env, batch, grid), row, shape, env.kind, columns)
 
 
 @own_op(shares=True, blind=True)
@@ -69,7 +77,7 @@ def alpha_dropout(
     if p in (0, 1):
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
     shape, row, columns = x.shape if shape is None else shape, _row_start(env, spread), _columns(env, grid, x.device)
-    keep = keyed.keyed_mask(p, *_key(env, ordinal), shape, batch, row, x.device, env.kind, columns)
+    keep = keyed.keyed_mask(p, *_key(env, ordinal), shape, _batch(env, batch, grid), row, x.device, env.kind, columns)
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
     return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
@@ -130,7 +138,8 @@ def random_of(
 ) -> Tensor:  # fmt: skip
     """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, exponential, or randint (integers in
     [a, b))."""
-    key = (*_key(env, ordinal), tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
+    rows = _batch(env, batch, grid), _row_start(env, spread)
+    key = (*_key(env, ordinal), tuple(shape), *rows, device or "cpu", env.kind)
     columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
@@ -147,4 +156,4 @@ def bernoulli(
 ) -> Tensor:
     """Draw a tensor of the shape of ``p``: each element is 1 with its probability in ``p``, else 0."""
     columns, row = _columns(env, grid, p.device), _row_start(env, spread)
-    return keyed.keyed_bernoulli(p, *_key(env, ordinal), batch, row, env.kind, columns)
+    return keyed.keyed_bernoulli(p, *_key(env, ordinal), _batch(env, batch, grid), row, env.kind, columns)

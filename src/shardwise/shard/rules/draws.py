@@ -53,7 +53,7 @@ def keys(
     """
     places = {g: s for g, s in states.items() if isinstance(s, Shard)}
     first = places.get(ROWS) or next(
-        (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
+        (s for s in places.values() if s.pre == 1 and _per_sample(context, sizes, s.dim) == s.post), None
     )
     spread = tuple(g for g, s in places.items() if s == first)
     batch = sample_dim(context, sizes, first, node.meta["ordinal"])
@@ -61,12 +61,27 @@ def keys(
     if not tensor:
         return node.meta["ordinal"], batch, spread, None
     minor = {batch[0]: batch[1]} if batch is not None else {}
-    if any(s.dim in minor for s in tensor.values()):
-        raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
+    tensor = {g: _in_sample(context, s) if s.dim in minor else s for g, s in tensor.items()}
     if any(map(depends_on_data, sizes)):
         raise Uncapturable("it draws as many random numbers as values of tensors say, where ranks share a row")
     layout = context.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
     return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
+
+
+def _per_sample(context: ShardingContext, sizes: Sequence[Any], dim: int) -> int | None:
+    """Return how many elements of a dim a sample has; None where the dim has none of samples, as far as is known."""
+    if context.symbol is not None:
+        return context.multiple(sizes[dim])
+    size = int(sizes[dim])
+    return size // context.rows if dim == 0 and size % context.rows == 0 else None
+
+
+def _in_sample(context: ShardingContext, place: Shard) -> Shard:
+    """Return a place in the dim of the batch as one in what a sample has of this dim."""
+    ratio = place.pre / (context.rows if context.symbol is None else context.symbol)
+    if ratio != int(ratio):
+        raise Uncapturable("random numbers for samples that are sharded across rows of the batch")
+    return place._replace(pre=int(ratio))
 
 
 def ordered(context: ShardingContext, form: OpSharding) -> OpSharding:
