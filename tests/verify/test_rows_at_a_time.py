@@ -12,6 +12,7 @@ from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.verify.verify import verify
 
 HEADS = 4
@@ -58,12 +59,36 @@ def test_microbatches_of_one_size_pass_lists_between_stages() -> None:
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
-def test_those_of_two_sizes_are_refused() -> None:
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["1f1b", "gpipe", "all"])
+def test_those_of_two_sizes_pass_lists_of_two_lengths(plan: str) -> None:
+    torch.manual_seed(0)
+    if plan == "all":
+        found = tensor_parallel(data_parallel(pipeline(Plan.of(microbatches=3), 2), 2), 2)
+    else:
+        found = pipeline(Plan.of(microbatches=2), 2, plan)
+    report = verify(RowByRow().double(), [batch(7, 1), batch(5, 2)], found)
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+class Skipping(RowByRow):
+    """Three rows skip from the first block to the last."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = first = [self.blocks[0](row) for row in x.unbind()]
+        for block in list(self.blocks)[1:]:
+            rows = [block(row) for row in rows]
+        if len(first) == 3:
+            rows = [a + b for a, b in zip(first, rows, strict=True)]
+        return (torch.stack(rows).mean(1) - y).square().mean()
+
+
+def test_those_in_which_other_stages_pass_something_are_refused() -> None:
     given = {name: one.float() for name, one in batch(7, 1).items()}
-    found = Compiled(RowByRow(), pipeline(Plan.of(microbatches=2), 2), given)
-    found.check_sent([found.trace((), 4), found.trace((), 4)])
-    with pytest.raises(ConfigError, match=r"microbatches: some have 4 rows and some 3.*legal: a number that divides"):
-        found.check_sent([found.trace((), 4), found.trace((), 3)])
+    found = Compiled(Skipping(), pipeline(Plan.of(microbatches=2), 2), given)
+    found.programs_for([found.trace((), 4), found.trace((), 4)])
+    with pytest.raises(ConfigError, match=r"microbatches: some have 4 and 3 rows, .* legal: a number that divides"):
+        found.programs_for([found.trace((), 4), found.trace((), 3)])
 
 
 @pytest.mark.parametrize("rows", [7, 9])

@@ -49,6 +49,7 @@ from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower import named_sizes
 from shardwise.lower.exchanged import counts_targets_alone, inside, over_batch, parted
+from shardwise.lower.messages import renamed
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.traced_for import solves, traced_for
@@ -540,14 +541,30 @@ class Compiled:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
-    def check_sent(self, traces: Sequence[Trace]) -> None:
-        """Raise :class:`ConfigError` if microbatches of these traces pass other tensors from stage to stage."""
-        first = self.stages_of(traces[0]).sent
-        for one in dict.fromkeys(traces[1:]):
-            if self.stages_of(one).sent != first:
-                sizes = f"some have {traces[0].rows} rows and some {one.rows}"
-                wrong = f"{sizes}, and these pass other tensors between stages"
-                raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
+    def programs_for(self, traces: Sequence[Trace], batches: int = 1, part: Part | None = STEP) -> tuple[Program, ...]:
+        """Return :meth:`programs` of batches whose microbatches have these traces: they differ in numbers of rows, and
+        may pass other tensors from stage to stage.
+
+        Raises :class:`ConfigError` where other stages pass something."""
+        programs, cuts = self.programs(traces[0], len(traces), batches, part), [self.stages_of(one) for one in traces]
+        if all(cut.sent == cuts[0].sent for cut in cuts):
+            return programs
+        key = (tuple(traces), batches, part)
+        with self._lock:
+            if key not in self._renamed:
+                found = renamed(programs, cuts)
+                if found is None:
+                    rows = " and ".join(str(one.rows) for one in dict.fromkeys(traces))
+                    wrong = f"some have {rows} rows, and in these not the same stages pass something on"
+                    raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
+                check(found, self.plan.mesh)
+                self._renamed[key] = found
+            return self._renamed[key]
+
+    @cached_property
+    def _renamed(self) -> dict[tuple[tuple[Trace, ...], int, Part | None], tuple[Program, ...]]:
+        """The results of :meth:`programs_for` so far that are not those of :meth:`programs`."""
+        return {}
 
     def programs(
         self, one: Trace, microbatches: int, batches: int = 1, part: Part | None = STEP
@@ -578,7 +595,7 @@ class Compiled:
         key: tuple[Trace | int | Part | None, ...] = (*traces, batches, part)
         if key not in self._communicators:
             within = inside(self.plan.mesh, dict.fromkeys(traces))
-            programs = self.programs(traces[0], len(traces), batches, part)
+            programs = self.programs_for(traces, batches, part)
             self._communicators[key] = communicators(programs, self.plan.mesh, within)
         return self._communicators[key]
 

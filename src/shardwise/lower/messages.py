@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.program import Program
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.stages import Edge, Message, StageSplit
 from shardwise.lower.validate import Validations
@@ -78,6 +79,29 @@ def _edges(cut: StageSplit) -> list[Edge]:
         Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs
     ]
     return [*forward, *(edge for edge in backward if edge.tensors)]
+
+
+def renamed(programs: Sequence[Program], cuts: Sequence[StageSplit]) -> tuple[Program, ...] | None:
+    """Return programs made for microbatches that are cut as ``cuts[0]``, with messages that carry the tensors of each
+    microbatch by its own cut: microbatches that are captured for other rows name them otherwise, or have more of them.
+    None where not the same units pass something to the same ranks."""
+    first, *others = (_edges(cut) for cut in cuts)
+    names: list[dict[tuple[int, bool, tuple[str, ...]], tuple[str, ...]]] = []
+    for edges in (first, *others):
+        if [replace(one, tensors=()) for one in edges] != [replace(one, tensors=()) for one in first]:
+            return None
+        names.append({})
+        for one, own in zip(first, edges, strict=True):
+            if names[-1].setdefault((one.unit, one.gradient, one.tensors), own.tensors) != own.tensors:
+                return None
+
+    def of(one: Instruction) -> Instruction:
+        if one.op not in (Op.SEND, Op.RECEIVE) or one.bucket >= 0:
+            return one
+        gradient = (one.reads or one.writes)[0].kind is not BufferKind.ACTIVATION
+        return replace(one, tensors=names[one.microbatch % len(cuts)][one.unit, gradient, one.tensors])
+
+    return tuple(replace(one, instructions=tuple(map(of, one.instructions))) for one in programs)
 
 
 def _in_microbatch(edges: Sequence[Edge], places: Sequence[_Places], m: int) -> Iterator[Message]:

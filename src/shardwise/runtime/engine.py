@@ -344,10 +344,9 @@ class Engine:
         key, prepared = (batches, part, *map(id, traces)), self._prepared.setdefault(compiled, set())
         if key not in prepared:
             compiled.stages_of(traces[0]).check_held(self.cut)
-            compiled.check_sent(traces)
             self.comm.prepare(compiled.communicators(traces, batches, part))
             prepared.add(key)
-        return class_of(compiled.programs(traces[0], len(traces), batches, part), self.comm.mesh, self.comm.rank)
+        return class_of(compiled.programs_for(traces, batches, part), self.comm.mesh, self.comm.rank)
 
     def choose(
         self,
