@@ -371,6 +371,44 @@ def test_what_is_read_of_each_row_of_a_microbatch(plan: str) -> None:
     assert not [note for note in report.notes if "not captured" in note]
 
 
+class Windows(Split):
+    """The ends of rows are found in Python, as windows of pictures are: each as often as tokens end there."""
+
+    def forward(self, x: Tensor, length: Tensor, y: Tensor) -> Tensor:
+        ends, order = [0], []
+        for one in length.tolist():
+            places = torch.arange(8).view(2, 4)
+            order.append(places[places < one] + ends[-1])
+            ends.extend((torch.tensor([one, one]) + ends[-1]).tolist())
+        h = self.entry(x.flatten(0, 1))[torch.cat(order)]
+        for layer in self.layers:
+            h = layer(h, torch.unique_consecutive(torch.tensor(ends)))
+        return (self.head(h).view(len(y), -1).mean(1) - y).square().mean()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["tp", "zero3", "pp", "all", "microbatches"])
+def test_sizes_that_values_say(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Windows().double(), [rows_of([5] * 7, 1), rows_of([5] * 5, 2)], PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+class Totals(Split):
+    """It decides by a number of all rows."""
+
+    def forward(self, x: Tensor, length: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, length, y)
+        return 2 * loss if int(length.sum()) > 30 else loss
+
+
+def test_microbatches_that_would_decide_otherwise_are_refused() -> None:
+    assert verify(Totals().double(), [rows_of([5] * 7, 1)], PLANS["zero3"]).passed
+    with pytest.raises(ConfigError, match="microbatches: 2, of which each decides in Python by its own values, and a"):
+        verify(Totals().double(), [rows_of([5] * 7, 1)], Plan.of(microbatches=2))
+
+
 def test_microbatches_of_which_forward_reads_other_values() -> None:
     given = rows_of([5, 5, 5, 5, 4, 6], 1)
     with pytest.raises(ConfigError, match="microbatches: 2, and .*rows 3 to 5 of a batch than of its first 3"):

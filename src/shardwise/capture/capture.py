@@ -30,6 +30,7 @@ from shardwise.capture.key_caches import without_caches
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
+from shardwise.capture.reads import NUMBERS
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
@@ -100,6 +101,8 @@ def capture(
             bare, forward, batch, drawing, told,
             capture=lambda wrapped: _captured(wrapped, batch, rows, varies, told),
             trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
+            # Numbers of all rows seldom fit fewer: the caller tries these rows alone.
+            sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),
         )  # fmt: skip
         captured, trial = ways.first()
     if looped:

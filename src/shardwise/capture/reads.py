@@ -45,6 +45,18 @@ SIZED: frozenset[Any] = REPEATS | {torch.arange, torch.zeros, torch.ones, torch.
 """Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
 
 
+PICKS: frozenset[Any] = frozenset({
+    torch.unique_consecutive, torch.unique, torch.nonzero, torch.argwhere, torch.masked_select, torch.where,
+    Tensor.unique_consecutive, Tensor.unique, Tensor.nonzero, Tensor.argwhere, Tensor.masked_select, Tensor.__getitem__,
+})  # fmt: skip
+"""Functions whose results may be as large as values say."""
+
+
+def length(one: Tensor) -> int:
+    """Return the size of a tensor's first dim: what is read of the result of a function of :data:`PICKS`."""
+    return one.shape[0]
+
+
 def with_numbers(
     layer: Layer, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
 ) -> tuple[Sequence[Any], dict[str, Any]]:  # fmt: skip
@@ -102,6 +114,12 @@ class UnlikeRead(Exception):
     """Forward reads something else than in the run that gave the answers, or what has too many answers."""
 
 
+def _picked(found: Any) -> Tensor:
+    """Return the first tensor of the result of a function of :data:`PICKS`."""
+    one: Tensor = next(one for one in tree_leaves(found) if isinstance(one, Tensor))
+    return one
+
+
 class Answering:
     """A layer of :class:`Intercept` that answers reads of ``functions`` as they were, and notes the ``operands``."""
 
@@ -123,11 +141,18 @@ class Answering:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in SIZED and Tensor.item in self.functions:
             args, kwargs = with_numbers(self, func, args, kwargs, proceed)
+        read = self.reads[self._at] if self._at < len(self.reads) else None
+        if func in PICKS and read is not None and read.function is length and read.call == models_call():
+            found = proceed(func, args, kwargs)
+            if isinstance((picked := _picked(found)).shape[0], torch.SymInt):
+                self._at += 1
+                self.operands.append(picked)
+                torch._check(picked.shape[0] == read.answer)
+            return found
         if func not in self.functions:
             return proceed(func, args, kwargs)
         if func is Tensor.tolist:
             return listed(self, args[0], proceed)
-        read = self.reads[self._at] if self._at < len(self.reads) else None
         tensors = [one for one in args if isinstance(one, Tensor)]
         if read is None or read.function is not func or read.operands != len(tensors) or kwargs:
             raise UnlikeRead
@@ -151,6 +176,12 @@ class _Asking:
             args, kwargs = with_numbers(self, func, args, kwargs, proceed)
         if func is Tensor.tolist and func in self.functions:
             return listed(self, args[0], proceed)
+        if func in PICKS and Tensor.item in self.functions:
+            found = proceed(func, args, kwargs)
+            value = self.known.of(one) if (one := _picked(found)).dim() and self.known.open(one) else None
+            if value is not None:
+                self.reads.append(Read(length, (Operand(),), len(value), here(), models_call()))
+            return found
         values = [self.known.of_argument(one) for one in args]
         self._at += func in BRANCHES
         if func in SINGLE and func in self.functions and len(args) == 1 and values[0] is None and self.checks:
@@ -171,6 +202,13 @@ class _Asking:
         return answer
 
 
+def _picks(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the result of an op is as large as values say; one that indexes only if it does so by truth values."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(one.dtype in (torch.bool, torch.uint8) for one in args[1] if one is not None)
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+
+
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes values of what does not depend on the tensors ``unknown``, beside what ``mode`` computes without."""
 
@@ -179,6 +217,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode = mode
         self._unknown = {storage_key(one) for one in unknown}
         self._values: dict[int, Tensor] = {}
+        self._open: set[int] = set()
         self._held: list[Tensor] = []  # an id means something as long as its tensor lives
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -191,6 +230,10 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def of_argument(self, argument: Any) -> Any:
         """Return an argument of a function with its value, None if it has none."""
         return self.of(argument) if isinstance(argument, Tensor) else argument
+
+    def open(self, tensor: Tensor) -> bool:
+        """Whether a tensor is as large as values say that it is."""
+        return id(tensor) in self._open
 
     def forget(self, tensor: Tensor) -> None:
         """Let a tensor have no value."""
@@ -219,13 +262,14 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = tree_map(lambda one: values[id(one)] if isinstance(one, Tensor) else one, (tuple(args), kwargs))
         with without_modes(), torch.no_grad():
             result = func(*own[0], **own[1])
-        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+        if _picks(func, args):
             found = tree_map(lambda one: self._mode.from_tensor(one) if isinstance(one, Tensor) else one, result)
         else:
             found = func(*args, **kwargs)
         for one, value in zip(tree_leaves(found), tree_leaves(result), strict=True):
             if isinstance(one, Tensor) and isinstance(value, Tensor):
                 self.take(one, value)
+                self._open |= {id(one)} if _picks(func, args) else set()
         return found
 
 

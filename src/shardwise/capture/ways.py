@@ -57,13 +57,17 @@ class Ways:
     known: Known
     capture: Callable[[Watched], Captured]
     trial: Callable[[Captured, Watched, Watched], Tried | None]
+    sole: bool = False  # whether the way of earlier captures is the only one
 
     def first(self) -> Made:
         """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
         raise what stopped the first way where none does."""
         if self.known.way != AS_IT_IS:
-            with contextlib.suppress(Uncapturable):
+            try:
                 return self.one(self.known.way)
+            except Uncapturable:
+                if self.sole:
+                    raise
         found, stopped = self.answered(())
         if found is not None:
             return found

@@ -24,7 +24,6 @@ from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
-from shardwise.capture.part_reads import apart
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
 from shardwise.capture.wrapped import LossFunction, rows_in
@@ -59,6 +58,7 @@ from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import axes_across
 from shardwise.shard.assignment import TensorParallelSpec
+from shardwise.units.parts_trial import parts_agree
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
@@ -339,7 +339,7 @@ class Compiled:
         """Raise :class:`ConfigError` where microbatches of a batch are captured for what forward reads of their own
         rows, and do not read that here, or what does not follow from what it reads of all rows."""
         rows, whole = rows_in(fields), self.general.checks
-        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
+        sizes = tuple(shard_sizes(rows, min(self.plan.microbatches, rows)))
         if len(sizes) == 1 or whole is None or self.general.rows is None or self.general.cuts_batch:
             return
         each = [self.trace((), size).checks for size in sizes]
@@ -349,14 +349,22 @@ class Compiled:
         for size, one in zip(sizes, each, strict=True):
             part = {name: v[start : start + size] if has_rows(name) else v for name, v in fields.items()}
             if one is not None and not one.hold(part, buffers, drawing):
-                wrong = (
-                    f"{len(sizes)}, and forward reads other values in Python of rows {start} to {start + size - 1} of"
-                )
-                raise ConfigError.on("microbatches", f"{wrong} a batch than of its first {size}", "1")
+                wrong = f"{len(sizes)}, and forward reads other values in Python of rows {start} to {start + size - 1}"
+                raise ConfigError.on("microbatches", f"{wrong} of a batch than of its first {size}", "1")
             start += size
-        if (place := apart(whole.reads, [None if one is None else one.reads for one in each])) is not None:
-            wrong = f"{len(sizes)}, and what forward reads in Python of each{place} does not follow from what it reads"
-            raise ConfigError.on("microbatches", f"{wrong} of the whole batch", "1")
+        with self._lock:
+            if sizes not in self._agreed:
+                self._agreed[sizes] = parts_agree(
+                    self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training
+                )
+        if not self._agreed[sizes]:
+            wrong = f"{len(sizes)}, of which each decides in Python by its own values, and a trial does not show that"
+            raise ConfigError.on("microbatches", f"{wrong} the loss of a batch is that of its microbatches", "1")
+
+    @cached_property
+    def _agreed(self) -> dict[tuple[int, ...], bool]:
+        """Whether microbatches of these sizes have made the loss of the example."""
+        return {}
 
     def apart_from(self, other: Compiled) -> bool:
         """Whether in a step some ranks may run this, and some ``other``, which is for rows of another shape."""
@@ -479,7 +487,7 @@ class Compiled:
     def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """Return a new trace.  Where forward reads values of the batch, one for fewer rows goes the way of the whole
         batch, and, if it cannot, the way of its own rows."""
-        if rows is None or not any(one.checks is not None and one.checks.fields for one in self._traces.values()):
+        if rows is None or all(one.checks is None for one in self._traces.values()):
             return self._traced_as(self.example, ones, rows)
         try:
             return self._traced_as(self.example, ones, rows, opaque=False)

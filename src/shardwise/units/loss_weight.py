@@ -9,7 +9,7 @@ do so by the numbers of targets that a field does not ignore. It has to be that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -92,14 +92,14 @@ def found_weight(example: Probe, there: Probe, batch: Fields, numbers: Numbers) 
     process."""
     few = repeated(batch, TRIED_ROWS)
     try:
-        fits = (_fitting(example, batch) or set()) & (_fitting(there, few) or set())
+        fits = (fitting(example, batch) or set()) & (fitting(there, few) or set())
     except Exception as error:  # the user's code may take no other number of rows
         return None, " ".join(str(error).split())
 
     def legal(changed: Fields) -> bool:
         nonlocal fits
         with suppress(Exception):  # nor need it take other values
-            found = _fitting(there, changed)
+            found = fitting(there, changed)
             fits = fits if found is None else fits & found
             return found is not None
         return False
@@ -118,15 +118,17 @@ def found_weight(example: Probe, there: Probe, batch: Fields, numbers: Numbers) 
     return min(fits, key=lambda weight: order.index(weight.kind), default=None), ""
 
 
-def _fitting(probe: Probe, batch: Fields) -> set[LossWeight] | None:
-    """Return the ways in which the loss of a batch is that of its two parts; None where it is not finite."""
-    first, rows = first_part(batch), rows_of(batch)
-    parts = cut(batch, first)
+def fitting(probe: Probe, batch: Fields, sizes: Sequence[int] = ()) -> set[LossWeight] | None:
+    """Return the ways in which the loss of a batch is that of its parts, of these ``sizes`` in rows, two by default;
+    None where it is not finite."""
+    rows = rows_of(batch)
+    sizes = sizes or (first_part(batch), rows - first_part(batch))
+    parts = cut(batch, sizes)
     whole = probe.loss(batch, 0)
     if not math.isfinite(whole):
         return None
-    losses = [probe.loss(parts[0], 0), probe.loss(parts[1], first)]
-    ways = {LossWeight("rows"): [first / rows, 1 - first / rows], LossWeight("sum"): [1.0, 1.0]}
+    losses = [probe.loss(part, sum(sizes[:i])) for i, part in enumerate(parts)]
+    ways = {LossWeight("rows"): [size / rows for size in sizes], LossWeight("sum"): [1.0] * len(sizes)}
     for name, value in batch.items():
         if not value.is_floating_point():
             counts = [int(targets(part[name])) for part in parts]

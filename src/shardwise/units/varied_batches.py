@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ def first_part(batch: Fields) -> int:
     return max(1, rows_of(batch) // 3)
 
 
-def cut(batch: Fields, first: int) -> list[Fields]:
-    """Return the first rows of a batch, and its others."""
-    parts = slice(first), slice(first, None)
+def cut(batch: Fields, sizes: Sequence[int]) -> list[Fields]:
+    """Return the parts of a batch, of these ``sizes`` in rows, one after the other."""
+    ends = list(accumulate(sizes))
+    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return [{k: v[part] if has_rows(k) else v for k, v in batch.items()} for part in parts]
 
 

@@ -48,7 +48,10 @@ def found_written(
         first = first_part(batch)
         try:
             whole = write(batch, 0)
-            parts = [write(some, start) for some, start in zip(cut(batch, first), (0, first), strict=True)]
+            parts = [
+                write(some, start)
+                for some, start in zip(cut(batch, (first, rows_of(batch) - first)), (0, first), strict=True)
+            ]
         except Exception as error:  # the user's code may take no other number of rows
             if number:
                 continue
