@@ -8,7 +8,7 @@ import torch
 
 from sweeping.case import LABELS, LENGTH, SAMPLES, WORDS
 from sweeping.heads import Picked, Pixels
-from sweeping.shrink import FIRST_ID, HEAD, IMAGE, IMAGE_ID, PARTS, PATCH, WIDTH
+from sweeping.shrink import FIRST_ID, HEAD, IMAGE, IMAGE_ID, PARTS, PATCH, WIDTH, between_pixels
 
 
 class _Default:
@@ -298,7 +298,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"config": {"num_heads": 8, "head_dim": HEAD}},
     "markuplm": {"config": {"tag_pad_id": 60, "subs_pad_id": 60}},
-    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}, "sweep_image": 64},
+    "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}, "sweep_image": 64, "wrap": between_pixels},
     "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
     "mimi": MONO,
@@ -324,7 +324,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "neomme": {"config": {"head_dim": 16}},
     "neucodec": {**MONO, "config": {"quantization_dim": 64}, "sweep_frames": 12},
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
-    "oneformer": {"fields": {"task_inputs": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, 20)}},
+    "oneformer": {
+        "sweep_image": 64,
+        "fields": {"task_inputs": lambda shape, draws, fields: draws.integers(FIRST_ID, WORDS - 40, 20)},
+        "wrap": between_pixels,
+    },
     "paligemma": {"fields": {"token_type_ids": lambda shape, draws, fields: torch.zeros_like(fields["input_ids"])}},
     "parakeet_rnnt": DECODED,
     "parakeet_tdt": DECODED,

@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
 from sweeping.case import WORDS
 
 WIDTH, HEADS, HEAD, INNER, LAYERS, POSITIONS, IMAGE, PATCH = 32, 4, 8, 64, 2, 20, 32, 8
@@ -267,3 +270,13 @@ def completed(config: Any) -> Any:
 
 
 MROPE = re.compile(r"hunyuan_vl|qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
+
+
+def between_pixels(model: nn.Module) -> nn.Module:
+    """Return a model of deformable attention whose points begin between pixels.  Where they begin, exactly at pixels,
+    the derivative of bilinear interpolation jumps, and rounding decides on the gradient."""
+    own = torch.Generator().manual_seed(0)
+    for name, one in model.named_parameters():
+        if name.endswith("sampling_offsets.bias"):
+            one.data += 0.2 + 0.1 * torch.rand(one.shape, generator=own)
+    return model
