@@ -184,9 +184,10 @@ class KeyedRandom:
     def _drop(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
         if not train:
             return NotImplemented
-        keep = self._keep(name, p, shape, x.device)
         if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
+            self._key(name, ())  # it has its ordinal, and draws nothing
             return x
+        keep = self._keep(name, p, shape, x.device)
         noise = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=x.dtype)
         return x.mul_(noise) if name.endswith("_") else x * noise
 

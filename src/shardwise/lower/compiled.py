@@ -154,6 +154,7 @@ class Compiled:
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.general.checks is not None:
             self.masks = ()
+        self._try_own_numbers()
         if self.masks and not _alike(self.trace(self.masks, None), self.general):
             self.masks = ()  # only the mask reaches some parameter, or some sum, so one trace must serve all batches
 
@@ -162,6 +163,22 @@ class Compiled:
         """The values that training starts from."""
         assert self._values is not None
         return self._values
+
+    @property
+    def checks_numbers(self) -> bool:
+        """Whether microbatches are right only where each row looks up its own elements."""
+        return self.plan.microbatches > 1 and not self.general.cuts_batch and self.general.own_numbers is not None
+
+    def _try_own_numbers(self) -> None:
+        """Let microbatches be refused where a trial does not show that rows which look up their own elements compute
+        the same in them."""
+        rows = rows_in(self.example)
+        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
+        if self.checks_numbers and len(sizes) > 1 and not parts_agree(
+            self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training
+        ):  # fmt: skip
+            for one in self._traces.values():
+                one.own_numbers = None
 
     def _general(self) -> Trace:
         found = self.trace((), None)

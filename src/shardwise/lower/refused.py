@@ -53,7 +53,7 @@ def _refuse_uncaptured(trace: Trace, plan: Plan) -> None:
 
 
 def _refuse_microbatches(trace: Trace, plan: Plan, cut: StageSplit, training: bool) -> None:
-    if trace.numbered and not trace.cuts_batch and plan.microbatches > 1:
+    if trace.numbered and trace.own_numbers is None and not trace.cuts_batch and plan.microbatches > 1:
         wrong = f"{plan.microbatches} are not possible: rows meet in {trace.numbered[0]}, by numbers that a field gives"
         wrong += " to the rows of the whole batch, of which a microbatch has some"
         raise ConfigError.on("microbatches", wrong, trace.ways_to_meet(cut.ranks > 1))

@@ -51,6 +51,8 @@ class Choices:
         ``general`` chooses traces that hold for any masks.
         """
         self.check(fields, rows, compiled)
+        if compiled.checks_numbers and compiled.general.own_numbers is not None:
+            compiled.general.own_numbers.check(fields)
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
         return [compiled.trace_of(ones, size, rows) for size in sizes]

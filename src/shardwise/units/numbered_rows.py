@@ -17,13 +17,16 @@ from shardwise.graph.functional import Normal
 from shardwise.graph.naming import place
 from shardwise.graph.schema import given, has_argument, op_name
 from shardwise.graph.sizes import depends_on_data, expression
+from shardwise.units.own_numbers import OwnNumbers, elements, own_numbers
 
 
-def numbered_rows(normal: Normal) -> tuple[str, ...]:
-    """Return the ops, with their modules and lines, that look up rows of the batch by numbers from its fields."""
+def numbered_rows(normal: Normal) -> tuple[tuple[str, ...], OwnNumbers | None]:
+    """Return the ops, with their modules and lines, that look up rows of the batch by numbers from its fields; and what
+    tells of a batch that each row looks up its own elements, if that may be."""
     captured = normal.captured
     numbers, of_batch = set[fx.Node](), set[fx.Node]()  # what such numbers are made into, and all made of fields
     found: dict[str, None] = {}
+    lookups: dict[fx.Node, tuple[int, str]] | None = {}
     for node in normal.graph.nodes:
         if node.name in captured.fields:
             of_batch.add(node)
@@ -32,22 +35,32 @@ def numbered_rows(normal: Normal) -> tuple[str, ...]:
             of_batch |= {node} if of_batch.intersection(node.all_input_nodes) else set()
             if _is_integer(node) and numbers.intersection(node.all_input_nodes) and not has(node, Fact.NUMBERS):
                 numbers.add(node)
-            if any(i in numbers and x in of_batch and _rows(captured, x, d) for x, d, i in _looked_up(node)):
-                found[f"{op_name(node)}{place(node)}"] = None
-    return tuple(found)
+            for x, d, i in _looked_up(node):
+                if i in numbers and x in of_batch and _rows(captured, x, d):
+                    found[f"{op_name(node)}{place(node)}"] = None
+                    each = elements(captured, normal.graph, x, d)
+                    if each is None:
+                        lookups = None
+                    elif lookups is not None:
+                        lookups[i] = each, f"{op_name(node)}{place(node)}"
+    return tuple(found), own_numbers(captured, normal.graph, lookups) if lookups else None
 
 
 def _is_integer(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    kept = isinstance(value, torch.Tensor) and value.dtype is not torch.bool
-    return kept and not value.is_floating_point() and not value.is_complex()
+    values = node.meta.get("val")
+    return any(
+        isinstance(one, torch.Tensor)
+        and one.dtype is not torch.bool
+        and not (one.is_floating_point() or one.is_complex())
+        for one in (values if isinstance(values, list | tuple) else [values])  # those of unbind
+    )
 
 
 def _rows(captured: Captured, x: fx.Node, dim: int) -> bool:
     """Whether a dim of a tensor has the rows of the batch."""
     size = x.meta["val"].shape[dim]
-    if captured.rows is not None:
-        return bool(size == captured.rows)
+    if captured.rows is not None:  # what a row has of the first dim lies together
+        return bool(size == captured.rows or (dim == 0 and size % captured.rows == 0))
     return not isinstance(expression(size), int) and not depends_on_data(size)
 
 

@@ -30,6 +30,7 @@ from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.batch_sums import BatchSums
 from shardwise.units.exchanges import Merge
+from shardwise.units.own_numbers import OwnNumbers
 from shardwise.units.segments import Moves
 
 INPUTS_OF = "inputs of "
@@ -298,7 +299,8 @@ class Trace:
     step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that microbatches compute
     partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is weighed. ``meets``
     names the modules, and their ops, in which rows meet whose values depend on parameters: there a microbatch is
-    never a mere part of the batch. ``numbered`` are the ops that look up rows by numbers that a field gives.
+    never a mere part of the batch. ``numbered`` are the ops that look up rows by numbers that a field gives;
+    ``own_numbers`` tell whether each row of a batch looks up its own elements by these, which lets it be cut.
     ``exchangeable`` says that microbatches can exchange wherever rows meet (``rows = "batch"``). ``sequential`` are
     the buffers whose new values depend on that, so that each microbatch goes on with what the one before has
     written; others are written once a batch, or, if ``added``, get the sum of what microbatches change.
@@ -323,6 +325,7 @@ class Trace:
     cuts_batch: bool = True
     meets: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()
+    own_numbers: OwnNumbers | None = None
     exchangeable: bool = False
     sequential: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()

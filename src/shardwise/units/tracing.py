@@ -118,7 +118,7 @@ def trace(
             normal, find, summands=summands(normal), dropout=dropout, device=device, tensor=tensor,
             over_batch=over_batch, sampled=varying.sampled,
         )  # fmt: skip
-        meet, exchanges, numbered = meetings(sharded), list[fx.Node](), numbered_rows(normal)
+        meet, exchanges, (numbered, own) = meetings(sharded), list[fx.Node](), numbered_rows(normal)
         buffers, exchangeable = for_buffers(sharded), not inseparable(meet.others)  # BatchNorms can be cut
         if over_batch:
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
@@ -166,6 +166,7 @@ def trace(
         cuts_batch=not meet.others,
         meets=tuple(described([*meet.norms, *meet.others], buffers)),
         numbered=numbered,
+        own_numbers=own,
         exchangeable=exchangeable,
         sequential=written_in_turn(sharded, meet),
         undivided=sharded.undivided,
