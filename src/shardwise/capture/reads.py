@@ -142,14 +142,15 @@ class Answering:
         if func in SIZED and Tensor.item in self.functions:
             args, kwargs = with_numbers(self, func, args, kwargs, proceed)
         read = self.reads[self._at] if self._at < len(self.reads) else None
-        if func in PICKS and read is not None and read.function is length and read.call == models_call():
+        picks = func in PICKS and func in self.functions
+        if picks and read is not None and read.function is length and read.call == models_call():
             found = proceed(func, args, kwargs)
             if isinstance((picked := _picked(found)).shape[0], torch.SymInt):
                 self._at += 1
                 self.operands.append(picked)
                 torch._check(picked.shape[0] == read.answer)
             return found
-        if func not in self.functions:
+        if picks or func not in self.functions:
             return proceed(func, args, kwargs)
         if func is Tensor.tolist:
             return listed(self, args[0], proceed)
@@ -176,7 +177,7 @@ class _Asking:
             args, kwargs = with_numbers(self, func, args, kwargs, proceed)
         if func is Tensor.tolist and func in self.functions:
             return listed(self, args[0], proceed)
-        if func in PICKS and Tensor.item in self.functions:
+        if func in PICKS and func in self.functions:
             found = proceed(func, args, kwargs)
             value = self.known.of(one) if (one := _picked(found)).dim() and self.known.open(one) else None
             if value is not None:
@@ -262,7 +263,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = tree_map(lambda one: values[id(one)] if isinstance(one, Tensor) else one, (tuple(args), kwargs))
         with without_modes(), torch.no_grad():
             result = func(*own[0], **own[1])
-        if _picks(func, args):
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             found = tree_map(lambda one: self._mode.from_tensor(one) if isinstance(one, Tensor) else one, result)
         else:
             found = func(*args, **kwargs)

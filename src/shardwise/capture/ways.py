@@ -19,7 +19,7 @@ from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward, NotEager, candidates, note
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
-from shardwise.capture.reads import NUMBERS, Answering, Read, asked
+from shardwise.capture.reads import NUMBERS, PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
 from shardwise.capture.wrapped import Watched, rows_in
 from shardwise.core.errors import ConfigError
@@ -41,7 +41,8 @@ class Depends(Uncapturable):
 
 
 ANSWERS: tuple[tuple[frozenset[Any], bool], ...] = (
-    (frozenset(), False), (BRANCHES, False), (BRANCHES | NUMBERS, False), (BRANCHES, True), (BRANCHES | NUMBERS, True),
+    (frozenset(), False), (BRANCHES, False), (BRANCHES | NUMBERS, False), (BRANCHES | NUMBERS | PICKS, False),
+    (BRANCHES, True), (BRANCHES | NUMBERS, True), (BRANCHES | NUMBERS | PICKS, True),
 )  # fmt: skip
 
 
