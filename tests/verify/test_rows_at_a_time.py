@@ -59,6 +59,13 @@ def test_microbatches_of_one_size_pass_lists_between_stages() -> None:
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
+class Centred(RowByRow):
+    """Its rows meet, so that each microbatch is captured by itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0), y)
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", ["1f1b", "gpipe", "all"])
 def test_those_of_two_sizes_pass_lists_of_two_lengths(plan: str) -> None:
@@ -67,7 +74,7 @@ def test_those_of_two_sizes_pass_lists_of_two_lengths(plan: str) -> None:
         found = tensor_parallel(data_parallel(pipeline(Plan.of(microbatches=3), 2), 2), 2)
     else:
         found = pipeline(Plan.of(microbatches=2), 2, plan)
-    report = verify(RowByRow().double(), [batch(7, 1), batch(5, 2)], found)
+    report = verify(Centred().double(), [batch(7, 1), batch(5, 2)], found)
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
