@@ -63,7 +63,12 @@ class Centred(RowByRow):
     """Its rows meet, so that each microbatch is captured by itself."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0), y)
+        first, *others = self.blocks
+        h = first(x)
+        rows = list((h - h.mean(0)).unbind())
+        for block in others:
+            rows = [block(row) for row in rows]
+        return (torch.stack(rows).mean(1) - y).square().mean()
 
 
 @pytest.mark.quick(1)
