@@ -93,7 +93,10 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
 
     def divided(states: Sequence[Placement]) -> Strategy | None:
         tokens = moves(0, states[0]) if isinstance(states[0], Shard) else None
-        weights = [state if own else "R" for own, state in zip(target.of_each, states[first:], strict=True)]
+        mine = [state for own, state in zip(target.of_each, states[first:], strict=True) if own]
+        # Some may come whole, as what follows from more than the parameters of these experts.
+        cut = next((state for state in mine if isinstance(state, Shard)), None)
+        weights = [(cut or state) if own else "R" for own, state in zip(target.of_each, states[first:], strict=True)]
         return tokens and Strategy((*tokens.operands[:first], *weights), tokens.results)
 
     form = OpSharding(
