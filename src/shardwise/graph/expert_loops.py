@@ -17,6 +17,7 @@ from torch import fx
 
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Region, follows_rows
+from shardwise.graph.naming import module_path
 from shardwise.graph.schema import op_name
 from shardwise.nn.grouped import ALIGNED
 
@@ -29,11 +30,14 @@ def group_loops(graph: fx.Graph, experts: int) -> None:
     not understood."""
     for node in list(graph.nodes):
         if node.target is aten.sort.stable and node.args[0].meta["val"].dim() == 1:
-            _Loop(graph, node, experts).replace()
+            try:
+                _Loop(graph, node, experts).replace()
+            except _Unlike as why:
+                raise Uncapturable(f"the loop over experts in {module_path(node)} {why}") from why
 
 
-def _refused(why: str) -> Uncapturable:
-    return Uncapturable(f"a loop over experts {why}")
+class _Unlike(Exception):
+    """A loop is not one over experts, or its experts are unlike; the message goes on after the loop's name."""
 
 
 class _Loop:
@@ -50,14 +54,14 @@ class _Loop:
         for add, before in zip(adds, [None, *adds], strict=False):
             expert, rows = _turn(add, self.found, before)
             if expert in self.turns:
-                raise _refused("adds rows of an expert twice")
+                raise _Unlike("adds rows of an expert twice")
             self.turns[expert] = add, rows
         if not adds:
-            raise _refused("does not add what experts give to the rows of tokens")
+            raise _Unlike("does not add what experts give to the rows of tokens")
         self.base, self.last, self.slots = adds[0].args[0], adds[-1], tokens[0].args[1]
         leading = _leading_to(self.last)
         if self.sort in _leading_to(self.base):
-            raise _refused("begins with what depends on the order of rows")
+            raise _Unlike("begins with what depends on the order of rows")
         self.inside = _reached(sort, self.last) & {self.last, *leading}
 
     def replace(self) -> None:
@@ -79,15 +83,15 @@ class _Loop:
                 self.graph.erase_node(node)
 
     def _check_closed(self) -> None:
-        """Raise :class:`Uncapturable` where something else reads what is inside."""
+        """Raise :class:`_Unlike` where something else reads what is inside."""
         adds = {add for add, _ in self.turns.values()}
         inner = adds - {self.last}
         for node in self.inside - adds | inner:
             if any(user not in self.inside for user in node.users):
-                raise _refused(f"gives more than what experts compute: {node.name}")
+                raise _Unlike(f"gives more than what experts compute: {node.name}")
         for one in inner:
             if len(one.users) > 1:
-                raise _refused("reads what experts have added so far")
+                raise _Unlike("reads what experts have added so far")
 
     def _form(self, node: Any, expert: int) -> Any:
         """Return what is computed, so that it is equal for experts that compute the same with their own parameters."""
@@ -176,7 +180,7 @@ class _Group:
             if index is not None and len(index) == 1 and index[0] in loop.inside:
                 by_token = index[0] is not loop.order
                 if node.args[0] in loop.inside or not (by_token is False or index[0].args[0] is loop.order):
-                    raise _refused(f"takes rows in another way: {node.name}")
+                    raise _Unlike(f"takes rows in another way: {node.name}")
                 self.copies[node] = self.taken(node, node.args[0], by_token)
             else:
                 self.copies[node] = self.copied(node)
@@ -191,7 +195,7 @@ class _Group:
     def read(self, node: fx.Node) -> fx.Node:
         """Return what stands for a node."""
         if node in self.loop.inside and node not in self.copies:
-            raise _refused(f"reads the order of its rows: {node.name}")
+            raise _Unlike(f"reads the order of its rows: {node.name}")
         return self.copies.get(node, node)
 
 
@@ -200,12 +204,13 @@ class _Plain(_Group):
 
     def rows(self) -> fx.Node:
         """Return for each choice, in their order, what its expert gives; 0 for those of other experts."""
+        self._check_parameters()
         found = self.computed()
         entries = {new for old, new in self.copies.items() if op_name(old) == "index"}
         seen = set(entries)
         for new in self.copies.values():
             if new not in entries and not follows_rows(new, seen):
-                raise _refused(f"computes with rows of other tokens: {new.name}")
+                raise _Unlike(f"computes with rows of other tokens: {new.name}")
             seen.add(new)
         own = None
         for first, stop in _runs(sorted(self.experts)):
@@ -214,6 +219,15 @@ class _Plain(_Group):
             own = one if own is None else self.put(aten.logical_or.default, own, one)
         assert own is not None
         return self.put(aten.where.self, self.beside(own, found), found, self.put(aten.zeros_like.default, found))
+
+    def _check_parameters(self) -> None:
+        """Raise :class:`_Unlike` where an expert has parameters that are no part of a tensor of all experts: one
+        device makes no step with those of experts that no token has chosen, but grouped products give them zeros."""
+        loop = self.loop
+        body = loop.body(loop.turns[self.experts[0]][1])
+        for one in _operands([node for node in body if op_name(node) in ("linear", "mm", "matmul", "addmm")]):
+            if one.op == "placeholder":
+                raise _Unlike("has parameters of one expert each")
 
     def taken(self, node: fx.Node, source: fx.Node, by_token: bool) -> fx.Node:
         """Return the rows of a tensor by token, or by choice."""
@@ -232,7 +246,7 @@ class _Weighted(_Group):
         """Return for each choice, in their order, what its expert gives; 0 for those of other experts."""
         number, put = len(self.experts), self.put
         if list(self.experts) != list(range(number)):
-            raise _refused("has experts of several kinds with parameters, or some before those with parameters")
+            raise _Unlike("has experts of several kinds with parameters, or some before those with parameters")
         sort = put(aten.sort.stable, self.ids, stable=True)
         self.found, self.order = (put(operator.getitem, sort, i) for i in (0, 1))
         self.tokens = put(aten.floor_divide.default, self.order, self.loop.slots)
@@ -245,7 +259,7 @@ class _Weighted(_Group):
         rows = self._filled(self.computed())
         result = put(aten.alias.default, put(aten.index.Tensor, rows, [put(aten.argsort.default, self.order)]))
         if not Region(self.loop.graph, sort).replace():
-            raise _refused("computes rows of experts from others, or draws random numbers for them")
+            raise _Unlike("computes rows of experts from others, or draws random numbers for them")
         return result
 
     def taken(self, node: fx.Node, source: fx.Node, by_token: bool) -> fx.Node:
@@ -278,13 +292,13 @@ class _Weighted(_Group):
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             args = [self._bias(mine, one) if mine else one for one, mine in zip(node.args, own, strict=True)]
             return self.put(node.target, *fx.map_arg(args, self.read), like=node, **node.kwargs)
-        raise _refused(f"uses a parameter of an expert in {name}")
+        raise _Unlike(f"uses a parameter of an expert in {name}")
 
     def _stack(self, own: tuple[fx.Node, tuple[fx.Node, ...]], transposed: bool = False) -> fx.Node:
         """Return the matrices of all experts, as a product of rows with them takes them."""
         source, turns = own
         if source.meta["val"].dim() != 3:
-            raise _refused("has parameters of experts that are no matrices")
+            raise _Unlike("has parameters of experts that are no matrices")
         number = len(self.experts)
         if source.meta["val"].shape[0] != number:
             source = self.put(aten.slice.Tensor, source, 0, 0, number)
@@ -297,7 +311,7 @@ class _Weighted(_Group):
             return plain
         source, turns = own
         if source.meta["val"].dim() != 2 or turns:
-            raise _refused("adds parameters of experts that are no vectors")
+            raise _Unlike("adds parameters of experts that are no vectors")
         number = len(self.experts)
         if source.meta["val"].shape[0] != number:
             source = self.put(aten.slice.Tensor, source, 0, 0, number)
@@ -323,7 +337,7 @@ def _part(sort: fx.Node, number: int) -> fx.Node:
     for user in sort.users:
         if user.args[1] == number:
             return user
-    raise _refused("computes nothing")
+    raise _Unlike("computes nothing")
 
 
 def _operands(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
@@ -372,7 +386,7 @@ def _turn(add: fx.Node, found: fx.Node, before: fx.Node | None) -> tuple[int, fx
         own = mask.target is aten.eq.Scalar and mask.args[0] is found
         if own and isinstance(rows, fx.Node) and rest.target is aten.zeros_like.default:
             return int(mask.args[1]), rows
-    raise _refused("does not add what experts give alone")
+    raise _Unlike("does not add what experts give alone")
 
 
 __all__ = ["group_loops"]
