@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -33,13 +33,17 @@ def without_loops(module: nn.Module) -> bool:
     return bool(looped)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loop:
-    """A loop over the experts of a mask that ``ids`` (tokens, choices) make: ``F.one_hot(ids, experts)``."""
+    """A loop over the experts of a mask that ``ids`` (tokens, choices) make: ``F.one_hot(ids, experts)``, without
+    choices that are ``dropped``, which have the number after the last expert."""
 
     ids: Tensor
     experts: int
+    dropped: bool = False
     runs: bool = False  # whether it is over the experts that some token has chosen
+    noise: list[Tensor] = field(default_factory=list)  # what dropout multiplies with, of all choices in their order
+    drawn: dict[int, int] = field(default_factory=dict)  # how often the turn of an expert has drawn
     _sorted: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -61,8 +65,8 @@ class _Loop:
 class _Kind(Enum):
     """What a tensor is in a loop: the loop's values up to the numbers that it goes over, and then in a turn."""
 
-    ONE_HOT, MASK, COUNTS, CHOSEN, NUMBERS = range(5)
-    NUMBER, OWN_MASK, CHOICES, TOKENS, ROWS = range(5, 10)
+    MASK, COUNTS, CHOSEN, NUMBERS = range(4)
+    NUMBER, OWN_MASK, CHOICES, TOKENS, ROWS, ROWS_IN_ONE = range(4, 10)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,17 @@ class _Part:
         return _Part(kind, self.loop, self.expert)
 
 
+@dataclass(frozen=True)
+class _OneHot:
+    """A tensor whose last dim has a 1 for one expert, or for none (``ids`` is None)."""
+
+    experts: int
+    ids: Tensor | None
+
+
 K = _Kind
+MULTIPLIED = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__)
+VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 ABOVE = (torch.greater, torch.gt, Tensor.greater, Tensor.gt, Tensor.__gt__)
 NONZERO = (torch.nonzero, Tensor.nonzero)
 ITEM = (Tensor.item, Tensor.__int__, Tensor.__index__)
@@ -101,10 +115,11 @@ class ExpertLoops:
     def __init__(self) -> None:
         self.experts = 0  # the largest number of experts of a loop
         self._parts: dict[int, tuple[Tensor, _Part]] = {}  # an id means something as long as its tensor lives
+        self._one_hots: dict[int, tuple[Tensor, _OneHot]] = {}
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        if func is F.one_hot:
-            return self._one_hot(args, kwargs, proceed)
+        if func is F.one_hot or (args and id(args[0]) in self._one_hots):
+            return self._one_hot(func, args, kwargs, proceed)
         part = self._of(args[0]) if args else None
         if func is Tensor.__getitem__:
             return self._item(part, args[0], args[1], proceed)
@@ -112,7 +127,9 @@ class ExpertLoops:
             return self._added(func, args, kwargs, proceed)
         if part is not None and part.kind in (K.CHOICES, K.TOKENS, K.ROWS) and func in SIZES:
             return self._size(part, (func, args, kwargs), proceed)
-        rows = next((one for one in map(self._of, args) if one is not None and one.kind is K.ROWS), None)
+        rows = next((one for one in map(self._of, args) if one and one.kind in (K.ROWS, K.ROWS_IN_ONE)), None)
+        if rows is not None and func is torch.dropout and args[2] and rows.kind is K.ROWS:
+            return self._dropped(rows, *args, proceed=proceed)
         if rows is not None:
             return self._follows(proceed(func, args, kwargs), rows)
         if part is None:
@@ -139,17 +156,36 @@ class ExpertLoops:
         self._parts[id(value)] = value, part
         return value
 
-    def _one_hot(self, args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        found = proceed(F.one_hot, args, kwargs)
-        ids, experts = args[0], kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-        if isinstance(experts, int) and experts > 0 and ids.dim() == 2 and isinstance(ids.shape[1], int):
-            self._is(found, _Part(K.ONE_HOT, _Loop(ids, experts)))
+    def _one_hot(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
+    ) -> Any:  # fmt: skip
+        """Follow ``F.one_hot(ids, experts)``, times truth values and in another shape, to its mask by expert."""
+        found = proceed(func, args, kwargs)
+        if func is F.one_hot:
+            ids, experts = args[0], kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+            now = _OneHot(experts, ids) if isinstance(experts, int) and experts > 0 else None
+        else:
+            one = self._one_hots[id(args[0])][1]
+            if func in (Tensor.permute, torch.permute) and found.dim() == 3 and _flat(args[1:], kwargs) == [2, 1, 0]:
+                return self._mask(found, args[0], one)
+            times = func in MULTIPLIED and isinstance(args[1], Tensor) and args[1].dtype is torch.bool
+            views = func in VIEWS and isinstance(found.shape[-1], int) and found.shape[-1] == one.experts
+            now = _OneHot(one.experts, None) if (times and found.shape == args[0].shape) or views else None
+        if now is not None:
+            self._one_hots[id(found)] = found, now
         return found
+
+    def _mask(self, mask: Tensor, source: Tensor, one: _OneHot) -> Tensor:
+        ids = one.ids
+        if ids is None:
+            ids = torch.where(source.sum(-1) > 0, source.argmax(-1), torch.full_like(source[..., 0], one.experts))
+        known = ids.dim() == 2 and isinstance(ids.shape[1], int)
+        return self._is(mask, _Part(K.MASK, _Loop(ids, one.experts, one.ids is None))) if known else mask
 
     def _numbers(self, loop: _Loop, numbers: Tensor) -> tuple[Tensor, ...]:
         """Return what a loop goes over: each expert."""
         loop.runs = True
-        self.experts = max(self.experts, loop.experts)
+        self.experts = max(self.experts, loop.experts + loop.dropped)
         every = torch.arange(loop.experts, device=numbers.device).unsqueeze(1).unbind(0)
         return tuple(self._is(one, _Part(K.NUMBER, loop, expert)) for expert, one in enumerate(every))
 
@@ -175,6 +211,8 @@ class ExpertLoops:
     def _of_choices(self, source: Tensor, index: tuple[Any, ...], taken: Callable[[Tensor, Any], Any]) -> Any:
         """Take elements of the table of all choices, ``source[tokens, choices]``, as rows of its elements."""
         tokens, choices = map(self._of, index[:2]) if len(index) > 1 else (None, None)
+        if index[0] is None and len(index) == 2 and choices is not None and choices.kind is K.TOKENS:
+            return self._is(taken(source, index[1]).unsqueeze(0), choices.now(K.ROWS_IN_ONE))
         if tokens is None or choices != tokens.now(K.CHOICES) or source.shape[1:] != (tokens.loop.slots,):
             return taken(source, index)
         found = taken(source.reshape(-1), tokens.loop.order()[1])
@@ -189,9 +227,21 @@ class ExpertLoops:
         """Return what was computed of rows; what has as many is rows, too."""
         number = repr(rows.loop.order()[0].shape[0])  # to compare numbers would fix them
         for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, Tensor) and one.dim() and repr(one.shape[0]) == number:
-                self._is(one, rows)
+            sizes = [repr(size) for size in one.shape] if isinstance(one, Tensor) else []
+            if sizes[:1] == [number] or sizes[:2] == ["1", number]:
+                self._is(one, rows.now(K.ROWS if sizes[0] == number else K.ROWS_IN_ONE))
         return found
+
+    def _dropped(self, rows: _Part, x: Tensor, p: float, train: bool, proceed: Proceed) -> Tensor:
+        """Return dropout of rows: what multiplies them is drawn for all choices in the order of tokens, and once for
+        all experts, as each choice is one expert's."""
+        loop, number = rows.loop, rows.loop.drawn.get(rows.expert, 0)
+        loop.drawn[rows.expert] = number + 1
+        if number == len(loop.noise):
+            ones = x.new_ones((loop.ids.shape[0] * loop.slots, *x.shape[1:]))
+            loop.noise.append(proceed(torch.dropout, (ones, p, train), {}))
+        found = x * loop.noise[number][loop.order()[1]]
+        return self._is(found, rows)
 
     def _size(self, part: _Part, call: Call, proceed: Proceed) -> Any:
         """Return sizes, with the number of an expert's own rows in place of that of all: a graph that computes with it
@@ -219,10 +269,7 @@ class ExpertLoops:
 
 def _next(kind: _Kind, func: Callable[..., Any], rest: Sequence[Any], kwargs: dict[str, Any]) -> _Kind | None:
     """Return what a function makes of a part of such a kind, given the ``rest`` of its arguments."""
-    given = [*rest, *kwargs.values()]
-    flat = [one for each in given for one in (each if isinstance(each, tuple | list) else (each,))]
-    if kind is K.ONE_HOT and func in (Tensor.permute, torch.permute):
-        return K.MASK if flat == [2, 1, 0] else None
+    given, flat = [*rest, *kwargs.values()], _flat(rest, kwargs)
     if kind is K.MASK and func in (Tensor.sum, torch.sum):
         return K.COUNTS if len(given) == 1 and sorted(one % 3 for one in flat) == [1, 2] else None
     if kind is K.COUNTS and func in ABOVE:
@@ -232,6 +279,12 @@ def _next(kind: _Kind, func: Callable[..., Any], rest: Sequence[Any], kwargs: di
     if kind is K.OWN_MASK and func in (Tensor.squeeze, torch.squeeze):
         return K.OWN_MASK if given == [0] else None
     return None
+
+
+def _flat(rest: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the numbers among arguments, one by one or in a list."""
+    given = [*rest, *kwargs.values()]
+    return [one for each in given for one in (each if isinstance(each, tuple | list) else (each,))]
 
 
 def _finds(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

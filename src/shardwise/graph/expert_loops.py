@@ -9,7 +9,7 @@ parameters, such as those that return what they get, are computed beside it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +19,23 @@ from shardwise.graph.captured import Uncapturable
 from shardwise.graph.experts import Region, follows_rows
 from shardwise.graph.naming import module_path
 from shardwise.graph.schema import op_name
+from shardwise.graph.sizes import expression
 from shardwise.nn.grouped import ALIGNED
+from shardwise.ops.experts import stacked
 
 aten = torch.ops.aten
 TURNED = ("t", "numpy_T", "matrix_H", "mT", "transpose")  # of a matrix: each exchanges its two dims
 
 
-def group_loops(graph: fx.Graph, experts: int) -> None:
+def group_loops(graph: fx.Graph, experts: int, parameters: Collection[str]) -> None:
     """Replace the loops of a capture, over so many experts at most, in place; raise :class:`Uncapturable` where one is
-    not understood."""
+    not understood. ``parameters`` are the placeholders of these."""
+    for node in graph.nodes:
+        _skip_one(node)
     for node in list(graph.nodes):
         if node.target is aten.sort.stable and node.args[0].meta["val"].dim() == 1:
             try:
-                _Loop(graph, node, experts).replace()
+                _Loop(graph, node, experts, parameters).replace()
             except _Unlike as why:
                 raise Uncapturable(f"the loop over experts in {module_path(node)} {why}") from why
 
@@ -44,8 +48,8 @@ class _Loop:
     """The loop whose choices ``sort`` has sorted: ``turns`` has for each expert the node that adds its rows, and these
     rows."""
 
-    def __init__(self, graph: fx.Graph, sort: fx.Node, experts: int) -> None:
-        self.graph, self.sort, self.experts = graph, sort, experts
+    def __init__(self, graph: fx.Graph, sort: fx.Node, experts: int, parameters: Collection[str]) -> None:
+        self.graph, self.sort, self.experts, self.parameters = graph, sort, experts, parameters
         self.found, self.order = (_part(sort, i) for i in (0, 1))
         self.turns: dict[int, tuple[fx.Node, fx.Node]] = {}
         self._forms: dict[tuple[fx.Node, int], Any] = {}
@@ -105,7 +109,8 @@ class _Loop:
         if known is None:
             own = self.own(node, expert)
             if own is not None:
-                known = "own", own[0], tuple((one.target, repr(one.args[1:])) for one in own[1])
+                form = own[0] or (tuple(node.meta["val"].shape), node.meta["val"].dtype)
+                known = "own", form, tuple((one.target, repr(one.args[1:])) for one in own[1])
             elif node in self.inside and node not in (self.found, self.order):
                 known = node.target, self._form(node.args, expert), self._form(node.kwargs, expert)
             else:
@@ -113,16 +118,34 @@ class _Loop:
             self._forms[node, expert] = known
         return known
 
-    def own(self, node: fx.Node, expert: int) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
-        """Return the tensor of whose parts by expert a node has its own, and what turns that part, outermost last."""
+    def own(self, node: fx.Node, expert: int) -> tuple[fx.Node | None, tuple[fx.Node, ...]] | None:
+        """Return the tensor of whose parts by expert a node has its own (None if it is a parameter by itself), and what
+        turns that part, outermost last."""
         turns: list[fx.Node] = []
         while op_name(node) in TURNED and node not in self.inside:
             turns.insert(0, node)
             node = node.args[0]
+        if node.op == "placeholder" and node.name in self.parameters:
+            return None, tuple(turns)
         if node.target is not aten.select.int or node.args[1] != 0 or node.args[2] != expert:
             return None
         source: fx.Node = node.args[0]
         return None if source in self.inside else (source, tuple(turns))
+
+    def same(self, experts: Sequence[int]) -> dict[fx.Node, list[fx.Node]]:
+        """Return for each node of the first of experts that compute the same, and for what it reads, those of all."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        open_ = [[self.turns[expert][1] for expert in experts]]
+        while open_:
+            nodes = open_.pop()
+            if nodes[0] in found:
+                if found[nodes[0]] != nodes:
+                    raise _Unlike("has experts of which one uses a parameter twice, and another two")
+                continue
+            found[nodes[0]] = nodes
+            if nodes[0] in self.inside or op_name(nodes[0]) in TURNED:
+                open_ += [list(each) for each in zip(*(one.all_input_nodes for one in nodes), strict=True)]
+        return found
 
     def body(self, rows: fx.Node) -> list[fx.Node]:
         """Return what computes these rows inside, in order."""
@@ -154,6 +177,7 @@ class _Group:
     def __init__(self, loop: _Loop, experts: Sequence[int]) -> None:
         self.loop, self.experts, self.put = loop, experts, loop.put
         self.ids = loop.sort.args[0]
+        self.stacks: dict[tuple[fx.Node, ...], fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def rows(self) -> fx.Node:
@@ -204,7 +228,6 @@ class _Plain(_Group):
 
     def rows(self) -> fx.Node:
         """Return for each choice, in their order, what its expert gives; 0 for those of other experts."""
-        self._check_parameters()
         found = self.computed()
         entries = {new for old, new in self.copies.items() if op_name(old) == "index"}
         seen = set(entries)
@@ -219,15 +242,6 @@ class _Plain(_Group):
             own = one if own is None else self.put(aten.logical_or.default, own, one)
         assert own is not None
         return self.put(aten.where.self, self.beside(own, found), found, self.put(aten.zeros_like.default, found))
-
-    def _check_parameters(self) -> None:
-        """Raise :class:`_Unlike` where an expert has parameters that are no part of a tensor of all experts: one
-        device makes no step with those of experts that no token has chosen, but grouped products give them zeros."""
-        loop = self.loop
-        body = loop.body(loop.turns[self.experts[0]][1])
-        for one in _operands([node for node in body if op_name(node) in ("linear", "mm", "matmul", "addmm")]):
-            if one.op == "placeholder":
-                raise _Unlike("has parameters of one expert each")
 
     def taken(self, node: fx.Node, source: fx.Node, by_token: bool) -> fx.Node:
         """Return the rows of a tensor by token, or by choice."""
@@ -256,6 +270,7 @@ class _Weighted(_Group):
         self.others = None  # rows of other experts, which come last, and have no product
         if self.loop.experts > number:
             self.others = put(aten.ge.Scalar, self.found, number)
+        self.same = self.loop.same(self.experts)
         rows = self._filled(self.computed())
         result = put(aten.alias.default, put(aten.index.Tensor, rows, [put(aten.argsort.default, self.order)]))
         if not Region(self.loop.graph, sort).replace():
@@ -277,48 +292,57 @@ class _Weighted(_Group):
     def copied(self, node: fx.Node) -> fx.Node:
         """Return a copy of a node, or the grouped product in its place."""
         name, expert = op_name(node), self.experts[0]
-        own = [self.loop.own(one, expert) if isinstance(one, fx.Node) else None for one in node.args]
+        own = [isinstance(one, fx.Node) and self.loop.own(one, expert) is not None for one in node.args]
         if not any(own):
             return super().copied(node)
-        if name == "linear" and own[0] is None and own[1]:
-            product = self._product(node, node.args[0], self._stack(own[1], transposed=True))
-            bias = node.args[2] if len(node.args) > 2 else None
-            return product if bias is None else self.put(aten.add.Tensor, product, self._bias(own[2], bias))
-        if name in ("mm", "matmul") and own[0] is None and own[1]:
-            return self._product(node, node.args[0], self._stack(own[1]))
-        if name == "addmm" and own[1] is None and own[2] and not node.kwargs:
-            product = self._product(node, node.args[1], self._stack(own[2]))
-            return self.put(aten.add.Tensor, product, self._bias(own[0], node.args[0]))
+        at = {"linear": (0, 1, 2), "mm": (0, 1), "matmul": (0, 1), "addmm": (1, 2, 0)}.get(name)
+        if at is not None and not own[at[0]] and own[at[1]] and not node.kwargs:
+            product = self._product(node, node.args[at[0]], self._matrices(node.args[at[1]], name == "linear"))
+            bias = node.args[at[2]] if at[2:] and len(node.args) > at[2] else None
+            return product if bias is None else self.put(aten.add.Tensor, product, self._vectors(bias))
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            args = [self._bias(mine, one) if mine else one for one, mine in zip(node.args, own, strict=True)]
+            args = [self._vectors(one) if mine else one for one, mine in zip(node.args, own, strict=True)]
             return self.put(node.target, *fx.map_arg(args, self.read), like=node, **node.kwargs)
         raise _Unlike(f"uses a parameter of an expert in {name}")
 
-    def _stack(self, own: tuple[fx.Node, tuple[fx.Node, ...]], transposed: bool = False) -> fx.Node:
-        """Return the matrices of all experts, as a product of rows with them takes them."""
+    def _all(self, node: fx.Node, dims: int) -> tuple[fx.Node, int] | None:
+        """Return the tensor of what all experts have in place of a parameter of the first, and how often the two dims
+        of each are exchanged; None where it is the same for all."""
+        own = self.loop.own(node, self.experts[0])
+        if own is None or (own[0] is None and len({*self.same[node]}) == 1 and len(self.experts) > 1):
+            return None
         source, turns = own
-        if source.meta["val"].dim() != 3:
-            raise _Unlike("has parameters of experts that are no matrices")
+        if source is None:
+            nodes = self.same[node]
+            for _ in turns:
+                nodes = [one.args[0] for one in nodes]
+            source = self.stacks.get(tuple(nodes))
+            if source is None:
+                source = self.stacks[tuple(nodes)] = self.put(stacked, self.ids, *nodes)
+        if source.meta["val"].dim() != dims:
+            raise _Unlike("has parameters of experts of other shapes than matrices in products and vectors")
         number = len(self.experts)
         if source.meta["val"].shape[0] != number:
             source = self.put(aten.slice.Tensor, source, 0, 0, number)
-        swaps = len(turns) + transposed
-        return self.put(aten.transpose.int, source, 1, 2) if swaps % 2 else source
+        return source, len(turns)
 
-    def _bias(self, own: tuple[fx.Node, tuple[fx.Node, ...]] | None, plain: fx.Node) -> fx.Node:
-        """Return a vector of each row's expert."""
-        if own is None:
-            return plain
-        source, turns = own
-        if source.meta["val"].dim() != 2 or turns:
-            raise _Unlike("adds parameters of experts that are no vectors")
-        number = len(self.experts)
-        if source.meta["val"].shape[0] != number:
-            source = self.put(aten.slice.Tensor, source, 0, 0, number)
+    def _matrices(self, node: fx.Node, transposed: bool) -> fx.Node:
+        """Return the matrices of all experts, as a product of rows with them takes them."""
+        found = self._all(node, 3)
+        if found is None:
+            raise _Unlike("has a matrix that all experts share")
+        source, turns = found
+        return self.put(aten.transpose.int, source, 1, 2) if (turns + transposed) % 2 else source
+
+    def _vectors(self, node: fx.Node) -> fx.Node:
+        """Return a vector of each row's expert, or the one of all."""
+        known = self._all(node, 2)
+        if known is None:
+            return node
         found = self.found
         if self.others is not None:
-            found = self.put(aten.clamp.default, found, None, number - 1)
-        return self.put(aten.index.Tensor, source, [found])
+            found = self.put(aten.clamp.default, found, None, len(self.experts) - 1)
+        return self.put(aten.index.Tensor, known[0], [found])
 
     def _product(self, node: fx.Node, rows: fx.Node, weight: fx.Node) -> fx.Node:
         a, b = rows.meta["val"], weight.meta["val"]
@@ -326,6 +350,15 @@ class _Weighted(_Group):
         product = aten._grouped_mm.default if native else torch.ops.shardwise.grouped_mm.default
         rest = (self._filled(self.read(rows)), weight, self.ends)
         return self._filled(self.put(product, *rest, like=node))
+
+
+def _skip_one(node: fx.Node) -> None:
+    """Let a view that removes the dim of one that has been put before all others be what it was of."""
+    if op_name(node) in ("view", "reshape") and op_name(node.args[0]) == "unsqueeze" and node.args[0].args[1] == 0:
+        source = node.args[0].args[0]
+        sizes, own = ([expression(size) for size in one.meta["val"].shape] for one in (node, source))
+        if sizes == own:
+            node.replace_all_uses_with(source)
 
 
 def _value(node: fx.Node) -> Any:

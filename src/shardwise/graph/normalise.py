@@ -43,7 +43,7 @@ def normalise(normal: Normal) -> None:
         merge_equal(normal.graph)
     if normal.captured.looped:
         eliminate_dead(normal.graph)
-        group_loops(normal.graph, normal.captured.looped)
+        group_loops(normal.graph, normal.captured.looped, normal.captured.parameters)
     group_experts(normal.graph)
     open_bags(normal.graph)
     index_strides(normal.graph)

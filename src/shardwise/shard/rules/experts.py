@@ -109,6 +109,18 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
     return form
 
 
+def stacked(context: ShardingContext, node: fx.Node) -> OpSharding:
+    """Return the form of parameters that become one: each rank has them whole, whatever slots it has."""
+    ids, *parameters = node.args
+    whole = ["R"] * len(parameters)
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        return Strategy((place, *whole), ("R",)) if position == 0 else None
+
+    operands = [(one, [None] * rank_of(context, one)) for one in (ids, *parameters)]
+    return OpSharding(node, operands, [[None] * rank_of(context, node)], moves=moves, factors=True)
+
+
 # ---- inside ----------------------------------------------------------------------------------------------------------
 
 
