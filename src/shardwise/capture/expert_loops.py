@@ -136,6 +136,8 @@ class ExpertLoops:
             return proceed(func, args, kwargs)
         if part.kind is K.NUMBER and func in ITEM:
             return part.expert
+        if part.kind is K.NUMBER and func is Tensor.__format__:
+            return format(part.expert, args[1])
         if part.kind is K.NUMBER and func in COMPARED and isinstance(args[1], int):
             return getattr(part.expert, func.__name__)(args[1])
         if (
@@ -238,7 +240,8 @@ class ExpertLoops:
         loop, number = rows.loop, rows.loop.drawn.get(rows.expert, 0)
         loop.drawn[rows.expert] = number + 1
         if number == len(loop.noise):
-            ones = x.new_ones((loop.ids.shape[0] * loop.slots, *x.shape[1:]))
+            size = (loop.ids.shape[0] * loop.slots, *x.shape[1:])
+            ones = torch.ones(size, dtype=x.dtype, device=x.device)
             loop.noise.append(proceed(torch.dropout, (ones, p, train), {}))
         found = x * loop.noise[number][loop.order()[1]]
         return self._is(found, rows)

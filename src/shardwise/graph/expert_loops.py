@@ -30,8 +30,8 @@ TURNED = ("t", "numpy_T", "matrix_H", "mT", "transpose")  # of a matrix: each ex
 def group_loops(graph: fx.Graph, experts: int, parameters: Collection[str]) -> None:
     """Replace the loops of a capture, over so many experts at most, in place; raise :class:`Uncapturable` where one is
     not understood. ``parameters`` are the placeholders of these."""
-    for node in graph.nodes:
-        _skip_one(node)
+    for node in list(graph.nodes):
+        _skip_one(graph, node)
     for node in list(graph.nodes):
         if node.target is aten.sort.stable and node.args[0].meta["val"].dim() == 1:
             try:
@@ -352,13 +352,17 @@ class _Weighted(_Group):
         return self._filled(self.put(product, *rest, like=node))
 
 
-def _skip_one(node: fx.Node) -> None:
+def _skip_one(graph: fx.Graph, node: fx.Node) -> None:
     """Let a view that removes the dim of one that has been put before all others be what it was of."""
     if op_name(node) in ("view", "reshape") and op_name(node.args[0]) == "unsqueeze" and node.args[0].args[1] == 0:
         source = node.args[0].args[0]
         sizes, own = ([expression(size) for size in one.meta["val"].shape] for one in (node, source))
         if sizes == own:
+            wide = node.args[0]
             node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            if not wide.users:
+                graph.erase_node(wide)
 
 
 def _value(node: fx.Node) -> Any:
