@@ -11,6 +11,7 @@ from test_tensor import ALONE, PLAIN, check, oracle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
@@ -69,12 +70,48 @@ class Looping(nn.Module):
         return F.linear(F.silu(gate) * up, self.down[expert]) * self.scale[expert]
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.drop(F.gelu(self.up(x))))
+        return found
+
+
+class Modules(nn.ModuleDict):
+    """A module for each expert, with dropout inside it, as the older mixtures have it: in the form "limited" tokens
+    are dropped that are no longer among the first of their expert, and else what experts give is dropped, too."""
+
+    def __init__(self, form: str, plain: int = 0) -> None:
+        super().__init__({f"expert_{i}": Expert() for i in range(EXPERTS)})
+        self.form, self.drop = form, nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        final = torch.zeros_like(x)
+        if self.form == "limited":
+            first = F.one_hot(ids[:, 0].view(-1, 7), num_classes=EXPERTS)
+            first = (first * (torch.cumsum(first, dim=-2) <= 2)).view(-1, 1, EXPERTS)
+            mask = first.permute(2, 1, 0)
+        else:
+            mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slots, tokens = torch.where(mask[expert].squeeze(0))
+            rows = x[None, tokens].reshape(-1, WIDTH)
+            found = self[f"expert_{expert[0]}"](rows) * weights[:, : mask.shape[1]][tokens, slots, None]
+            if self.form != "limited":
+                found = self.drop(found)
+            final.index_add_(0, tokens, found.to(x.dtype))
+        return final
+
+
 class Block(nn.Module):
     def __init__(self, form: str, plain: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.gate = nn.Linear(WIDTH, EXPERTS + plain + (form == "missing"))
-        self.experts = Looping(form, plain)
+        self.experts: nn.Module = (Modules if form in ("modules", "limited") else Looping)(form, plain)
         self.gate.bias.data[2] = -100  # no token chooses this one
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,6 +181,18 @@ def test_loops(case: tuple[str, int], plan: str) -> None:
         own = [p for p in compiled.general.parameters if p.name.endswith(("experts.up", "experts.down"))]
         assert own
         assert all(p.axes for p in own)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tp", "tp-sp"])
+@pytest.mark.parametrize("form", ["modules", "limited"])
+def test_modules(form: str, plan: str) -> None:
+    """Random numbers are those of tokens and choices, and an expert that no token chooses takes no step."""
+    choice = OptimizerChoice("adamw", lr=0.1, weight_decay=0.1)
+    compiled, module = model(form, 0)
+    compiled = compiled.under(PLANS[plan])
+    assert compiled.general.opaque is None
+    check(compiled, BATCHES, oracle(module, None, BATCHES, choice, PLANS[plan].microbatches), choice)
 
 
 @pytest.mark.parametrize(

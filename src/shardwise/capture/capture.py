@@ -242,7 +242,8 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with (
         passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions, exporting(),
-        exports_modules_unhooked(), conversions_skipped(), contextlib.nullcontext() if calls is None else calls.ops_of(functions),
+        exports_modules_unhooked(), conversions_skipped(),
+        contextlib.nullcontext() if calls is None else calls.ops_of(functions),
     ):  # fmt: skip
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):

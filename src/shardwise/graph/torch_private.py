@@ -346,11 +346,11 @@ def conversions_skipped() -> Iterator[None]:
             return module
         return original(module, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign, assignment]
+    nn.Module.to = to
     try:
         yield
     finally:
-        nn.Module.to = original  # type: ignore[method-assign]
+        nn.Module.to = original
 
 
 @contextmanager
