@@ -208,3 +208,23 @@ def test_what_is_no_loop_over_experts(form: str, why: str) -> None:
     compiled = model(form, 0)[0]
     assert compiled.general.opaque is not None
     assert why in compiled.general.opaque
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.entry(x)
+        narrow = h.to(torch.float32)
+        narrow *= torch.empty_like(narrow).uniform_(0.5, 1.5)
+        return F.cross_entropy(self.head((h + narrow).mean(1)), labels)
+
+
+def test_what_is_written_to_a_narrower_copy() -> None:
+    """It does not reach the double, as on one device (the noise in the router of Switch Transformers)."""
+    torch.manual_seed(0)
+    module = Written().double()
+    compiled = Compiled(module, ALONE, BATCHES[0], None).under(PLANS["dp"])
+    check(compiled, BATCHES, oracle(module, None, BATCHES, PLAIN, 1), PLAIN)
