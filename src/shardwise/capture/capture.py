@@ -20,7 +20,7 @@ from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall, NotEager
 from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
-from shardwise.capture.expert_loops import NOTE, without_loops
+from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
@@ -40,7 +40,7 @@ from shardwise.capture.wrapped import InOneNumber, LossFunction, Watched, WithLo
 from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured, Uncapturable
-from shardwise.graph.torch_private import Assumed, assumed, exporting, exports_modules_unhooked
+from shardwise.graph.torch_private import Assumed, assumed, conversions_skipped, exporting, exports_modules_unhooked
 from shardwise.graph.vmaps import without_vmaps
 from shardwise.initial.copies import copied
 
@@ -107,6 +107,8 @@ def capture(
         captured, trial = ways.first()
     if looped:
         captured.notes.append(NOTE)
+    if captured.looped:
+        captured.notes.append(LOOPS)
     eager = any(isinstance(one, EagerCall) for one in captured.functions)
     if cached and eager:  # forwards with values make none either, whatever way is found
         captured.notes.append(CACHES)
@@ -243,7 +245,8 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with (
         passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions, exporting(),
-        exports_modules_unhooked(), contextlib.nullcontext() if calls is None else calls.ops_of(functions),
+        exports_modules_unhooked(), conversions_skipped(),
+        contextlib.nullcontext() if calls is None else calls.ops_of(functions),
     ):  # fmt: skip
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
@@ -274,6 +277,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
             for k, v in signature.inputs_to_buffers.items()
         },
         functions=list(functions),
+        looped=wrapped.noted.looped if isinstance(wrapped, Watched) else 0,
         assumed=assumed(places[-1].meta["val"]) if varies else Assumed(),
         notes=list(warned),
         names={k.removeprefix("module."): canonical[k] for k, _ in wrapped.named_parameters(remove_duplicate=False)},

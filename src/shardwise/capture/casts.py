@@ -98,9 +98,10 @@ class Promote:
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
-            return args[0].double()
+            return args[0].to(torch.float64, copy=True)  # what is written to a narrower copy does not reach the double
         if any(a in NARROW for a in args if isinstance(a, torch.dtype)):
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
+            kwargs |= {"copy": True} if func is Tensor.to else {}
         if kwargs.get("dtype") in NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
             kwargs["dtype"] = torch.float64
         result = proceed(func, args, kwargs)

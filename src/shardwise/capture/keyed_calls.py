@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.intercept import Proceed
+from shardwise.capture.picked_rows import Picked, PickedRows
 from shardwise.capture.running import here
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import TorchDispatchMode, inside_vmap, schema
@@ -107,6 +108,7 @@ class KeyedRandom:
         self.draws: list[Draw] = []
         self.step = 0
         self.row_start = 0
+        self._picked = PickedRows()
         self._answers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys((torch.dropout, torch.dropout_), self._dropout),
             **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), self._feature_dropout),
@@ -132,8 +134,14 @@ class KeyedRandom:
         """Start the forward pass of the microbatch whose first row is the global row ``row_start``."""
         self.step, self.row_start = step, row_start
         self.draws = []
+        self._picked = PickedRows()
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        found = self._answer(func, args, kwargs, proceed)
+        self._picked.see(func, args, kwargs, found)
+        return found
+
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         answer = self._answers.get(func)
         if answer is None:
             return proceed(func, args, kwargs)
@@ -156,15 +164,19 @@ class KeyedRandom:
             return bool(given.get("dropout_p"))
         return given.get("train") is not False
 
-    def _key(self, name: str, shape: Sequence[int]) -> tuple[int, int, int, keyed.Batch | None, int]:
-        """Count a draw; return (seed, step, ordinal, batch, row_start)."""
+    def _key(
+        self, name: str, shape: Sequence[int], picked: Picked | None = None
+    ) -> tuple[int, int, int, keyed.Batch | None, int]:
+        """Count a draw, if it is not one that an earlier turn of a loop has made; return (seed, step, ordinal, batch,
+        row_start)."""
         if inside_vmap():
             raise ConfigError(
                 f"model: {name}{here()} draws inside torch.vmap, where it does not see which rows it draws for: all "
                 "would get the same; legal: to draw before that, for all rows"
             )
-        ordinal = len(self.draws)
-        self.draws.append(Draw(name, tuple(shape), here() if self.batches is None else ""))
+        ordinal = len(self.draws) if picked is None else picked.ordinal(len(self.draws))
+        if ordinal == len(self.draws):
+            self.draws.append(Draw(name, tuple(shape), here() if self.batches is None else ""))
         batch = None
         if self.batches is not None:
             expected, batch = self.batches[ordinal] if ordinal < len(self.batches) else ("none", None)
@@ -177,9 +189,14 @@ class KeyedRandom:
 
     # ---- dropout ---------------------------------------------------------------------------------
 
-    def _keep(self, name: str, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
-        seed, step, ordinal, batch, start = self._key(name, shape)
-        return keyed.keyed_mask(p, seed, step, ordinal, shape, batch, start, device)
+    def _keep(
+        self, name: str, p: float, shape: Sequence[int], device: torch.device, picked: Picked | None = None
+    ) -> Tensor:
+        if picked is not None:
+            shape = (picked.size, *shape[1:])
+        seed, step, ordinal, batch, start = self._key(name, shape, picked)
+        keep = keyed.keyed_mask(p, seed, step, ordinal, shape, batch, start, device)
+        return keep if picked is None else keep[picked.places]
 
     def _drop(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
         if not train:
@@ -187,7 +204,9 @@ class KeyedRandom:
         if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
             self._key(name, ())  # it has its ordinal, and draws nothing
             return x
-        keep = self._keep(name, p, shape, x.device)
+        picked = self._picked.of(x)
+        fits = picked is not None and tuple(shape) == tuple(x.shape) and len(x) == len(picked.places)
+        keep = self._keep(name, p, shape, x.device, picked if fits else None)
         noise = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=x.dtype)
         return x.mul_(noise) if name.endswith("_") else x * noise
 

@@ -15,6 +15,7 @@ from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
 from shardwise.capture.ctc import CtcLosses
 from shardwise.capture.eager_calls import EagerCalls
+from shardwise.capture.expert_loops import ExpertLoops
 from shardwise.capture.in_form import InForm, UserLoss
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
@@ -102,6 +103,7 @@ class Noted:
     changes: list[Change] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
     before: PythonState | None = None  # what it began with
+    looped: int = 0  # over so many experts it loops, at most
 
 
 class Watched(WithLoss):
@@ -132,10 +134,12 @@ class Watched(WithLoss):
         same_rows(fields)
         reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
         calling = contextlib.nullcontext() if self.calling is None else self.calling.called()
-        with reading, calling, Intercept(CtcLosses()):
+        loops = ExpertLoops()
+        with reading, calling, Intercept(CtcLosses(), loops):
             results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
         self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before
+        self.noted.looped = loops.experts
         return results
 
 

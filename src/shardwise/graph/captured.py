@@ -39,6 +39,7 @@ class Captured:
     outputs: Any = None  # the structure of the outputs that follow the loss (`capture/outputs.py`), if there are any
     assumed: Assumed = Assumed()  # of the symbols of its sizes
     reads: tuple[Any, ...] = ()  # what forward read in Python (`capture/reads.py`); their operands are the last outputs
+    looped: int = 0  # over so many experts forward loops, at most (`capture/expert_loops.py`)
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:

@@ -9,7 +9,7 @@ depends on their order: any part of the tokens, and any part of the experts, can
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def group_experts(graph: fx.Graph) -> None:
     """Replace every layer of experts by one node."""
     for node in list(graph.nodes):
         if node.op == "call_function" and op_name(node) == "sort" and _numbers_experts(node):
-            _Region(graph, node).replace()
+            Region(graph, node).replace()
 
 
 def _numbers_experts(node: fx.Node) -> bool:
@@ -90,7 +90,7 @@ def _numbers_experts(node: fx.Node) -> bool:
     return value.dim() == 1 and not value.is_floating_point() and not descending
 
 
-class _Region:
+class Region:
     """What depends on a sort, up to where its inverse is applied."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
@@ -100,15 +100,15 @@ class _Region:
         self.entries: dict[fx.Node, tuple[fx.Node, int]] = {}  # the first rows: of which tensor, and slots a row of it
         self.experts = 0
 
-    def replace(self) -> None:
-        """Replace the region by one node, if everything in it is understood."""
+    def replace(self) -> bool:
+        """Replace the region by one node, if everything in it is understood; return whether it is."""
         last = self._last()
         if last is None or not self.experts or not self.entries:
-            return
+            return False
         inside = [node for node in self.graph.nodes if node in self.kinds]
         if any(user not in self.kinds and user is not last for node in (*inside, self.sort) for user in node.users):
-            return
-        self._put(inside, last)
+            return False
+        return self._put(inside, last)
 
     def _last(self) -> fx.Node | None:
         """Classify what depends on the sort; return the node that restores the order, or None."""
@@ -219,35 +219,19 @@ class _Region:
         if has(node, Fact.GROUPED_PRODUCT):
             x, weight, offsets = node.args[0], node.args[1], given(node, "offs")
             return [self.kinds.get(one) for one in (x, weight, offsets)] == [ROW, None, OFFSETS]
-        if "ordinal" in node.meta or any(self.kinds[one] != ROW for one in inside):
-            return False
-        if node.target is operator.getitem:
-            return True
-        name, x = op_name(node), node.args[0]
-        rank = inside[0].meta["val"].dim() if isinstance(inside[0].meta["val"], torch.Tensor) else 0
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()) or has(node, Fact.CASTS):
-            others = [one.meta["val"] for one in node.all_input_nodes if one not in self.kinds and is_tensor(one)]
-            size = node.meta["val"].dim()
-            return all(one.dim() < size or one.shape[0] == 1 for one in others) and rank == size
-        if has(node, Fact.SPLIT) or name in ("slice", "select", "narrow", "softmax", "log_softmax"):
-            return bool(given(node, "dim", 0) % rank) and len(inside) == 1
-        if name == "unsqueeze":
-            return bool(given(node, "dim") % (rank + 1))
-        if name in ("layer_norm", "rms_norm"):
-            return inside == [x] and len(node.args[1]) < rank
-        return False
+        return all(self.kinds[one] == ROW for one in inside) and follows_rows(node, inside)
 
     # ---- the node ----------------------------------------------------------------------------------------------------
 
-    def _put(self, inside: Sequence[fx.Node], last: fx.Node) -> None:
-        """Put one node in place of ``last``."""
+    def _put(self, inside: Sequence[fx.Node], last: fx.Node) -> bool:
+        """Put one node in place of ``last``; return whether that is possible."""
         body, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         rows = [node for node in inside if self.kinds[node] == ROW or op_name(node) == "clamp"]
         weights = dict.fromkeys(
             one for node in rows if node not in self.entries for one in node.all_input_nodes if one not in self.kinds
         )
         if any(not is_tensor(one) for one in weights):
-            return
+            return False
 
         def place(name: str, meta: Mapping[str, Any]) -> fx.Node:
             made = body.placeholder(name)
@@ -272,9 +256,33 @@ class _Region:
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
         self.graph.erase_node(last)
+        return True
 
     def _ends(self) -> fx.Node:
         return [node for node, kind in self.kinds.items() if kind == OFFSETS][-1]
 
 
-__all__ = ["Experts", "group_experts"]
+def follows_rows(node: fx.Node, rows: Collection[fx.Node]) -> bool:
+    """Return whether each row of a result follows from the same row of those operands that are ``rows``, and from what
+    has no rows."""
+    if "ordinal" in node.meta:
+        return False
+    if node.target is operator.getitem:
+        return True
+    inside = [one for one in node.all_input_nodes if one in rows]
+    name, x = op_name(node), node.args[0]
+    rank = inside[0].meta["val"].dim() if isinstance(inside[0].meta["val"], torch.Tensor) else 0
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or has(node, Fact.CASTS):
+        others = [one.meta["val"] for one in node.all_input_nodes if one not in rows and is_tensor(one)]
+        size = node.meta["val"].dim()
+        return all(one.dim() < size or one.shape[0] == 1 for one in others) and rank == size
+    if has(node, Fact.SPLIT) or name in ("slice", "select", "narrow", "softmax", "log_softmax"):
+        return bool(given(node, "dim", 0) % rank) and len(inside) == 1
+    if name == "unsqueeze":
+        return bool(given(node, "dim") % (rank + 1))
+    if name in ("layer_norm", "rms_norm"):
+        return inside == [x] and len(node.args[1]) < rank
+    return False
+
+
+__all__ = ["Experts", "Region", "follows_rows", "group_experts"]

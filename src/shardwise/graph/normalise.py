@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.bags import open_bags
 from shardwise.graph.dtypes import name_dtypes
+from shardwise.graph.expert_loops import group_loops
 from shardwise.graph.experts import group_experts
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given
@@ -41,8 +42,11 @@ def normalise(normal: Normal) -> None:
         elif node.op == "call_function" and node.target is aten.slice.Tensor:
             _skip_whole_slice(node)
     _fold_masks(normal)
-    if normal.captured.outputs is not None:
+    if normal.captured.outputs is not None or normal.captured.looped:
         merge_equal(normal.graph)
+    if normal.captured.looped:
+        eliminate_dead(normal.graph)
+        group_loops(normal.graph, normal.captured.looped, normal.captured.parameters)
     group_experts(normal.graph)
     open_bags(normal.graph)
     index_strides(normal.graph)

@@ -12,7 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
@@ -330,6 +330,27 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     every = torch.nn.modules.module
     here = module._backward_hooks or module._backward_pre_hooks
     return bool(here or every._global_backward_hooks or every._global_backward_pre_hooks)
+
+
+@contextmanager
+def conversions_skipped() -> Iterator[None]:
+    """Let ``Module.to`` do nothing meanwhile where all tensors are as asked: an export, in which it exchanges tensors
+    for equal ones, cannot do that."""
+    original = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        same = dtype is None or all(one.dtype == dtype for one in tensors if one.is_floating_point())
+        if same and form is None and (device is None or all(one.device == device for one in tensors)):
+            return module
+        return original(module, *args, **kwargs)
+
+    nn.Module.to = to
+    try:
+        yield
+    finally:
+        nn.Module.to = original
 
 
 @contextmanager

@@ -70,6 +70,29 @@ def placed(rows: Tensor, order: Tensor, ids: Tensor) -> Tensor:
     return found
 
 
+class _Stacked(torch.autograd.Function):
+    """See :func:`stacked`."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.bincount(ids.clamp(max=len(parameters)), minlength=len(parameters) + 1))
+        return torch.stack(parameters)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (counts,) = ctx.saved_tensors
+        chosen = [1] * len(grad) if counts.is_meta else counts.tolist()[: len(grad)]
+        return None, *(one if number else None for one, number in zip(grad, chosen, strict=True))
+
+
+@own_op()
+def stacked(ids: Tensor, *parameters: Tensor) -> Tensor:
+    """Return parameters of one expert each as one tensor; those of experts that are not among the ``ids`` (slots) get
+    no gradient, and take no step, as on one device."""
+    found: Tensor = _Stacked.apply(ids, *parameters)  # type: ignore[no-untyped-call]
+    return found
+
+
 # ---- tokens that several ranks have ----------------------------------------------------------------------------------
 
 
@@ -193,4 +216,14 @@ def _transposed(rows: int, columns: int) -> list[int]:
     return [row * columns + column for column in range(columns) for row in range(rows)]
 
 
-__all__ = ["by_expert", "collected", "dispatched", "of_own_experts", "own_experts", "placed", "routes", "taken"]
+__all__ = [
+    "by_expert",
+    "collected",
+    "dispatched",
+    "of_own_experts",
+    "own_experts",
+    "placed",
+    "routes",
+    "stacked",
+    "taken",
+]

@@ -346,6 +346,7 @@ class Trace:
     kept: Mapping[str, Placement] = field(default_factory=dict)
     outputs: Any = None
     checks: Checks | None = None
+    skips: bool = False
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -364,8 +365,8 @@ class Trace:
     @property
     def optional(self) -> tuple[str, ...]:
         """The parameters that have an optimizer of their own each, which takes no step where no rank has reached them:
-        all that learn, if forward may decide in Python, and so leave some out."""
-        if self.opaque is None and self.checks is None:
+        all that learn, if forward may decide in Python, or by what tokens choose, and so leave some out."""
+        if self.opaque is None and self.checks is None and not self.skips:
             return ()
         return tuple(p.name for p in self.parameters)
 

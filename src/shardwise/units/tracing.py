@@ -28,6 +28,7 @@ from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.graph.ones import with_ones
 from shardwise.graph.unreached import keep_unreached
+from shardwise.ops.experts import stacked
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.op_spec import Shard
 from shardwise.shard.rules import find
@@ -183,6 +184,7 @@ def trace(
         kept=sharded.kept,
         outputs=captured.outputs,
         checks=normal.checks,
+        skips=any(node.target is stacked for node in normal.graph.nodes),
     )
 
 

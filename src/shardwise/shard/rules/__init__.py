@@ -17,6 +17,7 @@ from shardwise.ops import norms
 from shardwise.ops.beside import beside
 from shardwise.ops.custom_function import CustomFunction, WholeCall
 from shardwise.ops.expected import expected
+from shardwise.ops.experts import stacked
 from shardwise.shard.context import Rule
 from shardwise.shard.rules import (
     attention,
@@ -51,6 +52,8 @@ def find(node: fx.Node) -> Rule | None:
         return elementwise.expected
     if node.target is beside:
         return elementwise.beside
+    if node.target is stacked:
+        return experts.stacked
     if isinstance(node.target, Experts):
         return experts.layer
     if isinstance(node.target, WholeCall):

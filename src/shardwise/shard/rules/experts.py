@@ -93,7 +93,10 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
 
     def divided(states: Sequence[Placement]) -> Strategy | None:
         tokens = moves(0, states[0]) if isinstance(states[0], Shard) else None
-        weights = [state if own else "R" for own, state in zip(target.of_each, states[first:], strict=True)]
+        mine = [state for own, state in zip(target.of_each, states[first:], strict=True) if own]
+        # Some may come whole, as what follows from more than the parameters of these experts.
+        cut = next((state for state in mine if isinstance(state, Shard)), None)
+        weights = [(cut or state) if own else "R" for own, state in zip(target.of_each, states[first:], strict=True)]
         return tokens and Strategy((*tokens.operands[:first], *weights), tokens.results)
 
     form = OpSharding(
@@ -104,6 +107,18 @@ def layer(context: ShardingContext, node: fx.Node) -> OpSharding:
     form.suggested = lambda: [(i, s) for way in ways() for i, s in enumerate(way.operands) if isinstance(s, Shard)]
     form.emit = lambda emitter, solved: emit(emitter, target, solved)
     return form
+
+
+def stacked(context: ShardingContext, node: fx.Node) -> OpSharding:
+    """Return the form of parameters that become one: each rank has them whole, whatever slots it has."""
+    ids, *parameters = node.args
+    whole = ["R"] * len(parameters)
+
+    def moves(position: int, place: Shard) -> Strategy | None:
+        return Strategy((place, *whole), ("R",)) if position == 0 else None
+
+    operands = [(one, [None] * rank_of(context, one)) for one in (ids, *parameters)]
+    return OpSharding(node, operands, [[None] * rank_of(context, node)], moves=moves, factors=True)
 
 
 # ---- inside ----------------------------------------------------------------------------------------------------------
