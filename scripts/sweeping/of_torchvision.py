@@ -220,6 +220,8 @@ def detector(name: str, count: int) -> nn.Module:
         "rpn_anchor_generator": anchors,
         "rpn_pre_nms_top_n_train": 40,
         "rpn_post_nms_top_n_train": 20,
+        "rpn_batch_size_per_image": 16,  # as few of all as in a large image, so that each has as many
+        "box_batch_size_per_image": 8,
         "box_head": TwoMLPHead(16 * 49, 32),
         "box_predictor": FastRCNNPredictor(32, count),
     }
@@ -270,4 +272,4 @@ def detection(name: str) -> Case:
             found["keypoints"] = torch.cat([points, torch.ones(*points.shape[:3], 1)], -1)
         return found
 
-    return Case(Detection(model), batches(batch))
+    return Case(Detection(model), batches(batch), weight="rows" if name == "faster_rcnn" else None)

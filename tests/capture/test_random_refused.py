@@ -29,8 +29,8 @@ def _gamma(h: Tensor) -> Tensor:
 
 
 DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "without a key": (lambda h: h * torch.multinomial(h.softmax(-1), 1), r"aten\.multinomial\.default"),
-    "a permutation": (lambda h: h + h[torch.randperm(len(h))], r"aten\.randperm\.default"),
+    "without a key": (lambda h: h * torch.poisson(h.exp()), r"aten\.poisson\.default"),
+    "a permutation": (lambda h: h + h[torch.randperm(len(h))], "randperm"),
     "by a library": (_gamma, r"aten\._standard_gamma\.default"),
     "by a generator": (lambda h: h * torch.rand(5, generator=torch.Generator()), "rand"),
     "of rows by rows": (_as_many_as_rows, "rand"),

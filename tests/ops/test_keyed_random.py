@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shardwise.capture.draws import Keys
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom
 from shardwise.core.errors import ShardwiseError
@@ -158,7 +159,7 @@ def test_uniform_draws_of_models_stay_below_the_upper_bound() -> None:
     """Of a local graph, and of a forward that is run as it is: the same."""
     shape = (4096, 8)
     local = random_of(Env(seed=1), "uniform", 0, (0, 1), (), None, shape, torch.bfloat16, None, 1.0, 2.0)
-    random = KeyedRandom(1, [("uniform_", (0, 1))])
+    random = KeyedRandom(1, Keys((("uniform_", (0, 1)),)))
     random.begin(0, 0)
     with Intercept(random):
         assert torch.equal(torch.empty(shape, dtype=torch.bfloat16).uniform_(1, 2), local)
@@ -208,8 +209,9 @@ def test_known_values() -> None:
     assert keyed_uniform_bits(1, 2, 3, 2**31 - 2, 4, 1).unique().numel() == 4  # row indices beyond int32 go on
 
 
-def test_without_a_batch_dim_row_start_does_not_matter() -> None:
-    assert torch.equal(keyed_mask(0.5, 1, 2, 3, (50,), None, 7), keyed_mask(0.5, 1, 2, 3, (50,), None, 0))
+def test_without_a_batch_dim_a_tensor_is_that_of_one_row() -> None:
+    rows = keyed_mask(0.5, 1, 2, 3, (9, 50), (0, 1), 0)
+    assert torch.equal(keyed_mask(0.5, 1, 2, 3, (50,), None, 7), rows[7])
 
 
 def test_values_do_not_depend_on_the_dtype() -> None:

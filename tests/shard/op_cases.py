@@ -701,6 +701,11 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
         + torch.empty(h.shape).exponential_(0.5)
     ),
     "gumbel": lambda m, h, b: h * F.gumbel_softmax(h, 0.5),
+    "choices by weights": lambda m, h, b: (
+        h.gather(1, h.mean(2).softmax(1).multinomial(2)[:, :, None].expand(-1, -1, 4)).sum(1, keepdim=True)
+        + h.gather(2, h.flatten(0, 1).exp().multinomial(5, replacement=True).view(-1, 3, 5)[..., :1])
+    ),
+    "choices without rows": lambda m, h, b: h * torch.randperm(4) + torch.multinomial(torch.arange(1.0, 6), 4) * m.w[0],
     "keep by rows": lambda m, h, b: h * (torch.rand(h.shape[0], 1, 1) > 0.4) / 0.6,
     "reparameterised": lambda m, h, b: h[:, 0] + (h[:, 1] * 0.5).exp() * torch.randn_like(h[:, 1]),
     "masked tokens": lambda m, h, b: F.embedding(torch.where(torch.rand(b["ids"].shape) < 0.3, 1, b["ids"]), m.table),

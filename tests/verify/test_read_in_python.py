@@ -450,3 +450,26 @@ def test_pictures_that_lie_one_after_the_other(plan: str) -> None:
     assert report.passed and report.largest < 1e-12, report.worst[:3]
     given = {name: one.float() if one.is_floating_point() else one for name, one in batches[0].items()}
     assert Compiled(Packed(), PLANS[plan], given).general.opaque is None
+
+
+class Resizing(nn.Module):
+    """Its positions have the size of the part of the images that is not hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.head = nn.Parameter(torch.randn(1, 4, 5, 5)), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, hidden: Tensor, label: Tensor) -> Tensor:
+        size = (~hidden).sum(1).max()
+        places = F.interpolate(self.places, size=(2, size), mode="bilinear")
+        places = F.pad(places, (0, 7 - size)).mean(2).transpose(1, 2)
+        return F.cross_entropy(self.head((x * places).mean(1)), label)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_sizes_are_read_of_tensors(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Resizing(), BATCHES, PLANS[plan])
+    assert report.passed, report
+    assert not [note for note in report.notes if "not captured" in note]

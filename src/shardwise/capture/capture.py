@@ -32,6 +32,7 @@ from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.reads import NUMBERS
 from shardwise.capture.reasons import fixed_rows, not_captured
+from shardwise.capture.row_draws import assign_rows
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
@@ -91,15 +92,20 @@ def capture(
             own = bare(trial=True, calling=True, values=values)
             own(example_of(own, batch, rows))
 
+    def whole(wrapped: Watched) -> Captured:
+        captured = _captured(wrapped, batch, rows, varies, told)
+        assign_rows(captured, lambda number, layer: forward(number, 0, layer), told)
+        return captured
+
+    told = known or Known()
     with generators_kept():
         if kept:
             for one in keys:
                 if (found := stored.find(one, lambda: bare(trial=True), batch)) is not None:
                     return found
-        told = known or Known()
         ways = Ways(
             bare, forward, batch, drawing, told,
-            capture=lambda wrapped: _captured(wrapped, batch, rows, varies, told),
+            capture=whole,
             trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
             # Numbers of all rows seldom fit fewer: the caller tries these rows alone.
             sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.intercept import Proceed
-from shardwise.capture.keyed_calls import Draw, KeyedRandom
+from shardwise.capture.keyed_calls import KeyedRandom
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import without_modes, without_torch_functions
 
@@ -46,8 +46,7 @@ def drawn(drawing: Drawing | None, ordinal: int, name: str, *args: Any, **kwargs
     """Return what the random call ``ordinal`` of a forward, that of the function of this ``name``, draws for all rows;
     before the first step, without a ``drawing``, uniform numbers are :data:`EVEN`."""
     keyed = KeyedRandom(0 if drawing is None else drawing.seed)
-    keyed.begin(0 if drawing is None else drawing.step, 0)
-    keyed.draws = [Draw("", ())] * ordinal
+    keyed.begin(0 if drawing is None else drawing.step, 0, ordinal=ordinal)
     found: Tensor = keyed(FUNCTIONS[name], args, kwargs, _refuse)
     return found.fill_(EVEN) if drawing is None and name in UNIFORM else found
 

@@ -43,7 +43,7 @@ def encoded(captured: Captured) -> dict[str, Any]:
     graph = writer.graph(captured.owner)
     facts = [writer.expression(one) for one in captured.assumed.facts if one.free_symbols <= writer.names.keys()]
     ranges = {writer.names[one]: each for one, each in captured.assumed.ranges.items() if one in writer.names}
-    plain = ("parameters", "buffers", "fields", "rows", "trainable", "notes", "precision", "names", "looped")
+    plain = ("parameters", "buffers", "fields", "rows", "trainable", "notes", "precision", "names", "looped", "draws")
     return {
         **{name: getattr(captured, name) for name in plain},
         "graph": graph, "texts": list(writer.texts), "facts": facts, "ranges": ranges, "symbols": writer.places,
@@ -65,7 +65,7 @@ def decoded(
     owner = reader.graph(written["graph"])
     facts = tuple(read_expression(one, reader.expressions) for one in written["facts"])
     ranges = {reader.expressions[name]: tuple(each) for name, each in written["ranges"].items()}
-    plain = ("parameters", "buffers", "fields", "rows", "trainable", "precision", "names", "looped")
+    plain = ("parameters", "buffers", "fields", "rows", "trainable", "precision", "names", "looped", "draws")
     own = {name: values[buffer] for name, buffer in written["buffers"].items()}
     return Captured(
         graph=owner.graph, owner=owner, constants=dict(constants), values=own, assumed=Assumed(facts, ranges),

@@ -2,7 +2,8 @@
 
 The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of one
 microbatch.  It counts every dropout of any kind that runs with training on (p = 0 included), attention with a dropout
-probability above 0, and every other random function.  Dropout outside training is not counted.
+probability above 0, and every other random function.  Dropout outside training is not counted.  All calls of a loop
+over rows count as one: the i-th is that of row i (:mod:`shardwise.capture.draws` finds such loops by trials).
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,95 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.draws import NOWHERE, Draw, Keys, depth, site, unkeyed
 from shardwise.capture.intercept import Proceed
 from shardwise.capture.picked_rows import Picked, PickedRows
 from shardwise.capture.running import here
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import TorchDispatchMode, inside_vmap, schema
 from shardwise.ops import keyed_random as keyed
+from shardwise.ops.keyed_choices import keyed_multinomial, keyed_permutation
 
-_LEGAL = "dropout, torch.rand and the like, of numbers with one batch dim"
 _ALPHA = 1.7580993408473766  # the negative of SELU's limit at minus infinity: what alpha dropout sets elements to
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """This is one random call: the function's name, the shape of what it draws and, in a trial, where it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    place: str = ""
-
-
-def batch_dims(
-    draws: Callable[[int], Sequence[Draw]], numbers: Sequence[int], whole: bool = False, several: bool = False
-) -> list[tuple[str, keyed.Batch | None]]:
-    """Return each draw's name and batch dim, as :func:`batch_of` finds them; ``draws(rows)`` runs a forward.
-
-    Of ``numbers`` of rows the first is tried that the model takes, with one row more or with twice as many. A model
-    that takes a last number alone is no matter if it draws nothing."""
-    failed: Exception | None = None
-    for few, more in ((rows, other) for rows in numbers for other in (rows + 1, 2 * rows)):
-        try:
-            found = draws(few), draws(more)
-        except Exception as error:  # the user's code may take no such number of rows
-            failed = error
-            continue
-        return batch_of(*found, few, more, whole, several)
-    if failed is not None and draws(numbers[-1]):
-        raise failed
-    return []
-
-
-def batch_of(
-    few: Sequence[Draw], more: Sequence[Draw], rows: int, larger: int, whole: bool = False, several: bool = False
-) -> list[tuple[str, keyed.Batch | None]]:
-    """Return each draw's name and batch dim, by the shapes with ``rows`` rows and with a ``larger`` number: the dim
-    that grew.
-
-    Raises :class:`ConfigError` where the number of draws, or more than one dim, depends on the batch. If draws are
-    always for the ``whole`` batch, one whose size in one dim depends on data has no batch dim. Where ``several`` dims
-    may grow, the first is the batch dim.
-    """
-    if [d.name for d in few] != [d.name for d in more]:
-        only = next(a or b for a, b in zip_longest(few, more) if not (a and b and a.name == b.name))
-        raise ConfigError(
-            f"model: which random functions forward calls depends on the number of rows: {only.name}{only.place} is "
-            "called with one number of rows and not with another; legal: the same calls for every number of rows"
-        )
-    found: list[tuple[str, keyed.Batch | None]] = []
-    for a, b in zip(few, more, strict=True):
-        grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        if not grown:
-            found.append((a.name, None))
-            continue
-        minor, rest = divmod(b.shape[grown[0]] - a.shape[grown[0]], larger - rows)
-        if len(grown) > 1 and not several or rest or a.shape[grown[0]] != rows * minor:
-            if whole and len(grown) == 1:
-                found.append((a.name, None))
-                continue
-            raise ConfigError(
-                f"model: {a.name}{a.place} draws {a.shape} for {rows} rows and {b.shape} for {larger}: it has no one "
-                f"batch dim; legal: {_LEGAL}"
-            )
-        found.append((a.name, (grown[0], minor)))
-    return found
-
-
-def decides(draws: Sequence[Draw]) -> bool:
-    """Whether a forward draws single numbers, by which it may decide what else it draws."""
-    return any(math.prod(one.shape) == 1 for one in draws)
-
-
 class KeyedRandom:
-    """This layer answers random functions; ``batches`` is :func:`batch_of`'s list, or None to record ``draws`` only."""
+    """This layer answers random functions; ``keys`` say how, or are None where it records ``draws`` only."""
 
-    def __init__(self, seed: int, batches: Sequence[tuple[str, keyed.Batch | None]] | None = None) -> None:
+    def __init__(self, seed: int, keys: Keys | None = None) -> None:
         self.seed = seed
-        self.batches = batches
+        self.keys = keys
         self.draws: list[Draw] = []
         self.step = 0
-        self.row_start = 0
+        self.row_start = self.rows = 0
+        self._depth = 0
+        self._ordinal = 0
+        self._called: dict[int, int] = {}  # how often forward has come to a loop over rows, by its ordinal
         self._picked = PickedRows()
         self._answers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys((torch.dropout, torch.dropout_), self._dropout),
@@ -128,13 +62,23 @@ class KeyedRandom:
             torch.randn_like: self._randn_like,
             torch.randint_like: self._randint_like,
             torch.normal: self._normal,
+            torch.randperm: self._randperm,
+            **dict.fromkeys((torch.multinomial, Tensor.multinomial), self._multinomial),
         }
 
-    def begin(self, step: int, row_start: int) -> None:
-        """Start the forward pass of the microbatch whose first row is the global row ``row_start``."""
-        self.step, self.row_start = step, row_start
-        self.draws = []
+    def begin(self, step: int, row_start: int, rows: int = 0, ordinal: int = 0) -> None:
+        """Start the forward pass of the microbatch of so many ``rows``, whose first is the global row ``row_start``; it
+        begins with an ``ordinal``."""
+        self.step, self.row_start, self.rows = step, row_start, rows
+        self.draws, self._ordinal, self._depth = [], ordinal, depth()
+        self._called = {} if self.keys is None else dict.fromkeys(self.keys.loops.values(), 0)
         self._picked = PickedRows()
+
+    def end(self) -> None:
+        """End a forward pass; raise :class:`ConfigError` where it has not come once for each row to a loop."""
+        for ordinal, number in self._called.items():
+            if number != self.rows and self.keys is not None:
+                raise _not_for_each_row(self.keys.calls[ordinal][0], "", number, self.rows)
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         found = self._answer(func, args, kwargs, proceed)
@@ -165,27 +109,47 @@ class KeyedRandom:
         return given.get("train") is not False
 
     def _key(
-        self, name: str, shape: Sequence[int], picked: Picked | None = None
+        self, name: str, shape: Sequence[int], joint: bool = False, picked: Picked | None = None
     ) -> tuple[int, int, int, keyed.Batch | None, int]:
-        """Count a draw, if it is not one that an earlier turn of a loop has made; return (seed, step, ordinal, batch,
-        row_start)."""
+        """Count a draw, if it is not one that an earlier turn of a loop over experts has made; return (seed, step,
+        ordinal, batch, row_start)."""
         if inside_vmap():
             raise ConfigError(
                 f"model: {name}{here()} draws inside torch.vmap, where it does not see which rows it draws for: all "
                 "would get the same; legal: to draw before that, for all rows"
             )
-        ordinal = len(self.draws) if picked is None else picked.ordinal(len(self.draws))
-        if ordinal == len(self.draws):
-            self.draws.append(Draw(name, tuple(shape), here() if self.batches is None else ""))
-        batch = None
-        if self.batches is not None:
-            expected, batch = self.batches[ordinal] if ordinal < len(self.batches) else ("none", None)
-            if name != expected:
-                raise ConfigError(
-                    f"model: random call {ordinal} of this forward is {name}{here()}; in the trial run it was "
-                    f"{expected}; legal: the same random calls in every forward"
-                )
-        return self.seed, self.step, ordinal, batch, self.row_start
+        at = site(self._depth) if picked is None and (self.keys is None or self.keys.loops) else NOWHERE
+        if self.keys is not None and (loop := self.keys.loop(at)) is not None:
+            self.draws.append(Draw(name, tuple(shape)))
+            return self.seed, self.step, loop, None, self.row_start + self._row_of(loop, name)
+        following = self._following()
+        ordinal = following if picked is None else picked.ordinal(following)
+        if ordinal == following:
+            self._ordinal += 1
+            self.draws.append(Draw(name, tuple(shape), here() if self.keys is None else "", at, joint))
+        if self.keys is None:
+            return self.seed, self.step, ordinal, None, 0
+        expected, batch = self.keys.calls[ordinal] if ordinal < len(self.keys.calls) else ("none", None)
+        if name != expected:
+            raise ConfigError(
+                f"model: random call {ordinal} of this forward is {name}{here()}; in the trial run it was {expected}; "
+                "legal: the same random calls in every forward"
+            )
+        return self.seed, self.step, ordinal, batch, 0 if batch is None else self.row_start
+
+    def _following(self) -> int:
+        """Return the ordinal of the next call that is in no loop over rows."""
+        while self._ordinal in self._called:
+            self._ordinal += 1
+        return self._ordinal
+
+    def _row_of(self, loop: int, name: str) -> int:
+        """Return the row of the next call in a loop over rows."""
+        row = self._called[loop]
+        if row >= self.rows:
+            raise _not_for_each_row(name, here(), row + 1, self.rows)
+        self._called[loop] = row + 1
+        return row
 
     # ---- dropout ---------------------------------------------------------------------------------
 
@@ -194,7 +158,7 @@ class KeyedRandom:
     ) -> Tensor:
         if picked is not None:
             shape = (picked.size, *shape[1:])
-        seed, step, ordinal, batch, start = self._key(name, shape, picked)
+        seed, step, ordinal, batch, start = self._key(name, shape, picked=picked)
         keep = keyed.keyed_mask(p, seed, step, ordinal, shape, batch, start, device)
         return keep if picked is None else keep[picked.places]
 
@@ -325,11 +289,38 @@ class KeyedRandom:
         low = numbers.pop() if numbers else low
         return self._values(self._integers(low, high), name, torch.empty_like(input.detach(), **options))
 
+    def _randperm(self, name: str, n: int, *, out: Tensor | None = None, **options: Any) -> Tensor:
+        like = torch.empty(n, **{"dtype": torch.int64, **options}) if out is None else out
+        seed, step, ordinal, _, start = self._key(name, (n,), joint=True)
+        return like.resize_(n).copy_(keyed_permutation(seed, step, ordinal, n, start, like.device))
+
+    def _multinomial(
+        self,
+        name: str,
+        input: Tensor,
+        num_samples: int,
+        replacement: bool = False,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        number = int(num_samples)
+        shape = (*input.shape[:-1], number)
+        key = self._key(name, shape, joint=input.dim() == 1)
+        found = keyed_multinomial(input.detach(), number, replacement, *key)
+        return found if out is None else out.resize_(shape).copy_(found)
+
     def _normal(self, name: str, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
         tensors = [t.detach() for t in (mean, std) if isinstance(t, Tensor)]
         like = torch.empty_like(sum(tensors, 0 * tensors[0])) if tensors else torch.empty(size, **options)
         values: Tensor = self._values(keyed.keyed_normal, name, like, options.get("dtype")) * std + mean
         return values
+
+
+def _not_for_each_row(name: str, place: str, number: int, rows: int) -> ConfigError:
+    return ConfigError(
+        f"model: {name}{place} is called {number} times in a loop over {rows} rows; in the trial run it was called "
+        "once for each row; legal: one call for each row, in every forward"
+    )
 
 
 def _feature_shape(x: Tensor) -> tuple[int, ...]:
@@ -344,11 +335,7 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise ConfigError(
-                f"model: {func}{here()} draws random numbers that cannot be keyed by sample: other devices would draw "
-                f"others; legal: {_LEGAL} (torch.utils.checkpoint draws again in backward: let the plan recompute "
-                "instead)"
-            )
+            raise ConfigError(unkeyed(func, here()))
         return func(*args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from shardwise.capture.draws import Keys
 from shardwise.capture.forms import Form, differing
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured
@@ -54,9 +55,10 @@ AS_IT_IS = Way()
 
 @dataclass
 class Known:
-    """The ``trials`` of a forward, the ``way`` in which it was captured, and why it is captured for fixed numbers of
-    rows (None: for any)."""
+    """The ``trials`` of a forward, the ``way`` in which it was captured, why it is captured for fixed numbers of rows
+    (None: for any), and the ``keys`` of its random calls, where these were looked into."""
 
     trials: list[Tried] = field(default_factory=list)
     way: Way = AS_IT_IS
     fixed_rows: str | None = None
+    keys: Keys | None = None

@@ -23,6 +23,7 @@ from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.running import here, models_call
 from shardwise.graph.torch_private import (
+    RESIZES,
     TorchDispatchMode,
     exporting,
     fake_mode,
@@ -41,7 +42,9 @@ NUMBERS: frozenset[Any] = frozenset({
 
 
 REPEATS: frozenset[Any] = frozenset({torch.repeat_interleave, Tensor.repeat_interleave})
-SIZED: frozenset[Any] = REPEATS | {torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace}
+SIZED: frozenset[Any] = REPEATS | RESIZES | {
+    torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial,
+}  # fmt: skip
 """Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
 
 
@@ -257,14 +260,17 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         real = [one for one in given if not hasattr(one, "fake_mode")]
         if random or any(one is None for one in values.values()) or (writes and real):
-            if writes:  # what it writes to has no value any more
+            if writes:  # what it writes to has no value any more; a tensor that is freed leaves its key to another
                 self._unknown |= {storage_key(one) for one in given}
+                self._held += given
             return func(*args, **kwargs)
         own = tree_map(lambda one: values[id(one)] if isinstance(one, Tensor) else one, (tuple(args), kwargs))
         with without_modes(), torch.no_grad():
             result = func(*own[0], **own[1])
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            found = tree_map(lambda one: self._mode.from_tensor(one) if isinstance(one, Tensor) else one, result)
+            found = tree_map(
+                lambda one: self._mode.from_tensor(one, static_shapes=True) if isinstance(one, Tensor) else one, result
+            )
         else:
             found = func(*args, **kwargs)
         for one, value in zip(tree_leaves(found), tree_leaves(result), strict=True):

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 
 from torch import Tensor, nn
 
@@ -23,12 +24,19 @@ def users_line() -> str:
 
 
 def models_call() -> str:
-    """Return ``file:line:instruction`` of the innermost call that a model's code makes, also a package's; "" if there
-    is none."""
+    """Return the file and the place in it of the innermost call that a model's code makes, also a package's; "" if
+    there is none."""
     frame = inspect.currentframe()
     while frame is not None and _of_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
+    return "" if frame is None else f"{frame.f_code.co_filename}:{place_of(frame.f_code, frame.f_lasti)}"
+
+
+@cache
+def place_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    """Return where in its file an instruction stands: the first and the last line and column.  A call is several
+    instructions, of which Python stops at one or another."""
+    return next(islice(code.co_positions(), instruction // 2, None), ())
 
 
 _of_library = cache(of_library)

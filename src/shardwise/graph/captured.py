@@ -40,6 +40,8 @@ class Captured:
     assumed: Assumed = Assumed()  # of the symbols of its sizes
     reads: tuple[Any, ...] = ()  # what forward read in Python (`capture/reads.py`); their operands are the last outputs
     looped: int = 0  # over so many experts forward loops, at most (`capture/expert_loops.py`)
+    # Of each random call its ordinal, and the row that it is for if it is in a loop over rows; empty: none is.
+    draws: list[tuple[int, int | None]] = field(default_factory=list)
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
 
     def value(self, name: str) -> Tensor:

@@ -194,8 +194,13 @@ class _Walker:
         return self.call(old.target, self.map(old.args), old, self.map(old.kwargs))
 
     def draw(self, new: fx.Node) -> None:
-        """Give a random op its ordinal."""
-        new.meta["ordinal"], self.ordinal = self.ordinal, self.ordinal + 1
+        """Give a random op its ordinal, and in a loop over rows the row that it draws for."""
+        number, draws = self.ordinal, self.captured.draws
+        new.meta["ordinal"], self.ordinal = number, number + 1
+        if number < len(draws):
+            new.meta["ordinal"], row = draws[number]
+            if row is not None:
+                new.meta["row"] = row
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 

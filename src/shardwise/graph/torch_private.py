@@ -19,11 +19,12 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
+    "RESIZES", "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
     "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
     "assumed", "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
-    "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name", "schema", "step_hooks",
+    "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name",
+    "schema", "step_hooks",
     "storage_key", "traced_below", "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
 
@@ -420,3 +421,9 @@ def import_export() -> None:
     finally:
         del sys.modules[name]
         placeholder.used = True
+
+
+RESIZES: frozenset[Any] = frozenset(
+    getattr(torch._C._nn, name) for name in dir(torch._C._nn) if name == "pad" or name.startswith("upsample_")
+)
+"""What ``F.interpolate`` and ``F.pad`` call, which take sizes also as tensors."""

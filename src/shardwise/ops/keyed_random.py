@@ -11,10 +11,11 @@ index gives ``C``; an element is ``mix((C ^ R) * A)``. Only this expression is e
 integer passes over a block that stays in the cache, or one launch on a GPU with Triton (``triton_kernels.py``). The
 mixer is a multiply-xorshift one, with the constants of Chris Wellons' "lowbias32" (public domain).
 
-In all functions ``batch`` says which dim has the rows (None: there is none, and every rank draws the same numbers), and
-``row_start`` is the index of the first row in the global batch. ``columns`` are the indices of the elements in a
-sample's whole tensor if these are not all of them. On meta the functions allocate only their results, unless ``kind``
-names the type of device that the tensors stand for: then they also allocate its scratch memory.
+In all functions ``batch`` says which dim has the rows (None: there is none, and the whole tensor is that of one row),
+and ``row_start`` is the index of the first row in the global batch; what is drawn once for all rows is that of row 0.
+``columns`` are the indices of the elements in a sample's whole tensor if these are not all of them. On meta the
+functions allocate only their results, unless ``kind`` names the type of device that the tensors stand for: then they
+also allocate its scratch memory.
 """
 
 from __future__ import annotations
@@ -205,8 +206,9 @@ def _words(
     columns: Tensor | None = None,
 ) -> Tensor:
     rows, per_row = _rows_of(shape, batch)
-    start = row_start if batch is not None else 0
-    return _arrange(keyed_uniform_bits(seed, step, ordinal, start, rows, per_row, device, kind, columns), shape, batch)
+    return _arrange(
+        keyed_uniform_bits(seed, step, ordinal, row_start, rows, per_row, device, kind, columns), shape, batch
+    )
 
 
 def keyed_mask(
@@ -234,8 +236,7 @@ def keyed_mask(
     if threshold in (0, _WORD) or not rows * per_row or (device.type == "meta" and not kind):
         return torch.full(tuple(shape), threshold == 0, dtype=torch.bool, device=device)
     mask = torch.empty((rows, per_row), dtype=torch.bool, device=device)
-    start = row_start if batch is not None else 0
-    _fill(mask, _keys(seed, step, ordinal), start, kind, columns, threshold - _WORD // 2)
+    _fill(mask, _keys(seed, step, ordinal), row_start, kind, columns, threshold - _WORD // 2)
     return _arrange(mask, shape, batch)
 
 

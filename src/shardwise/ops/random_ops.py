@@ -1,6 +1,7 @@
 """The random ops of local graphs: a rank draws its own part of a tensor, keyed by positions in the whole tensor.
 
-``batch`` says where the batch dim is, ``spread`` are the axes that shard rows, and ``grid`` how axes shard a sample.
+``batch`` says where the batch dim is (None: what is drawn is for all rows; a number: it is for this row of the
+microbatch alone), ``spread`` are the axes that shard rows, and ``grid`` how axes shard a sample.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from shardwise.ops import keyed_random as keyed
 from shardwise.ops.collectives import DimFactors, row_start
 from shardwise.ops.env import Env, Groups
+from shardwise.ops.keyed_choices import keyed_multinomial, keyed_permutation
 from shardwise.ops.local_ops import own_rows
 from shardwise.ops.own_op import own_op
 
@@ -26,8 +28,13 @@ def _key(env: Env, ordinal: int) -> tuple[int, int, int]:
     return env.seed, env.step, env.ordinal + ordinal
 
 
-def _row_start(env: Env, spread: Groups) -> int:
-    return env.offset + row_start(env, spread)
+Batch = tuple[int, int] | int | None
+
+
+def _row_start(env: Env, spread: Groups, batch: Batch) -> int:
+    if batch is None:
+        return 0
+    return env.offset + (batch if isinstance(batch, int) else row_start(env, spread))
 
 
 Grid = Sequence[DimFactors] | None
@@ -41,27 +48,29 @@ def _columns(env: Env, grid: Grid, device: Any) -> Tensor | None:
     return own_rows(env, [factor for factors in grid for factor in factors], device)
 
 
-def _batch(env: Env, batch: tuple[int, int] | None, grid: Grid) -> tuple[int, int] | None:
+def _batch(env: Env, batch: Batch, grid: Grid) -> keyed.Batch | None:
     """Return where the samples are in this rank's part of a tensor: of the dim of the batch it may have a part of each
     sample's elements."""
-    if batch is None or grid is None or not any(axes for _, axes in grid[batch[0]]):
+    if batch is None or isinstance(batch, int):
+        return None
+    if grid is None or not any(axes for _, axes in grid[batch[0]]):
         return batch
     return batch[0], own_rows(env, grid[batch[0]], "cpu").numel()
 
 
 @own_op(shares=True, blind=True)
 def dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
+    env: Env, x: Tensor, p: float, ordinal: int, batch: Batch, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply dropout with a keyed mask of ``shape``, which broadcasts to the shape of ``x`` and is that by default."""
-    columns, row = _columns(env, grid, x.device), _row_start(env, spread)
+    columns, row = _columns(env, grid, x.device), _row_start(env, spread, batch)
     return keyed.keyed_dropout(x, p, *_key(env, ordinal), _batch(env, batch, grid), row, shape, env.kind, columns)
 
 
 @own_op(shares=True, blind=True)
 def feature_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
+    env: Env, x: Tensor, p: float, ordinal: int, batch: Batch, spread: Groups, grid: Grid = None
 ) -> Tensor:
     """Apply dropout to whole channels (dim 1)."""
     return dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
@@ -69,14 +78,18 @@ def feature_dropout(
 
 @own_op(shares=True, blind=True)
 def alpha_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
+    env: Env, x: Tensor, p: float, ordinal: int, batch: Batch, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Set dropped elements to SELU's limit, then apply the affine map that keeps mean and variance (Klambauer et al.
     2017)."""
     if p in (0, 1):
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
-    shape, row, columns = x.shape if shape is None else shape, _row_start(env, spread), _columns(env, grid, x.device)
+    shape, row, columns = (
+        x.shape if shape is None else shape,
+        _row_start(env, spread, batch),
+        _columns(env, grid, x.device),
+    )
     keep = keyed.keyed_mask(p, *_key(env, ordinal), shape, _batch(env, batch, grid), row, x.device, env.kind, columns)
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
@@ -85,7 +98,7 @@ def alpha_dropout(
 
 @own_op(shares=True, blind=True)
 def feature_alpha_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
+    env: Env, x: Tensor, p: float, ordinal: int, batch: Batch, spread: Groups, grid: Grid = None
 ) -> Tensor:
     """Apply alpha dropout to whole channels (dim 1)."""
     return alpha_dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
@@ -94,7 +107,7 @@ def feature_alpha_dropout(
 @own_op(kept=True)
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
-    batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None,
+    batch: Batch, spread: Groups, grid: Grid = None, scale: float | None = None,
     enable_gqa: bool = False, part: tuple[int, Groups] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention with keyed dropout on its probabilities; q, k and v are (..., heads, length, head size).
@@ -120,7 +133,7 @@ def random_like(
     env: Env,
     kind: str,
     ordinal: int,
-    batch: tuple[int, int] | None,
+    batch: Batch,
     spread: Groups,
     grid: Grid,
     x: Tensor,
@@ -133,12 +146,12 @@ def random_like(
 
 
 def random_of(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, shape: Sequence[int],
+    env: Env, kind: str, ordinal: int, batch: Batch, spread: Groups, grid: Grid, shape: Sequence[int],
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """Draw a tensor of ``shape``, this rank's part; ``kind`` is uniform, normal, exponential, or randint (integers in
     [a, b))."""
-    rows = _batch(env, batch, grid), _row_start(env, spread)
+    rows = _batch(env, batch, grid), _row_start(env, spread, batch)
     key = (*_key(env, ordinal), tuple(shape), *rows, device or "cpu", env.kind)
     columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
@@ -151,9 +164,22 @@ def random_of(
     return keyed.between(keyed.keyed_uniform(*key, columns=columns, dtype=dtype), a, b)
 
 
-def bernoulli(
-    env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
-) -> Tensor:
+def bernoulli(env: Env, p: Tensor, ordinal: int, batch: Batch, spread: Groups, grid: Grid = None) -> Tensor:
     """Draw a tensor of the shape of ``p``: each element is 1 with its probability in ``p``, else 0."""
-    columns, row = _columns(env, grid, p.device), _row_start(env, spread)
+    columns, row = _columns(env, grid, p.device), _row_start(env, spread, batch)
     return keyed.keyed_bernoulli(p, *_key(env, ordinal), _batch(env, batch, grid), row, env.kind, columns)
+
+
+def permutation(env: Env, ordinal: int, batch: Batch, n: int, dtype: torch.dtype | None, device: Any) -> Tensor:
+    """Draw a permutation of 0 to n - 1, whole."""
+    start = _row_start(env, (), batch)
+    return keyed_permutation(*_key(env, ordinal), n, start, device or "cpu", env.kind, dtype or torch.int64)
+
+
+def multinomial(
+    env: Env, weights: Tensor, number: int, replacement: bool, ordinal: int, batch: Batch, spread: Groups,
+    grid: Grid = None,
+) -> Tensor:  # fmt: skip
+    """Draw ``number`` places in the last dim of ``weights``, which is whole, in proportion to them."""
+    rows, columns = (_batch(env, batch, grid), _row_start(env, spread, batch)), _columns(env, grid, weights.device)
+    return keyed_multinomial(weights.detach(), number, replacement, *_key(env, ordinal), *rows, env.kind, columns)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
+from shardwise.capture.draws import Draw, Keys, batch_dims, decides
 from shardwise.capture.example import shaken_value
 from shardwise.capture.intercept import Intercept, Proceed
-from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims, decides
+from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom
 from shardwise.capture.outputs import Found, Wanted
 from shardwise.capture.running import fields_in_words, running_module
 from shardwise.capture.state import kept_tensors
@@ -169,7 +170,7 @@ class OpaqueCall:
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         # What a thread has for the communicator that it uses: a copy of the module, and its Agreement on buffers.
         self.own = threading.local()
-        self.batches: Any = None
+        self.keys: Keys | None = None
         self.tried: tuple[int, int] | None = None  # the seed and the step whose draws are known, if others differ
         self.outputs = Found()  # how outputs make what the module returned, once it has run
         self.met: dict[str, None] = {}  # the modules in which a BatchNorm trains, once it has run
@@ -187,8 +188,8 @@ class OpaqueCall:
         if empty:
             # A row of weight zero stands in: the module may refuse an empty batch, and others wait in its collectives.
             fields = {k: v.new_zeros((1, *v.shape[1:])) if has_rows(k) else v for k, v in fields.items()}
-        batches = self.sample_dims(env, values, fields)
-        loss, *outputs = self.run(env, values, fields, KeyedRandom(env.seed, batches))
+        keys = self.keys_of(env, values, fields)
+        loss, *outputs = self.run(env, values, fields, KeyedRandom(env.seed, keys))
         same = {n: values[f"module.{n}"] for n in self.buffers if self.written.get(n) == "same"}
         if same and not env.again:
             vars(self.own).setdefault("agreement", Agreement()).check(env, same)
@@ -231,12 +232,13 @@ class OpaqueCall:
         met: dict[str, None] | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         wrapped = self.begin(env)
-        random.begin(env.step, env.offset + env.range()[0])
+        random.begin(env.step, env.offset + env.range()[0], rows_in(fields))
         norms_layer = _RowNorms() if self.trial else _SyncBatchNorms(env, self.norms or bool(self.met), met)
         writes = _ParameterWrites({n: values[f"module.{n}"] for n in self.parameters})
         with Intercept(writes, random, norms_layer, *self.layers):
             result = functional_call(wrapped, values, (Fields(fields, objects=env.objects),))
         writes.check()
+        random.end()
         if isinstance(norms_layer, _SyncBatchNorms):
             norms_layer.end()
         for name, value in wrapped.assigned.items():
@@ -245,15 +247,15 @@ class OpaqueCall:
             self.outputs.structure = wrapped.outputs.structure
         return result if isinstance(result, tuple) else (result,)
 
-    def sample_dims(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
-        """Return the batch dim of each random call, found by running the forward with more rows: once, or in each step
+    def keys_of(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Keys:
+        """Return how random calls are keyed, found by running the forward with more rows: once, or in each step
         where forward may decide by random numbers."""
         with self.lock:
-            if self.batches is None or self.tried not in (None, (env.seed, env.step)):
+            if self.keys is None or self.tried not in (None, (env.seed, env.step)):
                 every, self.tried = rows_in(fields), None
                 few = min(max(every, 2), TRIED_ROWS)  # BatchNorm refuses a single row
-                self.batches = batch_dims(partial(self.drawn, env, values, fields), (few, every))
-            return self.batches
+                self.keys = batch_dims(partial(self.drawn, env, values, fields), (few, every))
+            return self.keys
 
     def drawn(self, env: Env, values: dict[str, Tensor], fields: dict[str, Tensor], rows: int) -> list[Draw]:
         """Return the random calls of a forward of ``rows`` rows, which repeat or cut those of ``fields``."""

@@ -22,9 +22,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
+from shardwise.capture.draws import Draw, batch_dims, decides
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.intercept import Intercept
-from shardwise.capture.keyed_calls import Draw, KeyedRandom, RefuseRandom, batch_dims, decides
+from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.averaging import Averaging
@@ -171,7 +172,7 @@ class Oracle:
     @property
     def repeatable(self) -> bool:
         """Whether rows in another order give the same step but for rounding: no random number belongs to a row."""
-        return self._probed and not self._random.batches
+        return self._probed and self._random.keys is not None and not self._random.keys.calls
 
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters (of the fp32 masters in low precision), by name."""
@@ -239,11 +240,12 @@ class Oracle:
     ) -> tuple[Tensor, float | None]:
         """Return the loss, and the number of its targets (or the sum of their weights) if it is a mean cross-entropy;
         call it under the modes. BatchNorm sees the rows in ``parts`` parts."""
-        self._random.begin(self._drawing(self.step_index), row_start)
+        self._random.begin(self._drawing(self.step_index), row_start, _rows(fields))
         self._losses.begin()
         self._norms.begin(_rows(fields), parts)
         loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))
         self._norms.end()
+        self._random.end()
         return loss
 
     @contextmanager
@@ -275,9 +277,9 @@ class Oracle:
         """Find the batch dims of random calls: run a copy of the module with two rows and with more, or, where it takes
         no so few, with those of the batch and with more.  A forward that may decide by random numbers does other calls
         in other steps."""
-        promotions, self._random.batches = self.promotions, None
+        promotions, self._random.keys = self.promotions, None
         draws, whole = partial(self._draws, fields), self.microbatches == 1
-        self._random.batches = batch_dims(draws, (2, _rows(fields)), whole, several=True)
+        self._random.keys = batch_dims(draws, (2, _rows(fields)), whole, several=True)
         self.promotions = promotions
         self._probed = True
 

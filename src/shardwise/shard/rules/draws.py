@@ -46,21 +46,25 @@ def keys(
     context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, Placement]
 ) -> tuple[Any, ...]:
     """Return what a random op of these whole ``sizes`` is told of where its elements are: (ordinal, batch, spread,
-    grid).
+    grid), with the row in place of ``batch`` where it draws for one row.
 
     ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it,
     each with the axes of tensor parallelism that shard it; None where nothing does.
     """
     places = {g: s for g, s in states.items() if isinstance(s, Shard)}
-    first = places.get(ROWS) or next(
-        (s for s in places.values() if s.pre == 1 and _per_sample(context, sizes, s.dim) == s.post), None
-    )
+    row = node.meta.get("row")
+    if row is not None and ROWS in places:
+        raise Uncapturable("random numbers for one row of several that ranks share")
+    first, batch = None, row
+    if row is None:
+        of_samples = (s for s in places.values() if s.pre == 1 and _per_sample(context, sizes, s.dim) == s.post)
+        first = places.get(ROWS) or next(of_samples, None)
+        batch = sample_dim(context, sizes, first, node.meta["ordinal"])
     spread = tuple(g for g, s in places.items() if s == first)
-    batch = sample_dim(context, sizes, first, node.meta["ordinal"])
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
         return node.meta["ordinal"], batch, spread, None
-    minor = {batch[0]: batch[1]} if batch is not None else {}
+    minor = {batch[0]: batch[1]} if isinstance(batch, tuple) else {}
     tensor = {g: _in_sample(context, s) if s.dim in minor else s for g, s in tensor.items()}
     if any(map(depends_on_data, sizes)):
         raise Uncapturable("it draws as many random numbers as values of tensors say, where ranks share a row")
@@ -173,7 +177,7 @@ def _bernoulli(context: ShardingContext, node: fx.Node) -> Any:
 @RULES.rule(*_NEW)
 def _random(context: ShardingContext, node: fx.Node) -> Any:
     sizes = node.meta["val"].shape
-    fresh = [d for d, s in enumerate(sizes) if context.is_rows(s)]
+    fresh = [d for d, s in enumerate(sizes) if context.is_rows(s) and "row" not in node.meta]
     kind = _NEW[op_name(node)]
     low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
 
@@ -184,3 +188,34 @@ def _random(context: ShardingContext, node: fx.Node) -> Any:
         return emitter.emit(node, args, {}, solved.layout, random_ops.random_of)
 
     return context.labelled(node, [], range(len(sizes)), fresh=Shard(fresh[0]) if fresh else None, emit=emit)
+
+
+@RULES.rule("randperm")
+def _randperm(context: ShardingContext, node: fx.Node) -> Any:
+    if context.symbol is not None and context.multiple(node.meta["val"].shape[0]):
+        raise Uncapturable("it draws a permutation of the rows of a batch")
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        drawn = node.meta["ordinal"], node.meta.get("row"), emitter.operands(given(node, "n"))
+        args = (emitter.env, *drawn, node.meta["val"].dtype, context.device)
+        return emitter.emit(node, args, {}, solved.layout, random_ops.permutation)
+
+    return context.labelled(node, [], [None], emit=emit)
+
+
+@RULES.rule("multinomial")
+def _multinomial(context: ShardingContext, node: fx.Node) -> Any:
+    weights, number, replacement = node.args[0], given(node, "num_samples"), bool(given(node, "replacement"))
+    sizes, single = list(weights.meta["val"].shape), rank_of(context, weights) == 1
+    if single and context.symbol is not None and any(map(context.multiple, (*sizes, *node.meta["val"].shape))):
+        raise Uncapturable("it draws one sample of all rows of a batch")
+
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        states = {g: s.results[0] for g, s in solved.strategies.items()}
+        drawn = [*sizes[:-1], node.meta["val"].shape[-1] if replacement else sizes[-1]]
+        key = (node.meta["ordinal"], node.meta.get("row"), (), None) if single else keys(context, node, drawn, states)
+        args = (emitter.env, solved.values[0], emitter.operands(number), replacement, *key)
+        return emitter.emit(node, args, {}, solved.layout, random_ops.multinomial)
+
+    labels = [None] if single else [0, None]
+    return ordered(context, context.labelled(node, [(weights, labels)], labels, emit=emit))
