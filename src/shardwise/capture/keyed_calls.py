@@ -166,7 +166,7 @@ class KeyedRandom:
         if not train:
             return NotImplemented
         if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
-            self._key(name, ())  # it has its ordinal, and draws nothing
+            self._key(name, (0,))  # it has its ordinal, and draws nothing
             return x
         picked = self._picked.of(x)
         fits = picked is not None and tuple(shape) == tuple(x.shape) and len(x) == len(picked.places)

@@ -32,9 +32,6 @@ def normalise(normal: Normal) -> None:
     for node in list(normal.graph.nodes):
         if has(node, Fact.CASTS):
             _simplify_cast(normal.graph, node)
-        elif has(node, Fact.DROPOUT) and given(node, "p") == 0:  # it drops nothing, and keeps its ordinal
-            node.replace_all_uses_with(node.args[0])
-            normal.graph.erase_node(node)
         elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
             _choose(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.broadcast_tensors.default:

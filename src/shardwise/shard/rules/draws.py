@@ -120,9 +120,9 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
         sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
 
     def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
-        return emitter.emit(
-            node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, getattr(random_ops, op_name(node))
-        )
+        p = given(node, "p")
+        own = key(sizes) if p else (node.meta["ordinal"], None, (), None)  # of p = 0 it draws nothing
+        return emitter.emit(node, (emitter.env, value, p, *own), {}, layout, getattr(random_ops, op_name(node)))
 
     form = _drawn(context, node, x, emit)
     if feature:
