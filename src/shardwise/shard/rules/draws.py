@@ -83,7 +83,7 @@ def _per_sample(context: ShardingContext, sizes: Sequence[Any], dim: int) -> int
 def _in_sample(context: ShardingContext, place: Shard) -> Shard:
     """Return a place in the dim of the batch as one in what a sample has of this dim."""
     ratio = place.pre / (context.rows if context.symbol is None else context.symbol)
-    if ratio != int(ratio):
+    if not (ratio.is_integer() if isinstance(ratio, float) else ratio.is_Integer):
         raise Uncapturable("random numbers for samples that are sharded across rows of the batch")
     return place._replace(pre=int(ratio))
 
