@@ -165,11 +165,11 @@ class KeyedRandom:
     def _drop(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
         if not train:
             return NotImplemented
-        if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
-            self._key(name, (0,))  # it has its ordinal, and draws nothing
-            return x
         picked = self._picked.of(x)
         fits = picked is not None and tuple(shape) == tuple(x.shape) and len(x) == len(picked.places)
+        if p == 0:  # torch returns x too: a write would invalidate what a backward has saved of it
+            self._key(name, (0,), picked=picked if fits else None)  # it has its ordinal, and draws nothing
+            return x
         keep = self._keep(name, p, shape, x.device, picked if fits else None)
         noise = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=x.dtype)
         return x.mul_(noise) if name.endswith("_") else x * noise

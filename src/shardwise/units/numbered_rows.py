@@ -5,6 +5,7 @@ Where microbatches are batches of their own, such a number can be that of a row 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.graph.functional import Normal
 from shardwise.graph.naming import place
 from shardwise.graph.schema import given, has_argument, op_name
 from shardwise.graph.sizes import depends_on_data, expression
-from shardwise.units.own_numbers import OwnNumbers, elements, own_numbers
+from shardwise.units.own_numbers import MOVES, OwnNumbers, elements, own_numbers
 
 
 def numbered_rows(normal: Normal) -> tuple[tuple[str, ...], OwnNumbers | None]:
@@ -33,7 +34,8 @@ def numbered_rows(normal: Normal) -> tuple[tuple[str, ...], OwnNumbers | None]:
             numbers |= {node} if _is_integer(node) else set()
         elif node.op == "call_function":
             of_batch |= {node} if of_batch.intersection(node.all_input_nodes) else set()
-            if _is_integer(node) and numbers.intersection(node.all_input_nodes) and not has(node, Fact.NUMBERS):
+            made = not has(node, Fact.NUMBERS) and not has(node, Fact.LIKE)  # those of others, not new ones
+            if _is_integer(node) and numbers.intersection(node.all_input_nodes) and made:
                 numbers.add(node)
             for x, d, i in _looked_up(node):
                 if i in numbers and x in of_batch and _rows(captured, x, d):
@@ -60,8 +62,21 @@ def _rows(captured: Captured, x: fx.Node, dim: int) -> bool:
     """Whether a dim of a tensor has the rows of the batch."""
     size = x.meta["val"].shape[dim]
     if captured.rows is not None:  # what a row has of the first dim lies together
-        return bool(size == captured.rows or (dim == 0 and size % captured.rows == 0))
+        rows = bool(size == captured.rows or (dim == 0 and size % captured.rows == 0))
+        return rows and not _of_one_row(captured, x)
     return not isinstance(expression(size), int) and not depends_on_data(size)
+
+
+def _of_one_row(captured: Captured, x: fx.Node) -> bool:
+    """Whether a tensor is what a field has for one row, as far as that is seen: boxes of one picture of a batch."""
+    while x.op == "call_function" and (x.target is operator.getitem or op_name(x) in MOVES):
+        source = x.args[0]
+        if not isinstance(source, fx.Node):
+            return False
+        if source.name in captured.fields and op_name(x) in ("unbind", "select") and given(x, "dim", 0) == 0:
+            return True
+        x = source
+    return False
 
 
 def _looked_up(node: fx.Node) -> Iterator[tuple[fx.Node, int, Any]]:
