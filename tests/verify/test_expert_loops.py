@@ -99,6 +99,7 @@ class Modules(nn.ModuleDict):
         for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
             slots, tokens = torch.where(mask[expert].squeeze(0))
             rows = x[None, tokens].reshape(-1, WIDTH)
+            rows = F.dropout(rows, 0.0)  # it draws nothing, and has an ordinal for all turns
             found = self[f"expert_{expert[0]}"](rows) * weights[:, : mask.shape[1]][tokens, slots, None]
             if self.form != "limited":
                 found = self.drop(found)
