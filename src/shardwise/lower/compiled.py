@@ -571,24 +571,27 @@ class Compiled:
         may pass other tensors from stage to stage.
 
         Raises :class:`ConfigError` where other stages pass something."""
-        programs, cuts = self.programs(traces[0], len(traces), batches, part), [self.stages_of(one) for one in traces]
-        if all(cut.sent == cuts[0].sent for cut in cuts):
+        programs = self.programs(traces[0], len(traces), batches, part)
+        if all(one is traces[0] for one in traces):  # each step asks for them
             return programs
         key = (tuple(traces), batches, part)
         with self._lock:
             if key not in self._renamed:
-                found = renamed(programs, cuts)
+                cuts = [self.stages_of(one) for one in traces]
+                same = all(cut.sent == cuts[0].sent for cut in cuts)
+                found = programs if same else renamed(programs, cuts)
                 if found is None:
                     rows = " and ".join(str(one.rows) for one in dict.fromkeys(traces))
                     wrong = f"some have {rows} rows, and in these not the same stages pass something on"
                     raise ConfigError.on("microbatches", wrong, "a number that divides the rows of each batch")
-                check(found, self.plan.mesh)
+                if not same:
+                    check(found, self.plan.mesh)
                 self._renamed[key] = found
             return self._renamed[key]
 
     @cached_property
     def _renamed(self) -> dict[tuple[tuple[Trace, ...], int, Part | None], tuple[Program, ...]]:
-        """The results of :meth:`programs_for` so far that are not those of :meth:`programs`."""
+        """The results of :meth:`programs_for` so far, for microbatches of several traces."""
         return {}
 
     def programs(
