@@ -173,10 +173,8 @@ class Compiled:
         """Let microbatches be refused where a trial does not show that rows which look up their own elements compute
         the same in them."""
         rows = rows_in(self.example)
-        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
-        if self.checks_numbers and len(sizes) > 1 and not parts_agree(
-            self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training
-        ):  # fmt: skip
+        sizes = tuple(shard_sizes(rows, min(self.plan.microbatches, rows)))
+        if self.checks_numbers and len(sizes) > 1 and not self._agree(sizes):
             for one in self._traces.values():
                 one.own_numbers = None
 
@@ -369,14 +367,18 @@ class Compiled:
                 wrong = f"{len(sizes)}, and forward reads other values in Python of rows {start} to {start + size - 1}"
                 raise ConfigError.on("microbatches", f"{wrong} of a batch than of its first {size}", "1")
             start += size
+        if not self._agree(sizes):
+            wrong = f"{len(sizes)}, of which each decides in Python by its own values, and a trial does not show that"
+            raise ConfigError.on("microbatches", f"{wrong} the loss of a batch is that of its microbatches", "1")
+
+    def _agree(self, sizes: tuple[int, ...]) -> bool:
+        """Return whether a trial shows that the loss of the example is that of its microbatches, of these sizes."""
         with self._lock:
             if sizes not in self._agreed:
                 self._agreed[sizes] = parts_agree(
                     self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training
                 )
-        if not self._agreed[sizes]:
-            wrong = f"{len(sizes)}, of which each decides in Python by its own values, and a trial does not show that"
-            raise ConfigError.on("microbatches", f"{wrong} the loss of a batch is that of its microbatches", "1")
+            return self._agreed[sizes]
 
     @cached_property
     def _agreed(self) -> dict[tuple[int, ...], bool]:
