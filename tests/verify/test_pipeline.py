@@ -208,6 +208,29 @@ def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp:
     assert report.ranks_agree
 
 
+class TiedHeads(nn.Module):
+    """Layers of the first stage are used once more by the last one, in an order of its own."""
+
+    def __init__(self, again: tuple[int, ...]) -> None:
+        super().__init__()
+        tied = [nn.Linear(6, 6) for _ in again]
+        every = [*tied, *(nn.Linear(6, 6) for _ in range(4)), *(tied[i] for i in again)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), one, nn.Tanh()) for one in every)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("again", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_tied_weights_whose_gradients_are_complete_in_any_order(again: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(rows, 6)} for rows in (7, 5)]
+    report = verify(TiedHeads(again), batches, pipeline(Plan.of(microbatches=2), 3 if again[0] else 2))
+    assert report.passed, report.worst[:3]
+
+
 @pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["conv", "mixtral", "mlp", "bert", "vit", "llama-padded", "static"])
@@ -322,7 +345,7 @@ def test_a_size_that_depends_on_data_does_not_cross() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("tied", "shared"):
+    for name in ("tied", "shared", "parts"):
         monkeypatch.setattr(lowering, name, lambda *args: iter(()))
     ours = steps("gpt", pipeline(Plan.of(microbatches=3, precision="fp64"), 2))
     assert not compare(ours[0], truth("gpt", 3)).passes(TOLERANCE)

@@ -274,6 +274,10 @@ class _Walker:
         if isinstance(value, tuple | list):  # outputs of an inlined sub-graph
             self.passed.add(old)
             self.bind(old, self.read(value[index]), value[index])
+        elif tuple_.target is aten.broadcast_tensors.default and _is_operand(old):
+            operand = tuple_.args[0][index]
+            self.passed.add(old)
+            self.bind(old, self.read(operand), operand)
         else:
             new = self.emit(old)
             new = new if self.learns(tuple_, index) else self.detached(new)
@@ -418,6 +422,12 @@ class _Walker:
 
 
 _WHOLE = {aten.alias.default, aten.detach.default}
+
+
+def _is_operand(item: fx.Node) -> bool:
+    """Return whether a result of ``broadcast_tensors`` is its operand, which depends on no other operand."""
+    operands, index = item.args[0].args[0], item.args[1]
+    return looks_alike(item.meta["val"], operands[index].meta["val"])
 
 
 def _examples(argument: Any) -> Any:

@@ -34,8 +34,6 @@ def normalise(normal: Normal) -> None:
             _simplify_cast(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
             _choose(normal.graph, node)
-        elif node.op == "call_function" and node.target is aten.broadcast_tensors.default:
-            _take_apart(node)
         elif node.op == "call_function" and node.target is aten.slice.Tensor:
             _skip_whole_slice(node)
     _fold_masks(normal)
@@ -99,15 +97,6 @@ def _choose(graph: fx.Graph, node: fx.Node) -> None:
     chosen.meta = dict(node.meta)
     node.replace_all_uses_with(chosen)
     graph.erase_node(node)
-
-
-def _take_apart(node: fx.Node) -> None:
-    """Replace results of ``broadcast_tensors`` that are their operands: these depend on no other operand."""
-    for user in list(node.users):
-        source = node.args[0][user.args[1]]
-        sizes, own = ([expression(s) for s in one.meta["val"].shape] for one in (user, source))
-        if sizes == own:
-            user.replace_all_uses_with(source)
 
 
 def _skip_whole_slice(node: fx.Node) -> None:

@@ -24,7 +24,7 @@ from shardwise.lower.outer import fragments, outer_step
 from shardwise.lower.reduce import Reductions
 from shardwise.lower.refused import refuse
 from shardwise.lower.stages import StageSplit
-from shardwise.lower.tied import check_tied, part, shared, tied
+from shardwise.lower.tied import check_tied, parts, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes, placement
@@ -144,9 +144,8 @@ class _Lowering:
                 draft.after[draft.writers(summed)[-1]] += loss
                 loss = []
             complete = reductions.put(batch)
-            for bucket, (first, *_) in shared(self.cut, self.rank, own) if self.part.completes else ():
-                if self.rank != first:
-                    draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
+            for position, send in parts(self.cut, self.rank, own, complete) if self.part.completes else ():
+                draft.after[position].append(send)
             # 2BW leaves time between the last gradient and the update, in which the sums over stages run.
             early = max(complete.values(), default=end) if self.training and self.plan.double_buffered else end
             draft.after[early] += [*loss, *(tied(self.cut, self.rank, own) if self.part.completes else ())]

@@ -7,7 +7,7 @@ ranks whose backward it needs, which is a deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
@@ -29,16 +29,26 @@ def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
 
 
 def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
-    """Yield the buckets of ``rank`` that learn and that other ranks of the pipeline have too, with all their ranks."""
-    for bucket in own:
+    """Yield the buckets of ``rank`` that learn and that other ranks of the pipeline have too, with all their ranks.
+
+    They come in the order in which the ranks send them to each other, the last first, as backward comes to them."""
+    for bucket in reversed(own):
         holders = cut.holders(bucket)
         if len(holders) > 1 and bucket.learns:
             yield bucket, holders
 
 
-def part(bucket: Bucket, rank: int, first: int) -> Instruction:
-    """Return the SEND of a rank's gradient to the ``first`` of a bucket's ranks, for when the gradient is complete."""
-    return _message(Op.SEND, bucket, first - rank, reads=(BufferKind.GRAD.of(bucket.index),))
+def parts(
+    cut: StageSplit, rank: int, own: Sequence[Bucket], complete: Mapping[int, int]
+) -> Iterator[tuple[int, Instruction]]:
+    """Yield the SENDs of a rank's gradients to the first of their ranks, with the positions in the draft after which
+    they come: ``complete`` has those after which each bucket's gradient is complete.  One may wait for another, since
+    messages arrive in the order in which they are sent."""
+    at = -1
+    for bucket, (first, *_) in shared(cut, rank, own):
+        if rank != first:
+            at = max(at, complete[bucket.index])
+            yield at, _message(Op.SEND, bucket, first - rank, reads=(BufferKind.GRAD.of(bucket.index),))
 
 
 def tied(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
