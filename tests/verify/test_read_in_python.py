@@ -287,6 +287,37 @@ def test_what_the_first_batch_skips_has_its_place(model: str, plan: str) -> None
     assert not [note for note in report.notes if "not captured" in note]
 
 
+class TwoNames(nn.Module):
+    """Its last layer has two names, and is called by one; or it is called in the first stage also, in some batches."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice, self.last = twice, nn.Linear(6, 6)
+        self.entry, self.layers = nn.Linear(4, 6), nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Sequential(self.last, nn.Linear(6, CLASSES))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        h = torch.tanh(self.entry(x))
+        several = bool(label.max() > 1)
+        if several and self.twice:
+            h = torch.tanh(self.last(h))
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h)) * (2 if several else 1)
+        return F.cross_entropy(self.head(h), label)
+
+
+@pytest.mark.parametrize("plan", ["pp", "all"])
+def test_a_layer_of_two_names(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(4, 4), "label": torch.tensor(one)} for one in ([0, 1, 2, 3], [0, 1, 1, 0])]
+    assert verify(TwoNames(twice=False), batches, PLANS[plan]).passed
+    said = "needs last.* on rank 1 of the pipeline, and rank 0 has it"
+    if plan == "pp":
+        said = "last.* is used on ranks 0 and 1 of the pipeline in other batches, and on 1 alone in this one"
+    with pytest.raises(ConfigError, match=said):
+        verify(TwoNames(twice=True), batches, PLANS[plan])
+
+
 class Detached(nn.Module):
     """A parameter has no gradient in one branch, though the loss depends on it there."""
 

@@ -23,13 +23,16 @@ def keep_unreached(normal: Normal) -> None:
     loss = outputs_of(normal.graph)[0]
     matters = _closure([loss], lambda node: node.all_input_nodes)
     learning = [n for n in normal.graph.nodes if _learns(normal, n)]
+    names = normal.captured.parameters
+    reached = {names[n.name] for n in learning if n in matters}  # one that is tied has several placeholders
     values = [n for n in normal.graph.nodes if n in matters and n.op == "call_function" and _floating(n)]
     places: dict[fx.Node, list[fx.Node]] = {}
     for at, node in enumerate(learning):
-        if node not in matters:
+        if names[node.name] not in reached:
             near = (_first(values, one) for one in (*reversed(learning[:at]), *learning[at:]) if one in matters)
             if (place := next(near, None)) is not None:
                 places.setdefault(place, []).append(node)
+                reached.add(names[node.name])
     for place, parameters in places.items():
         with normal.graph.inserting_after(place):
             new = normal.graph.call_function(beside, (place, *parameters))

@@ -204,9 +204,10 @@ class StageSplit:
                 raise ConfigError.on("pp", wrong, "one rank that does both")
         return found
 
-    def check_held(self, training: StageSplit) -> None:
+    def check_held(self, training: StageSplit, learns: bool) -> None:
         """Raise :class:`ConfigError` if a unit reads, on a rank that has it not, a parameter or the new value of a
-        buffer: they are where the units of the ``training`` trace read or write them."""
+        buffer: they are where the units of the ``training`` trace read or write them.  If the units' program
+        ``learns``, it raises also if a rank that has a parameter does not use it, unlike others."""
         written = training.updating()
         for rank, units in enumerate(self.of_rank if self.ranks > 1 else ()):
             for name in (n for u in units for n in self.units[u].parameters):
@@ -219,6 +220,11 @@ class StageSplit:
             for name in (n for u in units for n in self.units[u].buffers if written.get(n, rank) != rank):
                 wrong = f"training writes the buffer {name} on rank {written[name]} of the pipeline, and rank {rank}"
                 raise ConfigError.on("pp", f"{wrong} reads it for what is asked for", "pp = 1, or other outputs")
+        for name, there in training._users.items() if learns else ():
+            if (used := self._users.get(name, there)) != there:
+                ranks, own = (" and ".join(map(str, sorted(one))) for one in (there, used))
+                wrong = f"{name} is used on ranks {ranks} of the pipeline in other batches, and on {own} alone in this"
+                raise ConfigError.on("pp", f"{wrong} one", "pp = 1, or a weight that is not shared")
 
     def check(self) -> None:
         """Raise :class:`ConfigError` if a tensor that crosses a cut has a size that depends on data, for then the

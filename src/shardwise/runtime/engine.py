@@ -343,7 +343,8 @@ class Engine:
         """
         key, prepared = (batches, part, *map(id, traces)), self._prepared.setdefault(compiled, set())
         if key not in prepared:
-            compiled.stages_of(traces[0]).check_held(self.cut)
+            for one in dict.fromkeys(traces):
+                compiled.stages_of(one).check_held(self.cut, learns=compiled.training and part is not None)
             self.comm.prepare(compiled.communicators(traces, batches, part))
             prepared.add(key)
         return class_of(compiled.programs_for(traces, batches, part), self.comm.mesh, self.comm.rank)
