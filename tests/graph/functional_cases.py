@@ -263,6 +263,53 @@ def returned_from_no_grad(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * y[:, None] + v.sum(-1)[:, None, None]
 
 
+def cast(h: Tensor) -> Tensor:
+    return h.to(h.dtype)
+
+
+def in_order(h: Tensor) -> Tensor:
+    return h.contiguous()
+
+
+def of_three_dims(h: Tensor) -> Tensor:
+    return torch.atleast_3d(h)
+
+
+def flat(h: Tensor) -> Tensor:
+    return h.flatten(1, 1).positive().resolve_conj()
+
+
+def broadcast(h: Tensor) -> Tensor:
+    return torch.broadcast_tensors(h, h)[1].sum_to_size(h.shape)
+
+
+def idle(h: Tensor) -> Tensor:
+    return F.dropout(h, 0.5, training=False)
+
+
+def ellipsis(h: Tensor) -> Tensor:
+    """It returns another tensor of the same memory, without a gradient."""
+    return h[...]
+
+
+def without_autograd(function: Callable[[Tensor], Tensor]) -> Forward:
+    """Return a forward in which ``function`` returns its operand itself where autograd does not look."""
+
+    def forward(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = function(h)
+            gate = (y @ m.w).sum(-1, keepdim=True)
+        return torch.tanh(h @ m.w) + y * gate.sigmoid()
+
+    return forward
+
+
+CASES |= {
+    f"{one.__name__} without autograd": without_autograd(one)
+    for one in (cast, in_order, of_three_dims, flat, broadcast, idle, ellipsis)
+}
+
+
 @case
 def counter(m: Any, h: Tensor, x: Tensor) -> Tensor:
     m.counter += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def looks_alike(a: Tensor, b: Tensor) -> bool:
         return False
     places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
     return next(places) == next(places)
+
+
+def operand_itself(node: fx.Node) -> fx.Node | None:
+    """Return the operand that a node returns, if that is no other tensor: one that autograd knows as before, also where
+    it does not look (``x.to(x.dtype)`` under ``torch.no_grad``)."""
+    call, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
+    if not is_idle(node) and (not has(call, Fact.ITSELF) or given(call, "copy")):
+        return None
+    operand = call.args[0] if index is None else call.args[0][index]
+    if not isinstance(operand, fx.Node):
+        return None
+    value, own = node.meta["val"], operand.meta["val"]
+    lazy = (value.is_conj(), value.is_neg()) != (own.is_conj(), own.is_neg())
+    return operand if value.device == own.device and looks_alike(value, own) and not lazy else None
 
 
 def is_idle(node: fx.Node) -> bool:

@@ -31,6 +31,7 @@ class Fact(Flag):
     LIKE = auto()  # it has the shape of its operand, whose values it does not read
     UNWRITTEN = auto()  # it is uninitialised memory
     HIDDEN_VIEW = auto()  # it shares the memory of its operand, which its schema does not say
+    ITSELF = auto()  # it returns its operand itself where the result would be like it
     BY_STRIDE = auto()  # it depends on where a tensor's elements lie in memory, which differs from rank to rank
     LOOKUP = auto()  # it is rows of a table
     NUMBERS = auto()  # it counts, or puts in order, elements of its operand; integers that it gives number those
@@ -62,19 +63,23 @@ def _table() -> Mapping[str, Fact]:
         "unsafe_chunk": f.SPLIT | f.HIDDEN_VIEW | shape,
         "split_with_sizes": f.SPLIT,
         "unsafe_split unsafe_split_with_sizes": f.SPLIT | f.HIDDEN_VIEW,
-        "flatten ravel reshape reshape_as unflatten view_as": f.REGROUPS | shape,
+        "ravel reshape reshape_as unflatten view_as": f.REGROUPS | shape,
+        "flatten": f.REGROUPS | f.ITSELF | shape,
         "view": f.REGROUPS,
         "_unsafe_view": f.REGROUPS | f.HIDDEN_VIEW,
         "adjoint matrix_H mH movedim moveaxis mT numpy_T swapaxes swapdims": f.PERMUTES | shape,
         "permute t transpose": f.PERMUTES,
-        "atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid": f.HIDDEN_VIEW | shape,
+        "atleast_1d atleast_2d atleast_3d broadcast_tensors": f.HIDDEN_VIEW | f.ITSELF | shape,
+        "meshgrid": f.HIDDEN_VIEW | shape,
         "as_strided as_strided_scatter as_strided_copy _reshape_alias": f.BY_STRIDE,
         "cat neg clone stack add sub rsub": f.BLIND,
         "concat concatenate negative subtract": f.BLIND | shape,
-        "to type_as": f.CASTS | shape,
+        "to type_as": f.CASTS | f.ITSELF | shape,
+        "conj real": f.ITSELF,
+        "conj_physical contiguous positive resolve_conj resolve_neg sum_to_size": f.ITSELF | shape,
         "_to_copy": f.CASTS | f.BLIND,
-        """broadcast_to column_stack contiguous diagflat dsplit dstack expand_as fliplr flipud hsplit hstack
-        narrow one_hot pad positive repeat_interleave resolve_conj resolve_neg row_stack sum_to_size
+        """broadcast_to column_stack diagflat dsplit dstack expand_as fliplr flipud hsplit hstack
+        narrow one_hot pad repeat_interleave row_stack
         take_along_dim tile vsplit vstack""": shape,
         # ---- new tensors
         "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full": f.LIKE,

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import KEPT, OUTPUT
-from shardwise.graph.aliases import aliased, is_idle, is_random, looks_alike, refuse_without_memory
+from shardwise.graph.aliases import aliased, is_random, looks_alike, operand_itself, refuse_without_memory
 from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.in_place import functional_form
@@ -64,7 +64,7 @@ class _Walker:
         self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
         self.grad = True  # whether autograd records the ops that are being copied
         self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
-        self.passed: set[fx.Node] = set()  # nodes that only pass a source on, such as outputs of wrapped sub-graphs
+        self.passed: set[fx.Node] = set()  # nodes that are their source, such as outputs of wrapped sub-graphs
         self.tracked = Tracked(captured)
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
@@ -91,7 +91,7 @@ class _Walker:
         return self.value[old]
 
     def same(self, old: fx.Node) -> bool:
-        """Return whether a node only passes its source into or out of a wrapped sub-graph."""
+        """Return whether a node is its source: it passes that into or out of a wrapped sub-graph, or returns it."""
         return old.op == "placeholder" or old in self.passed
 
     def bind(self, old: fx.Node, new: Any, source: fx.Node | None = None) -> None:
@@ -249,8 +249,10 @@ class _Walker:
             function = self.captured.functions[number]
             self.bind(old, self.call(function, tuple(self.map(tensors)), old))
             self.value[old].meta["val"] = tuple(old.meta["val"])
-        elif target in _IDENTITIES or is_idle(old):
-            self.bind(old, self.read(old.args[0]), old.args[0])
+        elif target in _IDENTITIES:
+            self.bind(old, self.map(old.args[0]), old.args[0])
+        elif (operand := operand_itself(old)) is not None:
+            self.pass_on(old, operand)
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
         elif described is not None and described.is_mutable:
@@ -268,16 +270,17 @@ class _Walker:
                 self.draw(node)
             self.bind(old, node, aliased(old))
 
+    def pass_on(self, old: fx.Node, source: fx.Node) -> None:
+        self.passed.add(old)
+        self.bind(old, self.read(source), source)
+
     def item(self, old: fx.Node) -> None:
         tuple_, index = old.args
         value = self.read(tuple_)
         if isinstance(value, tuple | list):  # outputs of an inlined sub-graph
-            self.passed.add(old)
-            self.bind(old, self.read(value[index]), value[index])
-        elif tuple_.target is aten.broadcast_tensors.default and _is_operand(old):
-            operand = tuple_.args[0][index]
-            self.passed.add(old)
-            self.bind(old, self.read(operand), operand)
+            self.pass_on(old, value[index])
+        elif (operand := operand_itself(old)) is not None:
+            self.pass_on(old, operand)
         else:
             new = self.emit(old)
             new = new if self.learns(tuple_, index) else self.detached(new)
@@ -422,12 +425,6 @@ class _Walker:
 
 
 _WHOLE = {aten.alias.default, aten.detach.default}
-
-
-def _is_operand(item: fx.Node) -> bool:
-    """Return whether a result of ``broadcast_tensors`` is its operand, which depends on no other operand."""
-    operands, index = item.args[0].args[0], item.args[1]
-    return looks_alike(item.meta["val"], operands[index].meta["val"])
 
 
 def _examples(argument: Any) -> Any:
