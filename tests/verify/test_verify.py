@@ -408,7 +408,7 @@ def test_rounding_has_a_limit_where_random_numbers_belong_to_rows() -> None:
     small = OptimizerChoice("adamw", lr=1e-3, eps=1e-12)
     report = verify(module, [images()] * 3, Plan.of(Mesh.of(dp=2)), optimizer=small)
     assert report.passed and report.largest > 1e-10, report.worst[:3]
-    assert any("with its inputs rounded otherwise" in note for note in report.notes)
+    assert any("with the rows in another order" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5])

@@ -38,7 +38,8 @@ class KeyedRandom:
         self.keys = keys
         self.draws: list[Draw] = []
         self.step = 0
-        self.row_start = self.rows = 0
+        self.row_start: keyed.Rows = 0
+        self.rows = 0
         self._depth = 0
         self._ordinal = 0
         self._called: dict[int, int] = {}  # how often forward has come to a loop over rows, by its ordinal
@@ -66,9 +67,9 @@ class KeyedRandom:
             **dict.fromkeys((torch.multinomial, Tensor.multinomial), self._multinomial),
         }
 
-    def begin(self, step: int, row_start: int, rows: int = 0, ordinal: int = 0) -> None:
-        """Start the forward pass of the microbatch of so many ``rows``, whose first is the global row ``row_start``; it
-        begins with an ``ordinal``."""
+    def begin(self, step: int, row_start: keyed.Rows, rows: int = 0, ordinal: int = 0) -> None:
+        """Start the forward pass of a microbatch of ``rows`` rows.  Its first is the global row ``row_start``, unless
+        that has the global rows of all.  The first draw has the ``ordinal``."""
         self.step, self.row_start, self.rows = step, row_start, rows
         self.draws, self._ordinal, self._depth = [], ordinal, depth()
         self._called = {} if self.keys is None else dict.fromkeys(self.keys.loops.values(), 0)
@@ -110,7 +111,7 @@ class KeyedRandom:
 
     def _key(
         self, name: str, shape: Sequence[int], joint: bool = False, picked: Picked | None = None
-    ) -> tuple[int, int, int, keyed.Batch | None, int]:
+    ) -> tuple[int, int, int, keyed.Batch | None, keyed.Rows]:
         """Count a draw, if it is not one that an earlier turn of a loop over experts has made; return (seed, step,
         ordinal, batch, row_start)."""
         if inside_vmap():
@@ -121,7 +122,9 @@ class KeyedRandom:
         at = site(self._depth) if picked is None and (self.keys is None or self.keys.loops) else NOWHERE
         if self.keys is not None and (loop := self.keys.loop(at)) is not None:
             self.draws.append(Draw(name, tuple(shape)))
-            return self.seed, self.step, loop, None, self.row_start + self._row_of(loop, name)
+            row = self._row_of(loop, name)
+            start = self.row_start + row if isinstance(self.row_start, int) else self.row_start[row]
+            return self.seed, self.step, loop, None, start
         following = self._following()
         ordinal = following if picked is None else picked.ordinal(following)
         if ordinal == following:

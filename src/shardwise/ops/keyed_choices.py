@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
-from shardwise.ops.keyed_random import Batch, keyed_exponential, keyed_uniform, keyed_uniform_bits
+from shardwise.ops.keyed_random import Batch, Rows, keyed_exponential, keyed_uniform, keyed_uniform_bits
 
 
 def keyed_permutation(
@@ -21,7 +21,7 @@ def keyed_permutation(
 
 def keyed_multinomial(
     weights: Tensor, number: int, replacement: bool, seed: int, step: int, ordinal: int, batch: Batch | None = None,
-    row_start: int = 0, kind: str = "", columns: Tensor | None = None,
+    row_start: Rows = 0, kind: str = "", columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``number`` places in the last dim of ``weights``, drawn with chances in their proportion.
 

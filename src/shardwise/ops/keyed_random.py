@@ -12,7 +12,8 @@ integer passes over a block that stays in the cache, or one launch on a GPU with
 mixer is a multiply-xorshift one, with the constants of Chris Wellons' "lowbias32" (public domain).
 
 In all functions ``batch`` says which dim has the rows (None: there is none, and the whole tensor is that of one row),
-and ``row_start`` is the index of the first row in the global batch; what is drawn once for all rows is that of row 0.
+and ``row_start`` is the index of the first row in the global batch, or has those of all rows; what is drawn once for
+all rows is that of row 0.
 ``columns`` are the indices of the elements in a sample's whole tensor if these are not all of them. On meta the
 functions allocate only their results, unless ``kind`` names the type of device that the tensors stand for: then they
 also allocate its scratch memory.
@@ -34,6 +35,9 @@ from shardwise.core.errors import ShardwiseError
 
 Batch = tuple[int, int]
 """(dim, minor): dim ``dim`` of a tensor has rows x minor elements, rows major; minor is 1 for a plain batch dim."""
+
+Rows = int | Sequence[int]
+"""The index of the first row in the global batch, or the indices of all rows."""
 
 _CPU_BLOCK = 1 << 17  # in elements: two int32 scratch blocks stay in the second-level cache
 _DEVICE_BLOCK = 1 << 24  # in elements: it bounds the scratch memory and is large, for kernel launches are expensive
@@ -66,8 +70,12 @@ def _mix_(x: Tensor, scratch: Tensor) -> Tensor:
     return x.mul_(_signed(0x846CA68B))
 
 
-def _hashed_indices(start: int, count: int, before: int, after: int, device: torch.device) -> Tensor:
-    """Return the hashes of ``count`` indices from ``start`` on (modulo 2^32) under two keys."""
+def _hashed_indices(start: Rows, count: int, before: int, after: int, device: torch.device) -> Tensor:
+    """Return the hashes of ``count`` indices, or of those from ``start`` on (modulo 2^32), under two keys."""
+    if not isinstance(start, int):
+        if len(start) != count:
+            raise ShardwiseError(f"{len(start)} rows have numbers, and a random tensor has {count}")
+        return _hashed(torch.tensor(start, dtype=torch.int64, device=device).to(torch.int32), before, after)
     first = _signed(start % _WORD)
     if first + count > _WORD // 2:
         x = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
@@ -86,7 +94,7 @@ def _hashed(x: Tensor, before: int, after: int) -> Tensor:
 
 def _blocks(
     keys: tuple[int, int, int, int],
-    row_start: int,
+    row_start: Rows,
     rows: int,
     per_row: int,
     device: torch.device,
@@ -124,7 +132,7 @@ def _blocks(
 def _fill(
     out: Tensor,
     keys: tuple[int, int, int, int],
-    row_start: int,
+    row_start: Rows,
     kind: str,
     columns: Tensor | None,
     threshold: int = 0,
@@ -138,7 +146,7 @@ def _fill(
         raise ShardwiseError(
             f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed"
         )
-    if Backend.stood_for(device, kind).triton:
+    if isinstance(row_start, int) and Backend.stood_for(device, kind).triton:
         if device.type != "meta":
             from shardwise.ops.triton_kernels import fill_words
 
@@ -155,7 +163,7 @@ def keyed_uniform_bits(
     seed: int,
     step: int,
     ordinal: int,
-    row_start: int,
+    row_start: Rows,
     rows: int,
     per_row: int,
     device: torch.device | str = "cpu",
@@ -200,7 +208,7 @@ def _words(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None,
-    row_start: int,
+    row_start: Rows,
     device: torch.device | str,
     kind: str,
     columns: Tensor | None = None,
@@ -218,7 +226,7 @@ def keyed_mask(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
     columns: Tensor | None = None,
@@ -262,7 +270,7 @@ def keyed_dropout(
     step: int,
     ordinal: int,
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     mask_shape: Sequence[int] | None = None,
     kind: str = "",
     columns: Tensor | None = None,
@@ -289,7 +297,7 @@ def keyed_uniform(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
     columns: Tensor | None = None,
@@ -326,7 +334,7 @@ def keyed_exponential(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
     columns: Tensor | None = None,
@@ -345,7 +353,7 @@ def keyed_normal(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
     columns: Tensor | None = None,
@@ -373,7 +381,7 @@ def keyed_randint(
     ordinal: int,
     shape: Sequence[int],
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
     columns: Tensor | None = None,
@@ -396,7 +404,7 @@ def keyed_bernoulli(
     step: int,
     ordinal: int,
     batch: Batch | None = None,
-    row_start: int = 0,
+    row_start: Rows = 0,
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:

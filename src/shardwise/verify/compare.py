@@ -18,8 +18,8 @@ of the whole, five times what fp64 resolves.
 
 NOISE_FACTOR = 20.0
 LARGEST_LIMIT = 1e-6
-"""Where one device by itself, with the rows in another order or other roundings of the inputs, comes out with a tensor
-that differs by e, a plan may differ by 20 e, but never by more than 1e-6."""
+"""Where one device by itself, with the rows in another order, comes out with a tensor that differs by e, a plan may
+differ by 20 e, but never by more than 1e-6."""
 
 
 @dataclass(frozen=True, slots=True)

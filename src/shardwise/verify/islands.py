@@ -39,10 +39,6 @@ class Islands:
     def promotions(self) -> int:
         return self.oracles[0].promotions
 
-    @property
-    def repeatable(self) -> bool:
-        return all(oracle.repeatable for oracle in self.oracles)
-
     def step(self, batch: Fields, given: float | Settings | None = None) -> list[OracleStep]:
         """Let each island take a step on its rows of ``batch``, and return what each has after it."""
         streams, steps = self.options.fragments > 1, self.options.steps

@@ -35,6 +35,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
 from shardwise.graph.dtypes import default_dtype
+from shardwise.ops.keyed_random import Rows
 from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
 from shardwise.runtime.shampoo import Shampoo
@@ -43,6 +44,7 @@ from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
 from shardwise.verify.promote import Promote64
+from shardwise.verify.rounding import turned
 
 Fields = Mapping[str, Tensor]
 Settings = Sequence[Mapping[str, Any]]
@@ -99,6 +101,9 @@ class Oracle:
     those of odd numbers (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it,
     parameters stay as they are.  With ``averaging`` they have an average, which torch's ``AveragedModel`` computes.
 
+    With ``turns`` each piece of a batch has its rows in the opposite order, each with its own random numbers: the step
+    is the same but for rounding (:mod:`shardwise.verify.rounding`).
+
     ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
     ``loss_fn`` make, and those of the host that they hold, go there too.
     """
@@ -121,6 +126,7 @@ class Oracle:
         device: torch.device | None = None,
         drawing: Callable[[int], int] = lambda step: step,
         averaging: Averaging | None = None,
+        turns: bool = False,
     ) -> None:
         self.device = device or next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.loss_fn = loss_fn
@@ -144,12 +150,15 @@ class Oracle:
         self._random, self._drawing = KeyedRandom(seed), drawing
         self._losses = MeanCrossEntropy()
         self._norms, self.parts = BatchNormInParts(), parts
+        self.turns, self._order = turns, list[int]()
         self._probed = self._decides = False
 
     def step(self, batch: Fields, given: float | Settings | None = None) -> OracleStep:
         """Train on ``batch``, tensors with the global batch's rows in dim 0; ``given`` is the learning rate, or the
         hyperparameters of each group by its number, if they change."""
         fields = self._fields(batch)
+        if self.turns:
+            fields, self._order = turned(fields, self.microbatches * self.parts)
         if not self._probed or self._decides:
             self._probe(fields)
         loss = self._accumulate(fields)
@@ -168,11 +177,6 @@ class Oracle:
         self.step_index += 1
         found = (on_host(values) for values in (kept, self.parameters(), self.buffers(), self.averages()))
         return OracleStep(self.step_index - 1, loss, norm, *found)
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether rows in another order give the same step but for rounding: no random number belongs to a row."""
-        return self._probed and self._random.keys is not None and not self._random.keys.calls
 
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters (of the fp32 masters in low precision), by name."""
@@ -210,9 +214,9 @@ class Oracle:
                 at = (len(self._history) - 1) * self.microbatches + m
                 self._show({name: self._history[self.version(name, at)][name] for name in self.masters})
             with self._modes():
-                value, targets = self._forward(
-                    self.module, {k: v[start:stop] if has_rows(k) else v for k, v in fields.items()}, start, self.parts
-                )
+                some = {k: v[start:stop] if has_rows(k) else v for k, v in fields.items()}
+                numbers = self._order[start:stop] if self.turns else start
+                value, targets = self._forward(self.module, some, numbers, self.parts)
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
                 first = first or amount or 1.0
@@ -236,7 +240,7 @@ class Oracle:
         return loss / total
 
     def _forward(
-        self, module: nn.Module, fields: Fields, row_start: int, parts: int = 1
+        self, module: nn.Module, fields: Fields, row_start: Rows, parts: int = 1
     ) -> tuple[Tensor, float | None]:
         """Return the loss, and the number of its targets (or the sum of their weights) if it is a mean cross-entropy;
         call it under the modes. BatchNorm sees the rows in ``parts`` parts."""

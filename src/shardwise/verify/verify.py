@@ -46,7 +46,6 @@ from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference, total_norm
 from shardwise.verify.islands import Islands
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
-from shardwise.verify.rounding import shaken, turned
 from shardwise.verify.served import compare_served
 
 CPU = torch.device("cpu")
@@ -173,8 +172,8 @@ def verify(
     )
     met = _fragments(compiled) if islands > 1 else {}
 
-    def islands_of() -> Islands:
-        each = [oracle_of(drawing=functools.partial(_drawn, islands, i)) for i in range(islands)]
+    def islands_of(turns: bool = False) -> Islands:
+        each = [oracle_of(drawing=functools.partial(_drawn, islands, i), turns=turns) for i in range(islands)]
         return Islands(each, exact.local, met)
 
     oracle = islands_of()
@@ -182,9 +181,7 @@ def verify(
     truth, firsts = every[0], [mesh.rank({ISLANDS: i} if islands > 1 else {}) for i in range(islands)]
     comparison = compare_all([ours[first] for first in firsts], every)
     if not comparison.passes(tolerance):
-        number = pieces.microbatches * pieces.parts
-        again = [turned(one, islands, number) if oracle.repeatable else shaken(one) for one in batches]
-        comparison = comparison.limited(compare_all(_trained(islands_of(), again, optimizer), every))
+        comparison = comparison.limited(compare_all(_trained(islands_of(turns=True), batches, optimizer), every))
     agree = all(_same(ours[firsts[mesh.index(r, ISLANDS)]][-1], rank[-1]) for r, rank in enumerate(ours))
     low = None
     if plan.numeric.precision in LOW_PRECISIONS:
@@ -208,11 +205,10 @@ def verify(
         )
     if plan.numeric.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
-    how = "with the rows in another order" if oracle.repeatable else "with its inputs rounded otherwise"
     if raised := sum(d.error > tolerance and d.within(tolerance) for d in comparison.differences):
         notes.append(
             f"{raised} of the differences are above {tolerance:.0e} and within 20 times what one device differs from "
-            f"itself {how}: these tensors are rounding (a bias before a BatchNorm)"
+            "itself with the rows in another order: these tensors are rounding (a bias before a BatchNorm)"
         )
     if oracle.promotions:
         notes.append(
