@@ -118,12 +118,14 @@ class Comparison:
         return bool(self.differences) and all(d.within(tolerance) for d in self.differences)
 
     def limited(self, noise: Comparison) -> Comparison:
-        """Return the same differences with limits from those of one device with itself."""
+        """Return the same differences with limits from those of one device with itself, or with what they have."""
         own: dict[tuple[str, int, str], float] = {}
         for d in noise.differences:  # islands have the same names
             key = (d.name, d.step, d.what)
             own[key] = max(own.get(key, 0.0), min(NOISE_FACTOR * d.error, LARGEST_LIMIT))
-        return Comparison([replace(d, limit=own.get((d.name, d.step, d.what), 0.0)) for d in self.differences])
+        return Comparison(
+            [replace(d, limit=max(d.limit, own.get((d.name, d.step, d.what), 0.0))) for d in self.differences]
+        )
 
     def worst(self, count: int = 10) -> list[Difference]:
         """Return the ``count`` largest errors, those beyond their own limits first; among equals the earlier step."""

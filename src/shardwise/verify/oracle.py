@@ -101,8 +101,8 @@ class Oracle:
     those of odd numbers (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it,
     parameters stay as they are.  With ``averaging`` they have an average, which torch's ``AveragedModel`` computes.
 
-    With ``turns`` each piece of a batch has its rows in the opposite order, each with its own random numbers: the step
-    is the same but for rounding (:mod:`shardwise.verify.rounding`).
+    With ``turns`` of 1 or 2 each piece of a batch has its rows in another order, each with its own random numbers: the
+    step is the same but for rounding (:mod:`shardwise.verify.rounding`).
 
     ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
     ``loss_fn`` make, and those of the host that they hold, go there too.
@@ -126,7 +126,7 @@ class Oracle:
         device: torch.device | None = None,
         drawing: Callable[[int], int] = lambda step: step,
         averaging: Averaging | None = None,
-        turns: bool = False,
+        turns: int = 0,
     ) -> None:
         self.device = device or next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.loss_fn = loss_fn
@@ -158,7 +158,7 @@ class Oracle:
         hyperparameters of each group by its number, if they change."""
         fields = self._fields(batch)
         if self.turns:
-            fields, self._order = turned(fields, self.microbatches * self.parts)
+            fields, self._order = turned(fields, self.microbatches * self.parts, self.turns)
         if not self._probed or self._decides:
             self._probe(fields)
         loss = self._accumulate(fields)
