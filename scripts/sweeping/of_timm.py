@@ -19,7 +19,7 @@ from sweeping.torchvision_ops import ready
 SIZES = (64, 96, 128, 224)
 """Image sizes that are tried, the first with which a model runs is taken. Below 64 the last maps of many nets have one
 pixel, and a BatchNorm of two rows has two values, of which no gradient is more than rounding."""
-OWN_SIZES = {"inception_v3": 128, "inception_v4": 224}
+OWN_SIZES = {"efficientvim": 128, "inception_v3": 128, "inception_v4": 224}
 """Sizes of nets whose last maps have one pixel at 64, too."""
 SMALL = (
     "test_",
