@@ -253,7 +253,7 @@ def completed(config: Any) -> Any:
     for name in IMAGE_TOKENS:
         if getattr(config, name, 0) is None:
             setattr(config, name, IMAGE_ID)
-    if getattr(config, "apply_spec_augment", False):
+    if hasattr(config, "apply_spec_augment") or hasattr(config, "mask_time_prob"):
         config.apply_spec_augment = False  # its masks come from numpy's generator, which shardwise refuses
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and MROPE.search(config.model_type) and "mrope_section" not in rope:
