@@ -213,7 +213,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dpt": {"config": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}},
     "efficientnet": {"config": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}},
     "emu3": {"config": {"vocabulary_map": WORDS_OF_IMAGES}},
-    "encodec": MONO,
+    "encodec": {**MONO, "config": {"sampling_rate": DEFAULT, "num_filters": 4, "target_bandwidths": [1.5, 3.0]}},
     "esmc": {"config": {"vocab_size": WORDS}},
     "exaone4_5_vision": {"config": {"window_size": 32}},
     "falcon_h1": {"config": MAMBA},
@@ -322,7 +322,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron3_5_asr": {**DECODED, "config": {"default_prompt_id": 0}},
     "nemotron_asr_streaming": DECODED,
     "neomme": {"config": {"head_dim": 16}},
-    "neucodec": {**MONO, "config": {"quantization_dim": 64}, "sweep_frames": 12},
+    "neucodec": {
+        **MONO,
+        "config": {"quantization_dim": 64, "input_sampling_rate": DEFAULT, "output_sampling_rate": DEFAULT},
+        "sweep_frames": 12,
+    },
     "nystromformer": {"config": {"segment_means_seq_len": LENGTH, "num_landmarks": LENGTH, "conv_kernel_size": 3}},
     "oneformer": {
         "sweep_image": 64,

@@ -287,6 +287,34 @@ def test_what_the_first_batch_skips_has_its_place(model: str, plan: str) -> None
     assert not [note for note in report.notes if "not captured" in note]
 
 
+class Padded(nn.Module):
+    """It reads its own buffers, which nothing writes, and has a layer that no loss reaches, as codecs with a quantiser
+    that passes no gradient on have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.entry, self.head = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.register_buffer("width", torch.tensor(2))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        codes = self.before(x).argmax(-1)
+        h = torch.tanh(self.entry(x)) + codes[:, None]
+        for layer in self.layers:
+            h = F.pad(torch.tanh(layer(h)), (0, int(self.width)))[:, : -int(self.width)]
+        return F.cross_entropy(self.head(h), label)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_read_of_buffers_is_the_same_in_all_batches(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(rows, 4), "label": torch.arange(rows) % CLASSES} for rows in (6, 7)]
+    report = verify(Padded(), batches, PLANS[plan])
+    assert report.passed, report
+    assert not [note for note in report.notes if "not captured" in note]
+
+
 class TwoNames(nn.Module):
     """Its last layer has two names, and is called by one; or it is called in the first stage also, in some batches."""
 

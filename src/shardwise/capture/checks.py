@@ -29,6 +29,13 @@ class Checks:
     reads: tuple[Any, ...]
     rows: int | None = None  # of the batches for which it holds, if they all have this number
 
+    @property
+    def vary(self) -> bool:
+        """Whether a batch, or a step by its random numbers, may decide otherwise, and not new values of buffers alone,
+        which no forward writes."""
+        drawing = next(iter(self.module.graph.nodes))
+        return bool(self.fields or drawing.users)
+
     def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> bool:
         """Whether forward reads of a batch, all rows of it on the host, in the step of ``drawing`` what it read when it
         was captured."""

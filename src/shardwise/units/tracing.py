@@ -127,7 +127,7 @@ def trace(
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
         units = split(sharded, exchanges, segments)
         learning = _learning(units)
-        if normal.checks is not None and training and first:
+        if _decides(normal) and training and first:
             _check_reached(module, learning)
     except Uncapturable as error:
         if not opaque:
@@ -198,7 +198,7 @@ def _normal(
         normal = functionalise(with_ones(_captured(module, batch, loss, key, captures, varying), ones))
         normal.checks = take_checks(normal)
         normalise(normal)
-        if normal.checks is not None and key[1] and varying.drawing is None:
+        if _decides(normal) and key[1] and varying.drawing is None:
             keep_unreached(normal)
         if wanted == "load":
             keep_loads(normal)
@@ -246,6 +246,11 @@ def _learning(units: list[Unit]) -> set[str]:
         places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
         found |= {name for name, place in zip(unit.parameters, places, strict=False) if place in reached}
     return found
+
+
+def _decides(normal: Normal) -> bool:
+    """Whether forward may decide in Python in another way for another batch."""
+    return normal.checks is not None and normal.checks.vary
 
 
 def _check_reached(module: nn.Module, learning: Container[str]) -> None:
