@@ -454,6 +454,41 @@ def test_sizes_that_values_say(plan: str) -> None:
     assert not [note for note in report.notes if "not captured" in note]
 
 
+class Visible(nn.Module):
+    """It computes with the patches that a mask leaves, as many of each row, and compares the others, as VideoMAE does;
+    and it has places for the most marks that a row has, as Longformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = torch.tanh(self.entry(x))[~mask].reshape(len(x), -1, WIDTH)
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) * (2 if h.shape[1] > 3 else 1)
+        places = h.new_zeros(len(x), mask.sum(1).max(), 4)
+        for column in range(places.shape[1]):
+            places[:, column] = self.head(h.mean(1)) + column
+        return (places - x[mask].reshape(len(x), -1, 4)).square().mean() + x[mask].mean()
+
+
+def patches(rows: int, hidden: int, seed: int) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, 4, generator=own, dtype=torch.float64)
+    return {"x": x, "mask": torch.rand(rows, 6, generator=own).argsort(1) < hidden}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("plan", ["dp", "tp", "zero3", "pp", "all", "microbatches"])
+def test_patches_that_a_mask_leaves(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [patches(7, 2, 1), patches(5, 2, 2), patches(6, 3, 3)]
+    report = verify(Visible().double(), batches, PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]
+
+
 class Totals(Split):
     """It decides by a number of all rows."""
 

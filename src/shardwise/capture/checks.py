@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
+from shardwise.capture.reads import SIZES
 from shardwise.core.fields import has_rows, is_kept
 from shardwise.graph.assumed import keep_checks
 from shardwise.graph.captured import Uncapturable
@@ -35,6 +36,11 @@ class Checks:
         which no forward writes."""
         drawing = next(iter(self.module.graph.nodes))
         return bool(self.fields or drawing.users)
+
+    @property
+    def sized(self) -> bool:
+        """Whether forward reads sizes that follow from values, which are others for each part of a batch."""
+        return any(read.function in SIZES for read in self.reads)
 
     def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> bool:
         """Whether forward reads of a batch, all rows of it on the host, in the step of ``drawing`` what it read when it

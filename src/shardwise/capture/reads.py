@@ -27,6 +27,7 @@ from shardwise.graph.torch_private import (
     TorchDispatchMode,
     exporting,
     fake_mode,
+    pin,
     schema,
     storage_key,
     without_modes,
@@ -43,7 +44,9 @@ NUMBERS: frozenset[Any] = frozenset({
 
 REPEATS: frozenset[Any] = frozenset({torch.repeat_interleave, Tensor.repeat_interleave})
 SIZED: frozenset[Any] = REPEATS | RESIZES | {
-    torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial,
+    torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial, torch.narrow,
+    torch.reshape, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.narrow, Tensor.view, Tensor.reshape,
+    Tensor.expand, Tensor.repeat,
 }  # fmt: skip
 """Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
 
@@ -58,6 +61,23 @@ PICKS: frozenset[Any] = frozenset({
 def length(one: Tensor) -> int:
     """Return the size of a tensor's first dim: what is read of the result of a function of :data:`PICKS`."""
     return one.shape[0]
+
+
+def counted(mask: Tensor) -> int:
+    """Return the number of elements of a mask that are true: what is read of it where it picks elements of a tensor
+    whose values depend on parameters."""
+    return int(mask.count_nonzero())
+
+
+SIZES: frozenset[Any] = frozenset({length, counted})
+
+
+def _mask_of(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """Return the mask by which a function of :data:`PICKS` picks elements, if it is the only index."""
+    if func not in (Tensor.__getitem__, torch.masked_select, Tensor.masked_select) or len(args) != 2:
+        return None
+    mask = args[1]
+    return mask if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.dim() else None
 
 
 def with_numbers(
@@ -146,12 +166,15 @@ class Answering:
             args, kwargs = with_numbers(self, func, args, kwargs, proceed)
         read = self.reads[self._at] if self._at < len(self.reads) else None
         picks = func in PICKS and func in self.functions
-        if picks and read is not None and read.function is length and read.call == models_call():
+        if picks and read is not None and read.function in SIZES and read.call == models_call():
             found = proceed(func, args, kwargs)
-            if isinstance((picked := _picked(found)).shape[0], torch.SymInt):
+            picked, mask = _picked(found), _mask_of(func, args)
+            operand = picked if read.function is length else mask
+            # A mask that has picked before is known to pick as many again.
+            if operand is not None and (mask is not None or isinstance(picked.shape[0], torch.SymInt)):
                 self._at += 1
-                self.operands.append(picked)
-                torch._check(picked.shape[0] == read.answer)
+                self.operands.append(operand)
+                pin(picked.shape[0], read.answer)
             return found
         if picks or func not in self.functions:
             return proceed(func, args, kwargs)
@@ -183,8 +206,14 @@ class _Asking:
         if func in PICKS and func in self.functions:
             found = proceed(func, args, kwargs)
             value = self.known.of(one) if (one := _picked(found)).dim() and self.known.open(one) else None
+            mask = None if value is not None else self.known.of_argument(_mask_of(func, args))
             if value is not None:
                 self.reads.append(Read(length, (Operand(),), len(value), here(), models_call()))
+            elif mask is not None:
+                with without_modes(), without_torch_functions():
+                    number = counted(mask)
+                self.reads.append(Read(counted, (Operand(),), number, here(), models_call()))
+                pin(one.shape[0], number)
             return found
         values = [self.known.of_argument(one) for one in args]
         self._at += func in BRANCHES

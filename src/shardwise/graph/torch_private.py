@@ -423,6 +423,11 @@ def import_export() -> None:
         placeholder.used = True
 
 
+def pin(size: Any, number: int) -> None:
+    """Let a size that a trace does not know be ``number``."""
+    torch._check(size == number)  # type: ignore[no-untyped-call]
+
+
 RESIZES: frozenset[Any] = frozenset(
     getattr(torch._C._nn, name) for name in dir(torch._C._nn) if name == "pad" or name.startswith("upsample_")
 )

@@ -505,13 +505,16 @@ class Compiled:
 
     def _traced(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """Return a new trace.  Where forward reads values of the batch, one for fewer rows goes the way of the whole
-        batch, and, if it cannot, the way of its own rows."""
-        if rows is None or all(one.checks is None for one in self._traces.values()):
+        batch, and, if it cannot, the way of its own rows: always where it reads sizes, which are others."""
+        checks = [one.checks for one in self._traces.values() if one.checks is not None]
+        if rows is None or not checks:
             return self._traced_as(self.example, ones, rows)
-        try:
-            return self._traced_as(self.example, ones, rows, opaque=False)
-        except Uncapturable:
-            return self._traced_as(example_rows(self.example, rows), ones, rows)
+        if rows == rows_in(self.example) or not any(one.sized for one in checks):
+            try:
+                return self._traced_as(self.example, ones, rows, opaque=False)
+            except Uncapturable:
+                pass
+        return self._traced_as(example_rows(self.example, rows), ones, rows)
 
     def _traced_as(
         self, example: Mapping[str, Tensor], ones: tuple[str, ...], rows: int | None, opaque: bool = True

@@ -215,6 +215,8 @@ def _selected(context: ShardingContext, node: fx.Node) -> Any:
     if others or not isinstance(mask, fx.Node) or mask.meta["val"].dtype is not torch.bool:
         return None
     sizes = context.expressions(mask)
+    if isinstance(context.expressions(node)[0], int):  # the number is known of all rows, and of no part of them
+        return None
     every = op_name(node) == "masked_select"  # it broadcasts
     if not sizes or context.expressions(x)[: None if every else len(sizes)] != sizes:
         return None
