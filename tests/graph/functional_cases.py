@@ -267,6 +267,10 @@ def cast(h: Tensor) -> Tensor:
     return h.to(h.dtype)
 
 
+def copied(h: Tensor) -> Tensor:
+    return h.to(h.dtype, copy=True)
+
+
 def in_order(h: Tensor) -> Tensor:
     return h.contiguous()
 
@@ -306,7 +310,7 @@ def without_autograd(function: Callable[[Tensor], Tensor]) -> Forward:
 
 CASES |= {
     f"{one.__name__} without autograd": without_autograd(one)
-    for one in (cast, in_order, of_three_dims, flat, broadcast, idle, ellipsis)
+    for one in (cast, copied, in_order, of_three_dims, flat, broadcast, idle, ellipsis)
 }
 
 

@@ -467,7 +467,8 @@ class Visible(nn.Module):
         h = torch.tanh(self.entry(x))[~mask].reshape(len(x), -1, WIDTH)
         for layer in self.layers:
             h = torch.tanh(layer(h)) * (2 if h.shape[1] > 3 else 1)
-        places = h.new_zeros(len(x), mask.sum(1).max(), 4)
+        most = mask.sum(1).max()
+        places = h.new_zeros(len(x), most.expand(1).view(1)[0], 4)
         for column in range(places.shape[1]):
             places[:, column] = self.head(h.mean(1)) + column
         return (places - x[mask].reshape(len(x), -1, 4)).square().mean() + x[mask].mean()

@@ -43,10 +43,13 @@ NUMBERS: frozenset[Any] = frozenset({
 
 
 REPEATS: frozenset[Any] = frozenset({torch.repeat_interleave, Tensor.repeat_interleave})
-SIZED: frozenset[Any] = REPEATS | RESIZES | {
-    torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial, torch.narrow,
-    torch.reshape, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.narrow, Tensor.view, Tensor.reshape,
-    Tensor.expand, Tensor.repeat,
+SIZED_OF: frozenset[Any] = frozenset({
+    torch.narrow, torch.reshape, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.narrow, Tensor.view,
+    Tensor.reshape, Tensor.expand, Tensor.repeat,
+})  # fmt: skip
+"""Those of :data:`SIZED` whose first argument is a tensor that they do not read."""
+SIZED: frozenset[Any] = REPEATS | RESIZES | SIZED_OF | {
+    torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial,
 }  # fmt: skip
 """Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
 
@@ -96,8 +99,9 @@ def with_numbers(
         reads = isinstance(one, Tensor) and not one.dim() and not one.is_floating_point()
         return layer(Tensor.item, (one,), {}, proceed) if reads else one
 
-    found: tuple[Sequence[Any], dict[str, Any]] = tree_map(number, (tuple(args), kwargs))
-    return found
+    own = tuple(args[: func in SIZED_OF])
+    sizes, options = tree_map(number, (tuple(args[len(own) :]), kwargs))
+    return (*own, *sizes), options
 
 
 def listed(layer: Layer, one: Tensor, proceed: Proceed) -> Any:
