@@ -471,7 +471,9 @@ class Visible(nn.Module):
         places = h.new_zeros(len(x), most.expand(1).view(1)[0], 4)
         for column in range(places.shape[1]):
             places[:, column] = self.head(h.mean(1)) + column
-        return (places - x[mask].reshape(len(x), -1, 4).mean(1, keepdim=True)).square().mean()
+        marked = mask.nonzero(as_tuple=True)
+        goal = x[marked].view(len(marked[0]), -1).reshape(len(x), -1, 4) + x[mask].view(len(x), -1, 4)
+        return (places - goal.mean(1, keepdim=True)).square().mean()
 
 
 def patches(rows: int, hidden: int, seed: int) -> dict[str, Tensor]:

@@ -83,6 +83,12 @@ def _mask_of(func: Any, args: Sequence[Any]) -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.dim() else None
 
 
+def _always_open(func: Any, args: Sequence[Any]) -> bool:
+    """Whether values say how large a result of a function of :data:`PICKS` is, whatever it is given."""
+    lists = func in (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+    return lists or (func is torch.where and len(args) == 1) or _mask_of(func, args) is not None
+
+
 def with_numbers(
     layer: Layer, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
 ) -> tuple[Sequence[Any], dict[str, Any]]:  # fmt: skip
@@ -172,10 +178,10 @@ class Answering:
         picks = func in PICKS and func in self.functions
         if picks and read is not None and read.function in SIZES and read.call == models_call():
             found = proceed(func, args, kwargs)
-            picked, mask = _picked(found), _mask_of(func, args)
-            operand = picked if read.function is length else mask
+            picked = _picked(found)
+            operand = picked if read.function is length else _mask_of(func, args)
             # A mask that has picked before is known to pick as many again.
-            if operand is not None and (mask is not None or isinstance(picked.shape[0], torch.SymInt)):
+            if operand is not None and (_always_open(func, args) or isinstance(picked.shape[0], torch.SymInt)):
                 self._at += 1
                 self.operands.append(operand)
                 pin(picked.shape[0], read.answer)
@@ -209,7 +215,9 @@ class _Asking:
             return listed(self, args[0], proceed)
         if func in PICKS and func in self.functions:
             found = proceed(func, args, kwargs)
-            value = self.known.of(one) if (one := _picked(found)).dim() and self.known.open(one) else None
+            one = _picked(found)
+            counts = bool(one.dim()) and (self.known.open(one) or _always_open(func, args))
+            value = self.known.of(one) if counts else None
             mask = None if value is not None else self.known.of_argument(_mask_of(func, args))
             if value is not None:
                 self.reads.append(Read(length, (Operand(),), len(value), here(), models_call()))
