@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness import TOLERANCE, Loss, Subject, errors, plain_run, sharded_run
 from shardwise.core.errors import ConfigError
@@ -218,3 +219,21 @@ def test_an_example_without_targets_is_no_evidence() -> None:
     assert Compiled(Tied(), Plan.of(), batch).general.opaque is not None
     with pytest.raises(ConfigError, match=r"^model\.loss_weight: the model was not captured, and a trial did not show"):
         sharded_run(Subject(Tied(), batch), 2)
+
+
+class Again(nn.Module):
+    """Each row decides by its own values, and a layer is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.layer, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.entry(x))
+        h = torch.stack([2 * row if float(row.detach().sum()) > 0 else row for row in h])
+        return self.head(checkpoint(self.layer, h, use_reentrant=True)).square().mean()
+
+
+def test_a_backward_that_runs_forward_again_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"its backward, which is written in Python, fails in a trial.*reversible"):
+        Compiled(Again(), Plan.of(), {"x": torch.randn(6, 4)})

@@ -137,6 +137,28 @@ def first_run(
     return results
 
 
+def try_backward(loss: Tensor) -> None:
+    """Run the backward of a first loss where it has functions that are written in Python.
+
+    Raises :class:`ConfigError` if it fails, as where it runs parts of forward again: the module has no values then."""
+    stack, seen, written = [loss.grad_fn], set[Any](), False
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            written |= isinstance(node, torch.autograd.function.BackwardCFunction)
+            stack.extend(following for following, _ in node.next_functions)
+    if not written:
+        return
+    try:
+        with RefuseRandom():  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # the user's code may raise anything
+        wrong = f"its backward, which is written in Python, fails in a trial ({describe(error)})"
+        legal = "a backward that runs no part of forward again, as torch.utils.checkpoint and reversible layers do"
+        raise ConfigError.on("model", wrong, legal) from error
+
+
 def call_of(unit: Unit) -> OpaqueCall:
     """Return the function of an opaque unit."""
     assert isinstance(unit.function, OpaqueCall)

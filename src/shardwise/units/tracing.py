@@ -46,7 +46,7 @@ from shardwise.units.batch_sums import (
 from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight
 from shardwise.units.numbered_rows import numbered_rows
-from shardwise.units.opaque import ROWS_WEIGH, call_of, first_loss, norms_met, opaque_unit
+from shardwise.units.opaque import ROWS_WEIGH, call_of, first_loss, norms_met, opaque_unit, try_backward
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 from shardwise.units.trials import NOTHING_KEPT, Trials
@@ -363,6 +363,8 @@ def _opaque(
         unit.updates += tuple(names)
     if real and training and first is not None and not first.requires_grad:
         raise ConfigError(NOTHING_LEARNS)
+    if real and training and first is not None:
+        try_backward(first)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
     notes += [
