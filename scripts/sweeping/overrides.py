@@ -301,6 +301,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mask2former": {"config": {"feature_size": 32, "mask_feature_size": 32}, "sweep_image": 64, "wrap": between_pixels},
     "maskformer": {"config": {"fpn_feature_size": 32, "mask_feature_size": 32}},
     "maskformer-swin": WINDOWS,
+    "mobilenet_v2/segmentation": {"config": {"image_size": 64}},
     "mimi": {**MONO, "leaves": "a codebook of the dtype of the first forward"},
     "mimi_decoder": {"fields": {"latents": lambda shape, draws, fields: draws.numbers(WIDTH, LENGTH)}},
     "mimi_encoder": {**MONO, "leaves": "a codebook of the dtype of the first forward"},
