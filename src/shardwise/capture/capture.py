@@ -30,7 +30,7 @@ from shardwise.capture.key_caches import without_caches
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
-from shardwise.capture.reads import NUMBERS, SIZES
+from shardwise.capture.reads import NUMBERS, sized
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.row_draws import assign_rows
 from shardwise.capture.state import kept_tensors
@@ -189,7 +189,7 @@ def _captured(
     """Capture for ``rows`` rows; without them for any number where an earlier capture could do that, or there is none,
     and otherwise for as many as ``batch`` has."""
     reason = known.fixed_rows
-    if wrapped.reading is not None and any(one.function in SIZES for one in wrapped.reading.reads):
+    if wrapped.reading is not None and sized(wrapped.reading.reads):
         reason = reason or "a part of its rows has other sizes that follow from values"
     if rows is None and reason is None:
         try:

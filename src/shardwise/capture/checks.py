@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
-from shardwise.capture.reads import SIZES
+from shardwise.capture.reads import sized
 from shardwise.core.fields import has_rows, is_kept
 from shardwise.graph.assumed import keep_checks
 from shardwise.graph.captured import Uncapturable
@@ -39,8 +39,8 @@ class Checks:
 
     @property
     def sized(self) -> bool:
-        """Whether forward reads sizes that follow from values, which are others for each part of a batch."""
-        return any(read.function in SIZES for read in self.reads)
+        """Whether forward reads sizes that follow from values."""
+        return sized(self.reads)
 
     def hold(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> bool:
         """Whether forward reads of a batch, all rows of it on the host, in the step of ``drawing`` what it read when it

@@ -139,6 +139,11 @@ class Read(NamedTuple):
         return self.function(*(next(given) if isinstance(one, Operand) else one for one in self.arguments))
 
 
+def sized(reads: Sequence[Read]) -> bool:
+    """Whether some of the reads are of sizes that follow from values, which are others for each part of a batch."""
+    return any(one.function in SIZES for one in reads)
+
+
 class Operand(NamedTuple):
     """It stands for a tensor that is read."""
 

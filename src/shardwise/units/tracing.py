@@ -361,9 +361,9 @@ def _opaque(
         structure = call_of(unit).outputs.structure
         names = [f"{OUTPUT}{i}" for i in range(number_of(structure))]
         unit.updates += tuple(names)
-    if real and training and first is not None and not first.requires_grad:
-        raise ConfigError(NOTHING_LEARNS)
     if real and training and first is not None:
+        if not first.requires_grad:
+            raise ConfigError(NOTHING_LEARNS)
         try_backward(first)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
