@@ -240,16 +240,44 @@ def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> Non
     assert report.passed, report.worst[:3]
 
 
-def test_what_is_not_captured_cannot_rest_in_shards() -> None:
-    class Decides(Branches):
-        """Uses one of two layers, as what it computes says: it cannot be captured."""
+class Scaled(torch.autograd.Function):
+    """A product whose backward reads the weight where forward has left it, without telling autograd."""
 
-        def forward(self, x: Tensor, y: Tensor, left: Tensor) -> Tensor:
-            return super().forward(x, y, self.body(x) > 0)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x * weight
 
-    batch = {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.ones(6, dtype=torch.bool)}
-    with pytest.raises(ConfigError, match="ZeRO-3: a model that could not be captured .*; legal: ZeRO-0, 1 or 2"):
-        verify(Decides(), [batch], data_parallel(Plan.of(), 2, 3))
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.weight, (grads[0] * ctx.x).sum(0)
+
+
+class Decides(Branches):
+    """Each row uses one of two layers, as what it computes says: the model cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor, y: Tensor, left: Tensor) -> Tensor:
+        x = Scaled.apply(x, self.scale)
+        rows = [super(Decides, self).forward(x[i : i + 1], y[i : i + 1], x[i] > 0.5) for i in range(len(x))]
+        return torch.stack(rows).mean()
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("gathered", ["use", "forward", "step"])
+@pytest.mark.parametrize(("dp", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_what_is_not_captured_rests_in_shards(dp: int, replicas: int, gathered: Any, microbatches: int) -> None:
+    """It is one unit, which is gathered while it runs, also for a backward that asks autograd for nothing."""
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(7, 6), "y": torch.randn(7), "left": torch.ones(7, dtype=torch.bool)} for _ in range(3)]
+    plan = data_parallel(Plan.of(microbatches=microbatches, gathered=gathered), dp, 3, replicas)
+    report = verify(Decides(), batches, plan)
+    assert any("not captured" in note for note in report.notes)
+    assert report.passed, report.worst[:3]
 
 
 # ---- negative controls: each of these errors must be found -----------------------------------------------------------

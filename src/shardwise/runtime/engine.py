@@ -95,9 +95,6 @@ class Engine:
         self.step_index, self._seed = 0, seed
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
         optional = trace.optional
-        if trace.opaque is not None and any(rule.rest == "S" for rule in plan.data.parameters):
-            wrong = f"a model that could not be captured keeps its parameters whole ({trace.opaque})"
-            raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.memory.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.memory.offloads_optimizer else comm.device)
         check_clipping(plan, clip_norm, clip_value)

@@ -368,8 +368,8 @@ def _opaque(
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
     notes += [
-        "lost with it: overlap of reductions with backward, and per-unit recomputation; what lets rows meet, but for "
-        "BatchNorm, is computed on each rank's own rows",
+        "lost with it: overlap of reductions with backward, and per-unit recomputation; ZeRO-3 gathers all parameters "
+        "while it runs; what lets rows meet, but for BatchNorm, is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
         *kept.notes(),
     ]
