@@ -570,3 +570,57 @@ def test_sizes_are_read_of_tensors(plan: str) -> None:
     report = verify(Resizing(), BATCHES, PLANS[plan])
     assert report.passed, report
     assert not [note for note in report.notes if "not captured" in note]
+
+
+class Pooled(nn.Module):
+    """Each row is pooled up to its own length, and a number that is drawn for all rows may skip a layer: speaker heads
+    do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, length: Tensor, label: Tensor) -> Tensor:
+        h, label = self.entry(x), label.flatten()
+        for layer in self.layers:
+            if not self.training or torch.rand([]) > 0.3:
+                h = torch.tanh(layer(h))
+        h = torch.stack([self.part(h[i, :one]) for i, one in enumerate(length)])
+        scores = torch.where(F.one_hot(label, CLASSES).bool(), self.head(h) - 0.4, self.head(h))
+        return F.cross_entropy(scores, label)
+
+    def part(self, one: Tensor) -> Tensor:
+        return one.mean(0)
+
+
+class Prefixed(Pooled):
+    """What it does with a row depends on the row's length."""
+
+    def part(self, one: Tensor) -> Tensor:
+        return 2 * one.mean(0) if one.shape[0] > 3 else one[-1]
+
+
+def labelled(lengths: list[int], seed: int) -> dict[str, Tensor]:
+    found = rows_of(lengths, seed)
+    return {"x": found["x"], "length": found["length"], "label": torch.arange(len(lengths)) % CLASSES}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tp", "pp", "all"])
+def test_rows_up_to_their_own_lengths(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [labelled(lengths, seed) for seed, lengths in enumerate([[5, 1, 3, 2, 5, 4, 1], [2, 3, 1, 4, 5]])]
+    report = verify(Pooled().double(), batches, PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", ["alone", "tp"])
+def test_bounds_of_slices_are_read(plan: str) -> None:
+    torch.manual_seed(0)
+    batches = [labelled(lengths, seed) for seed, lengths in enumerate([[5, 4, 3, 2], [2, 3, 5, 4], [5, 4, 3, 2]])]
+    report = verify(Prefixed().double(), batches, PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]

@@ -48,7 +48,8 @@ SIZED_OF: frozenset[Any] = frozenset({
     Tensor.reshape, Tensor.expand, Tensor.repeat,
 })  # fmt: skip
 """Those of :data:`SIZED` whose first argument is a tensor that they do not read."""
-SIZED: frozenset[Any] = REPEATS | RESIZES | SIZED_OF | {
+INDEXES: frozenset[Any] = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+SIZED: frozenset[Any] = REPEATS | RESIZES | SIZED_OF | INDEXES | {
     torch.arange, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace, torch.multinomial,
 }  # fmt: skip
 """Functions that read numbers from tensors that they are given (``torch.arange(lengths.max())``)."""
@@ -94,7 +95,8 @@ def with_numbers(
 ) -> tuple[Sequence[Any], dict[str, Any]]:  # fmt: skip
     """Return the arguments of a function of :data:`SIZED` with what it reads, as ``layer`` reads it.
 
-    How often elements are repeated says how large the result is, which is read of the sum."""
+    How often elements are repeated says how large the result is, which is read of the sum. An index reads the bounds
+    of its slices."""
     if func in REPEATS:
         repeats = kwargs.get("repeats", args[-1] if args else None)
         if isinstance(repeats, Tensor) and repeats.dim() and "output_size" not in kwargs:
@@ -105,9 +107,18 @@ def with_numbers(
         reads = isinstance(one, Tensor) and not one.dim() and not one.is_floating_point()
         return layer(Tensor.item, (one,), {}, proceed) if reads else one
 
+    if func in INDEXES:
+        return (args[0], _bounded(args[1], number), *args[2:]), kwargs
     own = tuple(args[: func in SIZED_OF])
     sizes, options = tree_map(number, (tuple(args[len(own) :]), kwargs))
     return (*own, *sizes), options
+
+
+def _bounded(index: Any, number: Callable[[Any], Any]) -> Any:
+    """Return an index with the ``number`` of each bound of its slices."""
+    if isinstance(index, tuple):
+        return tuple(_bounded(one, number) for one in index)
+    return slice(*map(number, (index.start, index.stop, index.step))) if isinstance(index, slice) else index
 
 
 def listed(layer: Layer, one: Tensor, proceed: Proceed) -> Any:
@@ -313,6 +324,8 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = tree_map(lambda one: values[id(one)] if isinstance(one, Tensor) else one, (tuple(args), kwargs))
         with without_modes(), torch.no_grad():
             result = func(*own[0], **own[1])
+        if func is torch.ops.aten._local_scalar_dense.default:  # torch's own code checks a value, as one_hot does
+            return result
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             found = tree_map(
                 lambda one: self._mode.from_tensor(one, static_shapes=True) if isinstance(one, Tensor) else one, result
