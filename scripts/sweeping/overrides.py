@@ -39,6 +39,10 @@ INDEXER = {
     "indexer_compress_ratio": 2,
 }
 FOUR = {"config": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]}}
+REVERSIBLE = {
+    "axial_pos_embds": False, "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
+    "lsh_attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 DOUBLE = {"attention_hidden_size": 64, "attention_head_dim": 16}
 PATCHES = {
     "fields": {
@@ -394,8 +398,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"config": {"text_config": INDEXER}},
     "qwen4_exp_text": {"config": INDEXER},
     "recurrent_gemma": {"config": {"num_hidden_layers": 3}, "leaves": "states"},  # of the last forward, with gradients
-    "reformer": {"config": {"is_decoder": True, "axial_pos_embds": False}},
-    "reformer/masked": {"config": {"is_decoder": False, "axial_pos_embds": False}},
+    # A reversible layer would draw its dropout again in backward, as a checkpointed one does.
+    "reformer": {"config": {"is_decoder": True, **REVERSIBLE}},
+    "reformer/masked": {"config": {"is_decoder": False, **REVERSIBLE}},
     "sam": {"config": {"vision_config": {"num_pos_feats": 16}, "prompt_encoder_config": {"image_embedding_size": 4}}},
     "sam2": {
         "config": {

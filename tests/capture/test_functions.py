@@ -93,28 +93,6 @@ class UnitGradient(torch.autograd.Function):
         return grads[0] / grads[0].norm()
 
 
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
-
-
-class Through(torch.autograd.Function):
-    """Applies a module that it is given: no graph can hold that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return 2 * grads[0], None
-
-
 reverse = Reverse.apply  # bound before anything is captured
 
 BODIES: dict[str, Body] = {
@@ -219,18 +197,6 @@ def test_rows_that_depend_on_each_other_meet() -> None:
     assert any("UnitGradient" in one for one in subject.trace.meets)
     for dp in (1, 2, 3):
         assert max(errors(sharded_run(subject, dp), truth).values()) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (lambda x, layer: Noise.apply(layer(x)), "Noise gives another result each time"),
-        (lambda x, layer: Through.apply(x, layer), "Through takes an object of Linear"),
-    ],
-)
-def test_what_no_graph_can_hold(body: Body, reason: str) -> None:
-    trace = Subject(Model(body), batch()).trace
-    assert trace.opaque is not None and reason in trace.opaque
 
 
 def test_other_threads_apply_theirs_meanwhile() -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture import stored
+from shardwise.capture import opened, stored
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall, NotEager
 from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
-from shardwise.capture.functions import functions_recorded
+from shardwise.capture.functions import functions_recorded, without_drawn
 from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.key_caches import NOTE as CACHES
@@ -75,7 +75,7 @@ def capture(
     keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
     kept = wanted == "loss" and key is not None
 
-    def bare(trial: bool, calling: bool = False, values: int | None = None) -> Watched:
+    def bare(trial: bool, calling: bool = False, values: int | None = None, precision: str = precision) -> Watched:
         """Return a copy of the model; ``calling`` says that functions run as written in it."""
         nonlocal looped, cached
         own = shadow(module, precision)
@@ -92,9 +92,20 @@ def capture(
             own = bare(trial=True, calling=True, values=values)
             own(example_of(own, batch, rows))
 
+    def gradients(values: int, factor: float) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            own = bare(trial=True, values=values, precision="fp64")
+            loss = factor * own(example_of(own, batch, rows_in(batch)))
+            if loss.requires_grad:
+                loss.backward()
+        return {"loss": loss.detach(), **{n: p.grad for n, p in own.named_parameters() if p.grad is not None}}
+
     def whole(wrapped: Watched) -> Captured:
         captured = _captured(wrapped, batch, rows, varies, told)
         assign_rows(captured, lambda number, layer: forward(number, 0, layer), told)
+        if captured.opened and training:
+            opened.check(captured.opened, gradients)
+            captured.notes.append(opened.note(captured.opened))
         return captured
 
     told = known or Known()
@@ -118,7 +129,7 @@ def capture(
     eager = any(isinstance(one, EagerCall) for one in captured.functions)
     if cached and eager:  # forwards with values make none either, whatever way is found
         captured.notes.append(CACHES)
-    if trial is not None and kept and not eager:
+    if trial is not None and kept and not eager and not captured.opened:
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
     return captured
 
@@ -252,15 +263,16 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
     if calls is not None:
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with (
-        passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as functions, exporting(),
+        passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as recorder, exporting(),
         exports_modules_unhooked(), conversions_skipped(),
-        contextlib.nullcontext() if calls is None else calls.ops_of(functions),
+        contextlib.nullcontext() if calls is None else calls.ops_of(recorder.functions),
     ):  # fmt: skip
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
         raise Uncapturable(
             "it computes with a tensor without memory, which its constructor made and no attribute holds"
         )
+    without_drawn(program.graph_module.graph)
     without_vmaps(program.graph_module)
     places = program.graph_module.graph.find_nodes(op="placeholder")
     if others := [node for node in places if not isinstance(node.meta.get("val"), Tensor)]:
@@ -284,7 +296,8 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
             k: program.state_dict[v] if v in program.state_dict else program.constants[v]
             for k, v in signature.inputs_to_buffers.items()
         },
-        functions=list(functions),
+        functions=list(recorder.functions),
+        opened=list(recorder.opened),
         looped=wrapped.noted.looped if isinstance(wrapped, Watched) else 0,
         assumed=assumed(places[-1].meta["val"]) if varies else Assumed(),
         notes=list(warned),

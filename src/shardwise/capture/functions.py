@@ -1,21 +1,22 @@
 """A ``torch.autograd.Function`` with a backward of its own stays one op of a captured graph.
 
 Export would trace its forward alone, and autograd would then differentiate that: a reversed gradient, a clipped one or
-a straight-through estimator would be lost without a word.
+a straight-through estimator would be lost without a word.  What no op can stand for is :mod:`opened <capture.opened>`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch import Tensor, fx
+from torch.utils._pytree import TreeSpec, tree_flatten
 from torch.utils.checkpoint import CheckpointFunction
 
+from shardwise.capture.opened import Drawing, RefuseDraws, opened
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import function_calls, version
 from shardwise.ops.custom_function import OP, RECORDED, CustomFunction
@@ -24,17 +25,19 @@ PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, 
 """The arguments of a Function that a graph can hold, beside tensors."""
 
 
-class _Recorder:
-    """The Functions that a capture has met."""
+class Recorder:
+    """The Functions that a capture has met: those that are ops, and those that are ``opened``."""
 
     def __init__(self) -> None:
         self.functions: list[CustomFunction] = []
+        self.opened: list[type[torch.autograd.Function]] = []
         self.inside = False
 
     def run(self, number: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Apply a Function to tensors without values; raise :class:`Uncapturable` if it writes to them."""
         before, function = [version(one) for one in tensors], self.functions[number]
-        found = function(*tensors)
+        with RefuseDraws():  # type: ignore[no-untyped-call]
+            found = function(*tensors)
         if [version(one) for one in tensors] != before:
             raise Uncapturable(f"the autograd.Function {function.function.__name__} writes to its arguments")
         return found
@@ -47,10 +50,17 @@ class _Recorder:
         if self.inside or function.__module__.startswith("torch."):  # torch's own are ops of the graph anyway
             return original(*args)
         leaves, spec = tree_flatten(tuple(args))
-        for one in leaves:
-            if not isinstance(one, (Tensor, *PLAIN)):
-                kind = "a size that is open" if isinstance(one, torch.SymInt) else f"an object of {type(one).__name__}"
-                raise Uncapturable(f"the autograd.Function {function.__name__} takes {kind}, which no graph can hold")
+        if function not in self.opened and all(isinstance(one, (Tensor, *PLAIN)) for one in leaves):
+            known = len(self.functions)
+            try:
+                return self.recorded(function, leaves, spec)
+            except Drawing:
+                del self.functions[known:]
+        self.opened.append(function)
+        return opened(function, args)
+
+    def recorded(self, function: type[torch.autograd.Function], leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        """Record a call of a Function as an op; raise :class:`Drawing` where it draws random numbers."""
         kept = [Tensor if isinstance(one, Tensor) else one for one in leaves]
         number = next(
             (
@@ -71,11 +81,18 @@ class _Recorder:
         return self.functions[number].rebuilt(found)
 
 
-@contextmanager
-def functions_recorded() -> Iterator[list[CustomFunction]]:
-    """Record the Functions that this thread applies as ops, :data:`OP`, which give the index in the list that is
-    yielded."""
-    recorder, thread = _Recorder(), threading.get_ident()
+def without_drawn(graph: fx.Graph) -> None:
+    """Remove the nodes that were begun for Functions which then drew random numbers."""
+    for node in graph.find_nodes(op="call_function", target=OP):
+        if node.meta.get("val") is None and not node.users:
+            graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def functions_recorded() -> Iterator[Recorder]:
+    """Record the Functions that this thread applies as ops, :data:`OP`, which give the index in ``functions`` of what
+    is yielded."""
+    recorder, thread = Recorder(), threading.get_ident()
 
     def call(original: Callable[..., Any], function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
         if threading.get_ident() != thread:
@@ -85,6 +102,6 @@ def functions_recorded() -> Iterator[list[CustomFunction]]:
     token = RECORDED.set(recorder.run)
     try:
         with function_calls(call):
-            yield recorder.functions
+            yield recorder
     finally:
         RECORDED.reset(token)

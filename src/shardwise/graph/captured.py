@@ -43,6 +43,7 @@ class Captured:
     # Of each random call its ordinal, and the row that it is for if it is in a loop over rows; empty: none is.
     draws: list[tuple[int, int | None]] = field(default_factory=list)
     functions: list[Any] = field(default_factory=list)  # the CustomFunctions of `capture/functions.py`, by number
+    opened: list[Any] = field(default_factory=list)  # the Functions of which the graph has the forward instead
 
     def value(self, name: str) -> Tensor:
         """Return what the placeholder of a buffer or constant held at capture."""

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "RESIZES", "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
+    "GRAD_MODE", "RESIZES", "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
     "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
     "assumed", "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
@@ -27,6 +27,9 @@ __all__ = [
     "schema", "step_hooks",
     "storage_key", "traced_below", "version", "without_modes", "without_torch_functions",
 ]  # fmt: skip
+
+# The function by which gradients are switched on and off, as a TorchFunctionMode sees it.
+GRAD_MODE = torch._C._set_grad_enabled
 
 # What export records where torch.vmap begins and ends, and before: that is nothing but an import.
 VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
