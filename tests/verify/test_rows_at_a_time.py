@@ -115,6 +115,27 @@ def test_as_many_rows_as_heads(rows: int) -> None:
     assert "has the samples is not known" in str(Compiled(Heads(), Plan.of(), other).general.opaque)
 
 
+class Places(Heads):
+    """It drops of a table of places, for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(1, HEADS, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.stack([x[i] * 2 for i in range(len(x))])
+        h = self.up(x).view(-1, HEADS, 3) * F.dropout(self.places, 0.4, self.training)
+        return (self.down(h.flatten(1))[:, 0] - y).square().mean()
+
+
+def test_as_many_rows_as_places() -> None:
+    """The capture for the first number tells that no dim of the random numbers has rows."""
+    torch.manual_seed(0)
+    plan = data_parallel(Plan.of(microbatches=2), 2)
+    report = verify(Places().double(), [batch(7, 1), batch(HEADS, 2)], plan)
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
 def test_rows_that_cannot_be_captured_alone_are_refused() -> None:
     """Where the first batch tells nothing of them."""
 

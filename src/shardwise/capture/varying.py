@@ -26,7 +26,7 @@ class Varying:
     captures: dict[Any, list[Captured]] = field(default_factory=dict)
     asked: set[tuple[Any, Form]] = field(default_factory=set)  # for which a capture with symbolic dims was made
     known: dict[Any, Known] = field(default_factory=dict)
-    sampled: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sampled: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     drawing: Drawing | None = None
 
     def again(self) -> Varying:

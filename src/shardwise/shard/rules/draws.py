@@ -31,10 +31,11 @@ def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | No
         return place.dim, place.post
     if context.symbol is not None:
         return next(((d, m) for d, s in enumerate(sizes) if (m := context.multiple(s))), None)
-    dims = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0]
-    if not dims:
+    dims, known = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0], context.sampled.get(ordinal)
+    if not dims or known == (len(sizes), None):
+        context.sampled[ordinal] = len(sizes), None
         return None
-    if dims != [0] and not (0 in dims and context.sampled.get(ordinal) == (len(sizes), 0)):
+    if dims != [0] and not (0 in dims and known == (len(sizes), 0)):
         raise Uncapturable(
             f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known"
         )
