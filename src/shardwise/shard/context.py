@@ -44,8 +44,8 @@ class ShardingContext:
     ``over_batch`` says that where rows meet those of all microbatches do.  ``notes`` are what a
     user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
     layout.  ``undivided`` are the ops whose backward needs the gradient of the whole batch at once.  ``sampled`` says
-    of random ops of this forward, by ordinal, how many dims their tensors have, and which of them, if any, has the samples:
-    so captures for other numbers of rows tell each other.
+    of random ops of this forward, by ordinal, how many dims their tensors have, and which of them, if any, has the
+    samples: so captures for other numbers of rows tell each other.
     """
 
     def __init__(
