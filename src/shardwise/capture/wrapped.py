@@ -182,11 +182,16 @@ class InOneNumber(WithOutputs):
         return scalar(self.noting(self.results, fields))
 
 
+class Resized(ConfigError):
+    """Forward gives a buffer another shape."""
+
+
 def check_assigned(name: str, old: Tensor, new: Tensor) -> None:
     """Raise :class:`ConfigError` where a tensor that forward assigns to a buffer cannot be its new value."""
     if new.shape != old.shape or new.dtype != old.dtype:
         wrong = f"forward assigns a tensor of shape {tuple(new.shape)}, {new.dtype}, to the buffer {name}"
-        raise ConfigError(f"model: {wrong}; legal: one like before, of shape {tuple(old.shape)}, {old.dtype}")
+        error = ConfigError if new.shape == old.shape else Resized
+        raise error(f"model: {wrong}; legal: one like before, of shape {tuple(old.shape)}, {old.dtype}")
     if new.requires_grad:
         wrong = f"forward assigns a tensor with a gradient to the buffer {name}"
         raise ConfigError(f"model: {wrong}; legal: {name} = ….detach()")

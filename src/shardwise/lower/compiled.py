@@ -24,9 +24,10 @@ from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
 from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
+from shardwise.capture.settling import settle
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.varying import Varying
-from shardwise.capture.wrapped import LossFunction, rows_in
+from shardwise.capture.wrapped import LossFunction, Resized, rows_in
 from shardwise.core.check import check
 from shardwise.core.collector import old_objects_passed_by
 from shardwise.core.communicators import Members, communicators
@@ -141,11 +142,12 @@ class Compiled:
             self.example = named_sizes.enlarged(self.example, sizes)
         if self.hooks is None:
             self.hooks = UserHooks.of(self.module)
+        first = self._values is None
         if self._values is None:
             given = self.initial
             self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
-        self.general = self._general()
+        self.general = self._general(first)
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._check_placed(self.general, self.like.buckets if self.like is not None else ())
         self._stages = self._stages or StageSplit.of(self.general, self.plan, weights=self.unit_weights).names
@@ -178,8 +180,8 @@ class Compiled:
             for one in self._traces.values():
                 one.own_numbers = None
 
-    def _general(self) -> Trace:
-        found = self.trace((), None)
+    def _general(self, first: bool) -> Trace:
+        found = self._settled() if first else self.trace((), None)
         if found.opaque is None or not any(p.is_meta for p in self.module.parameters()) or self.values.missing:
             return found
         StageSplit.of(found, self.plan)  # raises if the plan has stages, before the model is built
@@ -190,6 +192,19 @@ class Compiled:
         self._captures = {}
         found = self.trace((), None)
         found.notes.append("initial weights: every rank builds the whole model, since it could not be captured without")
+        return found
+
+    def _settled(self) -> Trace:
+        """Return the trace of the model as it is once forward has run, where that gives buffers other shapes."""
+        try:
+            return self.trace((), None)
+        except Resized:
+            real = not any(p.is_meta for p in self.module.parameters())
+            names = settle(self.module, self.example, self.loss, self.training) if real else []
+            if not names:
+                raise
+        found = self.trace((), None)
+        found.notes.append(f"a first forward gave {', '.join(names)} another shape, as on one device")
         return found
 
     @property
