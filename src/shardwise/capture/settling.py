@@ -37,7 +37,8 @@ def settle(module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | 
     if any(_plain(after[path]) != _plain(again[path]) for path in owners):
         return []
     for path in owners:
-        vars(own[path]).update(_plain(after[path]))
+        for attribute, number in _plain(after[path]).items():
+            setattr(own[path], attribute, number)
     for name, value in found.items():
         path, _, attribute = name.rpartition(".")
         setattr(own[path], attribute, value)
