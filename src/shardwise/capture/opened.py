@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from shardwise.capture.intercept import Intercept, Proceed
+from shardwise.core.errors import describe
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import GRAD_MODE, TorchDispatchMode, function_calls
 
@@ -135,10 +136,17 @@ def check(functions: Sequence[type], run: Run) -> None:
     """Raise :class:`Uncapturable` unless a model has the same loss and gradients whether ``functions`` are opened or
     not, for some values and sizes of gradients."""
     for values, factor in TRIALS:
-        with _Numbered():
-            own = run(values, factor)
-        with _Numbered(), _all_opened(functions):
-            found = run(values, factor)
+        try:
+            with _Numbered():
+                own = run(values, factor)
+            with _Numbered(), _all_opened(functions):
+                found = run(values, factor)
+        except Uncapturable:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise Uncapturable(
+                f"a trial of the autograd.Function {_named(functions)} failed: {describe(error)}"
+            ) from error
         most = max(map(_largest, own.values()), default=0.0)
         for name in {**own, **found}:
             if name not in own or name not in found or not _same(own[name], found[name], most):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.capture.example import shaken_value
 from shardwise.capture.state import kept_tensors
+from shardwise.capture.trial import generators_kept
 from shardwise.capture.wrapped import LossFunction, WithLoss, rows_in, set_mode
 from shardwise.core.fields import has_rows
 
@@ -68,6 +69,6 @@ def _run(
         fields = {name: value[order] if has_rows(name) else value for name, value in fields.items()}
         for number, parameter in enumerate(own.parameters()):
             parameter.data = shaken_value(parameter.data, number)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with generators_kept(), torch.random.fork_rng(devices=[]), torch.no_grad():
         set_mode(WithLoss(own, loss), training)(fields)
     return own

@@ -33,7 +33,7 @@ class Varying:
         """Return it for another computation on batches like these."""
         return Varying(dict(self.dims))
 
-    def another_way(self, drawing: Drawing) -> Varying:
+    def another_way(self, drawing: Drawing | None) -> Varying:
         """Return it for batches by whose values, and the random numbers of a step, forward decides in another way."""
         return Varying(known=self.known, drawing=drawing)
 

@@ -50,6 +50,7 @@ from shardwise.initial.values import Values
 from shardwise.lower import named_sizes
 from shardwise.lower.exchanged import counts_targets_alone, inside, over_batch, parted
 from shardwise.lower.messages import renamed
+from shardwise.lower.own_reads import OwnReads
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.traced_for import solves, traced_for
@@ -124,6 +125,7 @@ class Compiled:
     _varying: Varying = field(default_factory=Varying)
     _forms: OrderedDict[Form, Compiled] = field(default_factory=OrderedDict)
     _decided: list[Compiled] = field(default_factory=list)  # for the other ways in which forward decides
+    parts: tuple[Trace, ...] = ()  # of the microbatches of a batch, where each decides in another way
     _axes: Mapping[str, int] = field(default_factory=dict)  # the axes of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
@@ -252,14 +254,14 @@ class Compiled:
             _varying=Varying(), **_of_its_own(),
         )  # fmt: skip
         if training and backward:
-            self._check_learning(found)
+            self._check_learning(found.general)
         return found
 
-    def _check_learning(self, other: Compiled, fewer: bool = False) -> None:
+    def _check_learning(self, other: Trace, fewer: bool = False) -> None:
         """Raise :class:`ConfigError` where other parameters learn by another computation with this model; ``fewer`` may
         learn by it."""
         here, there = ({p.name for b in one if b.learns for p in b.parameters} for one in (
-            self.buckets, other.general.buckets,
+            self.buckets, other.buckets,
         ))  # fmt: skip
         if others := sorted(there - here if fewer else here ^ there):
             wrong = f"{others[0]} has a gradient in one step and none in another"
@@ -330,9 +332,7 @@ class Compiled:
 
         Raises :class:`ConfigError` where forward cannot be captured for the batch."""
         fields = like({name: cast_field(value, self.general.precision) for name, value in batch.items()}, batch)
-        found = self._deciding(batch, fields, buffers, drawing)
-        found._check_microbatches(fields, buffers, drawing)
-        return found
+        return self._deciding(batch, fields, buffers, drawing)._with_parts(fields, buffers, drawing)
 
     def _deciding(
         self, batch: Mapping[str, Tensor], fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing
@@ -353,7 +353,7 @@ class Compiled:
                 wrong = f"forward reads {found.general.checks.fields[0]} in Python in one branch alone"
                 raise ConfigError.on("model", wrong, "a forward that reads values of the batch in every step")
             if self.training:
-                self._check_learning(found, fewer=True)
+                self._check_learning(found.general, fewer=True)
             self._check_meeting(found)
             self._decided = [*self._decided[-FORMS:], found]
             if len(self._decided) == MANY:
@@ -363,28 +363,45 @@ class Compiled:
                 )  # fmt: skip
         return found
 
-    def _check_microbatches(
-        self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing
-    ) -> None:
-        """Raise :class:`ConfigError` where microbatches of a batch are captured for what forward reads of their own
-        rows, and do not read that here, or what does not follow from what it reads of all rows."""
-        rows, whole = rows_in(fields), self.general.checks
-        sizes = tuple(shard_sizes(rows, min(self.plan.microbatches, rows)))
-        if len(sizes) == 1 or whole is None or self.general.rows is None or self.general.cuts_batch:
-            return
-        each = [self.trace((), size).checks for size in sizes]
-        if all(one is None or one.reads == whole.reads for one in each):
-            return
-        start = 0
-        for size, one in zip(sizes, each, strict=True):
-            part = {name: v[start : start + size] if has_rows(name) else v for name, v in fields.items()}
-            if one is not None and not one.hold(part, buffers, drawing):
-                wrong = f"{len(sizes)}, and forward reads other values in Python of rows {start} to {start + size - 1}"
-                raise ConfigError.on("microbatches", f"{wrong} of a batch than of its first {size}", "1")
-            start += size
-        if not self._agree(sizes):
-            wrong = f"{len(sizes)}, of which each decides in Python by its own values, and a trial does not show that"
-            raise ConfigError.on("microbatches", f"{wrong} the loss of a batch is that of its microbatches", "1")
+    def _with_parts(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> Compiled:
+        """Return this for a batch whose microbatches may be captured for what forward reads of their own rows.
+
+        Raises :class:`ConfigError` where what they read does not follow from what it reads of all rows."""
+        rows, general = rows_in(fields), self.general
+        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
+        if len(sizes) == 1 or general.checks is None or general.rows is None or general.cuts_batch:
+            return self
+        with self._lock:
+            parts = self._own_reads.traces(general, fields, sizes, buffers, drawing)
+            if parts is None or all(one is self.trace((), size) for one, size in zip(parts, sizes, strict=True)):
+                return self
+            if parts not in self._with_other_parts:
+                for old in [*self._with_other_parts][: -FORMS + 1]:
+                    del self._with_other_parts[old]
+                found = copy.copy(self)
+                found.parts = parts
+                self._with_other_parts[parts] = found
+            return self._with_other_parts[parts]
+
+    @cached_property
+    def _with_other_parts(self) -> dict[tuple[Trace, ...], Compiled]:
+        """This with other ``parts``."""
+        return {}
+
+    @cached_property
+    def _own_reads(self) -> OwnReads:
+        return OwnReads(lambda size: self.trace((), size), self._trace_of_part, self._agree)
+
+    def _trace_of_part(self, part: Mapping[str, Tensor]) -> Trace:
+        """Return a trace for rows of a batch that decide in another way than the first rows of the example."""
+        found = self._traced_as(part, (), rows_in(part), apart=True)
+        if found.opaque is not None:
+            wrong = f"{rows_in(part)} rows that decide in another way cannot be captured: {found.opaque}"
+            raise ConfigError.on("microbatch", wrong, "torch.where in place of branches in Python")
+        if self.training:
+            self._check_learning(found, fewer=True)
+        self._check_placed(found, self.buckets)
+        return found
 
     def _agree(self, sizes: tuple[int, ...]) -> bool:
         """Return whether a trial shows that the loss of the example is that of its microbatches, of these sizes."""
@@ -532,17 +549,25 @@ class Compiled:
         return self._traced_as(example_rows(self.example, rows), ones, rows)
 
     def _traced_as(
-        self, example: Mapping[str, Tensor], ones: tuple[str, ...], rows: int | None, opaque: bool = True
-    ) -> Trace:
+        self, example: Mapping[str, Tensor], ones: tuple[str, ...], rows: int | None, opaque: bool = True,
+        apart: bool = False,
+    ) -> Trace:  # fmt: skip
+        """Return a new trace; one that is ``apart`` is of rows that decide in another way than those of others."""
         numeric, rule = self.plan.numeric, self.plan.data.rule
+        captures = {} if apart else self._captures
+        varying = self._varying.another_way(self._varying.drawing) if apart else self._varying
         return trace(
             self.module, example, loss=self.loss, precision=numeric.precision, training=self.training,
             dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule, first=not self.buckets,
-            tensor=self._tensors(ones, rows), captures=self._captures, varying=self._varying,
+            tensor=self._tensors(ones, rows), captures=captures, varying=varying,
             opaque=opaque, loss_weight=self.loss_weight, over_batch=self.plan.exchanges_microbatches,
             wanted=self.wanted, segments=self.plan.tensor.overlap == "pairs",
             dense=tuple(self.hooks.parameters) if self.hooks and self.plan.data.tables == "rows" else None,
         )  # fmt: skip
+
+    def traces_of(self, ones: tuple[str, ...], sizes: Sequence[int], rows: int) -> list[Trace]:
+        """Return the traces for microbatches of these sizes of a batch of ``rows`` rows."""
+        return [*self.parts] or [self.trace_of(ones, size, rows) for size in sizes]
 
     def trace_of(self, ones: tuple[str, ...], size: int, rows: int) -> Trace:
         """Return the trace for a microbatch of ``size`` rows of a batch of ``rows`` rows."""

@@ -55,7 +55,7 @@ class Choices:
             compiled.general.own_numbers.check(fields)
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         sizes = shard_sizes(rows, min(compiled.plan.microbatches, rows))
-        return [compiled.trace_of(ones, size, rows) for size in sizes]
+        return compiled.traces_of(ones, sizes, rows)
 
     def fitting(
         self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled, drawing: Drawing, alike: bool = False
