@@ -26,7 +26,7 @@ class Varying:
     captures: dict[Any, list[Captured]] = field(default_factory=dict)
     asked: set[tuple[Any, Form]] = field(default_factory=set)  # for which a capture with symbolic dims was made
     known: dict[Any, Known] = field(default_factory=dict)
-    sampled: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    sampled: dict[tuple[int, str, int], int | None] = field(default_factory=dict)
     drawing: Drawing | None = None
 
     def again(self) -> Varying:
@@ -35,7 +35,7 @@ class Varying:
 
     def another_way(self, drawing: Drawing | None) -> Varying:
         """Return it for batches by whose values, and the random numbers of a step, forward decides in another way."""
-        return Varying(known=self.known, drawing=drawing)
+        return Varying(known=self.known, sampled=self.sampled, drawing=drawing)
 
     def add(self, dims: Dims) -> None:
         """Note dims that vary."""

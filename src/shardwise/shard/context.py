@@ -44,14 +44,14 @@ class ShardingContext:
     ``over_batch`` says that where rows meet those of all microbatches do.  ``notes`` are what a
     user should know of the choices made, and ``decided`` tells, by name and axis, which pin or op made each parameter's
     layout.  ``undivided`` are the ops whose backward needs the gradient of the whole batch at once.  ``sampled`` says
-    of random ops of this forward, by ordinal, how many dims their tensors have, and which of them, if any, has the
-    samples: so captures for other numbers of rows tell each other.
+    of random ops, by ordinal, place in the model and number of dims, which dim, if any, has the samples: so captures
+    for other numbers of rows tell each other.
     """
 
     def __init__(
         self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
-        over_batch: bool = False, sampled: dict[int, tuple[int, int | None]] | None = None,
+        over_batch: bool = False, sampled: dict[tuple[int, str, int], int | None] | None = None,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
         self.summands, self.dropout, self.device = summands, dropout, device or torch.device("cpu")

@@ -71,7 +71,7 @@ class Sharded:
 def shard(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], *, summands: Collection[fx.Node] = (),
     dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
-    over_batch: bool = False, sampled: dict[int, tuple[int, int | None]] | None = None,
+    over_batch: bool = False, sampled: dict[tuple[int, str, int], int | None] | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as it says.
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.naming import module_path
 from shardwise.graph.sizes import depends_on_data
 from shardwise.ops import random_ops
 from shardwise.ops.env import ROWS
@@ -24,22 +25,23 @@ RULES = Table()
 Batch = tuple[int, int] | None
 
 
-def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None, ordinal: int) -> Batch:
-    """Return where samples are in the random tensor ``ordinal``, of these sizes, as (dim, its elements per sample), or
+def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None, node: fx.Node) -> Batch:
+    """Return where samples are in the random tensor of a node, of these sizes, as (dim, its elements per sample), or
     None."""
     if place is not None:
         return place.dim, place.post
     if context.symbol is not None:
         return next(((d, m) for d, s in enumerate(sizes) if (m := context.multiple(s))), None)
-    dims, known = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0], context.sampled.get(ordinal)
-    if not dims or known == (len(sizes), None):
-        context.sampled[ordinal] = len(sizes), None
+    call = node.meta["ordinal"], f"{op_name(node)} in {module_path(node)}", len(sizes)
+    dims, known = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0], context.sampled.get(call, -1)
+    if not dims or known is None:
+        context.sampled[call] = None
         return None
-    if dims != [0] and not (0 in dims and known == (len(sizes), 0)):
+    if dims != [0] and not (0 in dims and known == 0):
         raise Uncapturable(
             f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known"
         )
-    context.sampled[ordinal] = len(sizes), 0
+    context.sampled[call] = 0
     return 0, int(sizes[0]) // context.rows
 
 
@@ -60,7 +62,7 @@ def keys(
     if row is None:
         of_samples = (s for s in places.values() if s.pre == 1 and _per_sample(context, sizes, s.dim) == s.post)
         first = places.get(ROWS) or next(of_samples, None)
-        batch = sample_dim(context, sizes, first, node.meta["ordinal"])
+        batch = sample_dim(context, sizes, first, node)
     spread = tuple(g for g, s in places.items() if s == first)
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
