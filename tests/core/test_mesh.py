@@ -150,4 +150,5 @@ def test_links_are_those_between_the_members_of_groups(sizes: tuple[int, ...], p
 
 def test_did_you_mean() -> None:
     assert did_you_mean("recompte", ["mesh", "recompute"]) == ' Did you mean "recompute"?'
+    assert did_you_mean("ADAMW", ["adam", "AdamW"]) == ' Did you mean "AdamW"?'
     assert did_you_mean("zzz", ["mesh", "recompute"]) == ""

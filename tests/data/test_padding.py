@@ -64,11 +64,24 @@ def test_every_dim_of_a_picture_is_filled() -> None:
             'padding: rows of "a" are torch.float32 and torch.int64; legal: one dtype',
         ),
         ({"a": 0.5}, [{"a": [1]}], 'padding: "a" is torch.int64, filled with 0.5; legal: a whole number'),
+        ({"a": 0}, [()], "padding: a sample is of type tuple; legal: dicts"),
+        (
+            {"a": 0},
+            [{"a": [1], "b": [1]}, {"a": [1], "b": [1, 2]}],
+            'padding: rows of "b" have shapes (1,) and (2,); legal: one shape, or a number with which "b" is filled',
+        ),
     ],
 )
 def test_what_cannot_be_filled_is_refused(fill: dict[str, float], samples: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Padding(fill)(samples)
+
+
+def test_the_first_samples_are_checked() -> None:
+    """Those of which an example is made before the first step."""
+    for samples in ([{"b": [1]}], [([1], [2])]):
+        with pytest.raises(ConfigError, match="padding: "):
+            Padded(samples, Padding({"a": 0})).longest(2)
 
 
 def test_a_mask_needs_a_name_of_its_own() -> None:

@@ -20,7 +20,7 @@ from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches  # noqa: E40
 from sweeping.heads import Packed, Regression  # noqa: E402
 from sweeping.narrow import narrowed  # noqa: E402
 from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, Outcome  # noqa: E402
-from sweeping.page import PLANS, TARGETS, TITLES, page, percent  # noqa: E402
+from sweeping.page import PLANS, SHARDED, SHARDED_MODELS, TARGETS, TITLES, page, passed, percent  # noqa: E402
 from sweeping.plans import plans  # noqa: E402
 from sweeping.results import Results  # noqa: E402
 from sweeping.shrink import completed, shrunk  # noqa: E402
@@ -206,6 +206,15 @@ def test_the_page_is_that_of_the_results() -> None:
     records = list(condensed.read(ROOT / "scripts" / "sweep.json").values())
     assert (ROOT / "docs" / "models.md").read_text() == page(records)
     assert PLANS == tuple(plans()) == tuple(TITLES) == tuple(TARGETS)
+
+
+def test_the_results_reach_what_the_page_names() -> None:
+    ran = [one for one in condensed.read(ROOT / "scripts" / "sweep.json").values() if one.trains]
+    for plan, target in TARGETS.items():
+        good, tried = passed(ran, plan)
+        assert tried == len(ran) and 100 * good / tried >= target, (plan, good, tried)
+    shares = [one.sharded for one in ran if one.sharded is not None]
+    assert 100 * sum(one >= SHARDED for one in shares) / len(shares) >= SHARDED_MODELS
 
 
 def test_records_keep_the_newest_and_the_page_counts_what_trains(tmp_path: Path) -> None:

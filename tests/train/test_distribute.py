@@ -176,6 +176,39 @@ def test_a_schedule_of_torch(name: str, after: bool) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+class Signs(torch.optim.Optimizer):
+    """An optimizer of the user's, whose step takes no closure."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_schedule_of_an_own_optimizer(after: bool) -> None:
+    """A schedule that is made before puts a function in place of the optimizer's step."""
+    losses = []
+    for index, module in enumerate((net(), net())):
+        theirs = Signs(module.parameters(), lr=0.01)
+        schedule = None if after else rates.StepLR(theirs, 1, gamma=0.5)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        schedule = schedule or rates.StepLR(theirs, 1, gamma=0.5)
+        losses.append(trained(model, optimizer, 4, schedule.step))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_another_step_in_an_optimizer_is_refused() -> None:
+    theirs = Signs((module := net()).parameters(), lr=0.01)
+    theirs.step = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="optimizer Signs: its step is not that of its class"):
+        distribute(module, theirs)[0](**batch(0)).backward()
+
+
 @pytest.mark.parametrize("name", ["asgd", "rprop"])
 def test_a_warm_up_after_distribute_of_state_that_begins_with_the_rate(name: str) -> None:
     """The state of these begins with the learning rate of their first step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -447,6 +448,29 @@ def test_values_of_which_each_microbatch_has_its_own() -> None:
     torch.testing.assert_close(output.square().mean(), net_of(x).square().mean(), rtol=1e-10, atol=1e-10)
     with pytest.raises(ShardwiseError, match="not computed: each microbatch has one of its own"):
         first.item()
+
+
+def test_a_model_that_is_not_captured_is_told_of() -> None:
+    """Where each microbatch or rank has a part of the rows, by which forward decides."""
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return torch.stack([row * 2 if float(row.detach().sum()) > 0 else row for row in h]).square().mean()
+
+    for microbatches in (1, 2):
+        module = Decides()
+        model, optimizer = distribute(module, sgd(module), Plan.of(precision="fp64", microbatches=microbatches))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(torch.randn(6, 4, dtype=torch.float64)).backward()
+            optimizer.step()
+        told = [str(one.message) for one in found if "not captured, trains as one unit" in str(one.message)]
+        assert len(told) == (microbatches > 1) and all("test_own_habits.py" in one for one in told), told
 
 
 def net_of(x: Tensor) -> Any:

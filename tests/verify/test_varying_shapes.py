@@ -333,6 +333,27 @@ def test_more_than_the_largest_is_refused() -> None:
         compiled.fitting(rows_of(7))
 
 
+def test_less_than_the_example_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'field "x" has size 3 in dim 1; legal: at most 2, as varies says of "x.1"'):
+        Compiled(Short(), Plan.of(precision="fp64"), rows_of(3), varies={"x.1": 2})
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.embed(ids).flatten(0, 1), labels.flatten())
+
+
+def test_a_field_that_varies_with_another_is_named() -> None:
+    given = {"ids": torch.zeros(2, 17, dtype=torch.long), "labels": torch.zeros(2, 17, dtype=torch.long)}
+    with pytest.raises(ConfigError, match=r"labels.1 is as large as what varies names: if both vary, name both"):
+        Compiled(Tagged(), Plan.of(), given, varies={"ids.1": 24})
+    Compiled(Tagged(), Plan.of(), given, varies={"ids.1": 24, "labels.1": 24})
+
+
 def test_batches_of_a_window_have_one_shape() -> None:
     plan = Plan.of(Mesh.of(pp=2), precision="fp64", schedule="pipedream", window=2)
     batches = [picture_batch(4, 8, 8), picture_batch(4, 9, 8)]

@@ -45,8 +45,9 @@ class ConfigError(ShardwiseError):
 
 def did_you_mean(word: object, legal: Iterable[object]) -> str:
     """Return ``' Did you mean "x"?'`` for the legal word closest to ``word``, or ``""`` if none is close."""
-    close = difflib.get_close_matches(str(word), [str(candidate) for candidate in legal], n=1, cutoff=0.6)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    known = {str(candidate).lower(): str(candidate) for candidate in legal}
+    close = difflib.get_close_matches(str(word).lower(), known, n=1, cutoff=0.6)
+    return f' Did you mean "{known[close[0]]}"?' if close else ""
 
 
 def divisors(number: int) -> str:

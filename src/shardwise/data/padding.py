@@ -32,8 +32,20 @@ class Padding:
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return the batch; raise :class:`ConfigError` for samples that have not the fields, or no sizes to fill."""
-        if wrong := next((one for one in samples if not isinstance(one, Mapping)), None):
-            raise ConfigError.on("padding", f"a sample is of type {type(wrong).__name__}", "dicts")
+        self.check(samples)
+        rest = [{name: value for name, value in one.items() if name not in self.fill} for one in samples]
+        batch: dict[str, Any] = {name: self._filled(name, [one[name] for one in samples]) for name in self.fill}
+        if self.mask is not None:
+            first = next(iter(self.fill))
+            own = [torch.ones_like(torch.as_tensor(one[first]), dtype=torch.int64) for one in samples]
+            batch[self.mask] = self._put_together(own, 0)
+        return batch | (default_collate(rest) if rest[0] else {})
+
+    def check(self, samples: Sequence[Any]) -> None:
+        """Raise :class:`ConfigError` for samples that are no dicts, or have not the fields, or others of several
+        sizes."""
+        if wrong := [one for one in samples if not isinstance(one, Mapping)]:
+            raise ConfigError.on("padding", f"a sample is of type {type(wrong[0]).__name__}", "dicts")
         for name in self.fill:
             missing = next((i for i, one in enumerate(samples) if name not in one), None)
             if missing is not None:
@@ -42,13 +54,10 @@ class Padding:
             raise ConfigError.on(
                 "padding", f'the samples have a field "{self.mask}" already', "another name for a mask"
             )
-        rest = [{name: value for name, value in one.items() if name not in self.fill} for one in samples]
-        batch: dict[str, Any] = {name: self._filled(name, [one[name] for one in samples]) for name in self.fill}
-        if self.mask is not None:
-            first = next(iter(self.fill))
-            own = [torch.ones_like(torch.as_tensor(one[first]), dtype=torch.int64) for one in samples]
-            batch[self.mask] = self._put_together(own, 0)
-        return batch | (default_collate(rest) if rest[0] else {})
+        for name in samples[0]:
+            rows = [one[name] for one in samples if name not in self.fill and name in one]
+            if len(shapes := sorted({str(_shape(one)) for one in rows})) > 1:
+                raise ConfigError.on("padding", f'rows of "{name}" have shapes {" and ".join(shapes)}', _fillable(name))
 
     def _filled(self, name: str, values: Sequence[Any]) -> Tensor:
         rows = [torch.as_tensor(value) for value in values]
@@ -82,12 +91,21 @@ class Padded:
     def longest(self, most: int) -> list[Any]:
         """Return the first samples of a map-style dataset, at ``most`` so many, those with most to fill first."""
         samples = [self.data[i] for i in range(min(most, len(self.data)))]
+        self.padding.check(samples)
         return sorted(samples, key=lambda one: -sum(torch.as_tensor(one[n]).numel() for n in self.padding.fill))
 
 
 def _after(shape: Sequence[int], whole: Sequence[int]) -> list[int]:
     """Return what :func:`torch.nn.functional.pad` takes to fill a tensor up at the end of its dims."""
     return [n for have, want in zip(reversed(shape), reversed(whole), strict=True) for n in (0, want - have)]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return (len(value),) if isinstance(value, (list, tuple)) else tuple(getattr(value, "shape", ()))
+
+
+def _fillable(name: str) -> str:
+    return f'one shape, or a number with which "{name}" is filled too'
 
 
 def _fields(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -141,6 +141,9 @@ class Compiled:
         sizes = named_sizes.sizes_of(self.varies, self.example)
         if sizes:
             self._varying.add({name: frozenset(dims) for name, dims in sizes.items()})
+            if self.training:
+                named_sizes.check_sizes(self.example, sizes)
+            others = named_sizes.as_large(self.example, sizes)
             self.example = named_sizes.enlarged(self.example, sizes)
         if self.hooks is None:
             self.hooks = UserHooks.of(self.module)
@@ -149,7 +152,13 @@ class Compiled:
             given = self.initial
             self._values = Values(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
-        self.general = self._general(first)
+        try:
+            self.general = self._general(first)
+        except ConfigError as error:
+            if not sizes or not others:
+                raise
+            hint = f"{others[0]} is as large as what varies names: if both vary, name both"
+            raise ConfigError(f"{error} ({hint})") from error
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._check_placed(self.general, self.like.buckets if self.like is not None else ())
         self._stages = self._stages or StageSplit.of(self.general, self.plan, weights=self.unit_weights).names

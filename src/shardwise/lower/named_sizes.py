@@ -46,6 +46,17 @@ def enlarged(example: Mapping[str, Tensor], sizes: Sizes) -> Mapping[str, Tensor
     return resized(example, form)
 
 
+def as_large(example: Mapping[str, Tensor], sizes: Sizes) -> list[str]:
+    """Return the dims of an example, as "FIELD.DIM", that are as large as one that varies, and are not said to vary."""
+    named = {example[name].shape[dim] for name, dims in sizes.items() for dim, n in dims.items()
+             if n != example[name].shape[dim]}  # fmt: skip
+    rows = {name: value.shape for name, value in example.items() if has_rows(name)}
+    return [
+        f"{name}.{dim}" for name, shape in rows.items() for dim, size in enumerate(shape)
+        if dim and size in named and dim not in sizes.get(name, {})
+    ]  # fmt: skip
+
+
 def check_sizes(fields: Mapping[str, Tensor], most: Sizes) -> None:
     """Raise :class:`ConfigError` where a field is larger than the ``most`` that may come."""
     for name, dims in most.items():

@@ -71,7 +71,8 @@ class OwnOptimizer:
         mine = self.prototype
         memo: dict[int, Any] = {id(p): torch.zeros(()) for group in mine.param_groups for p in group["params"]}
         found = type(mine).__new__(type(mine))
-        found.__dict__.update({key: copy.deepcopy(value, memo) for key, value in vars(mine).items()})
+        own = {key: value for key, value in vars(mine).items() if key != "step"}  # a scheduler's, bound to ``mine``
+        found.__dict__.update({key: copy.deepcopy(value, memo) for key, value in own.items()})
         found.param_groups = [{**found.param_groups[n], "params": list(members)} for n, members in groups.items()]
         found.state = defaultdict(dict)
         return found
@@ -106,7 +107,10 @@ def own_optimizers(prototype: torch.optim.Optimizer) -> list[OwnOptimizer]:
     tensor by tensor, which a trial shows."""
     found = [OwnOptimizer(prototype, number) for number in range(len(prototype.param_groups))]
     where = f"optimizer {type(prototype).__name__}"
-    parameters = inspect.signature(prototype.step).parameters.values()
+    step = type(prototype).step
+    if inspect.unwrap(vars(prototype).get("step", step)) is not inspect.unwrap(step):
+        raise ConfigError.on(where, "its step is not that of its class", "a subclass with a step of its own")
+    _, *parameters = inspect.signature(step).parameters.values()  # without self
     if any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
         raise ConfigError.on(where, "its step needs a closure, which would run the model several times", _LEGAL)
     groups = {

@@ -157,9 +157,11 @@ class Model(Owner):
         return alike[-1]
 
     def _told(self, compiled: Compiled) -> Compiled:
-        """Warn of what microbatches change."""
-        pipelined = self.plan.mesh.axis_size(PIPELINE) > 1
-        for note in compiled.general.notes_of_microbatches(self.plan.microbatches, pipelined):
+        """Warn of what microbatches change, and of what ranks do that decide by their own rows."""
+        general, pipelined = compiled.general, self.plan.mesh.axis_size(PIPELINE) > 1
+        several = general.opaque is not None and self.plan.mesh.size * self.plan.microbatches > 1
+        apart = general.notes_of_microbatches(self.plan.microbatches, pipelined)
+        for note in [*(general.notes if several else []), *apart]:
             warnings.warn(f"distribute(){at_line()}: {note}", stacklevel=2)
         return compiled
 
