@@ -21,7 +21,9 @@ test-ci:
 
 test-all:
 	@scripts/install.sh dev
-	$(PYTEST) -m "full or not full" $(ARGS)
+	$(PYTEST) -m "full or not full" --ignore=tests/scripts/test_sweep_sample.py $(ARGS)
+	@.venv/bin/python -m pip install --quiet --no-deps --upgrade --target sweep/libraries -r scripts/sweeping/requirements.txt
+	PYTHONPATH=sweep/libraries $(PYTEST) -m "full or not full" tests/scripts/test_sweep_sample.py
 
 test-gpu:
 	@scripts/install.sh dev
