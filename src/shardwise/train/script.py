@@ -186,7 +186,9 @@ class _Plotter:
             brought = (v for one in sources if one.owner is not None for v in one.inputs)
             first = next((v for v in brought if v.meta.dim() > self.dim), None)
             if first is None:
-                raise ShardwiseError("model(...): no tensor with rows; legal: a batch among the arguments")
+                raise ShardwiseError(
+                    "model(...): no tensor with rows; legal: tensors among the arguments (torch.as_tensor of an array)"
+                )
             self.rows = first.meta.shape[self.dim]
         calls = [self.call(one, i) for i, one in enumerate(sources)]
         ends = [[self.leaf(value) for value in one] for one in (losses, kept)]
