@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.capture.example import shaken_value
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import generators_kept
-from shardwise.capture.wrapped import LossFunction, WithLoss, rows_in, set_mode
+from shardwise.capture.wrapped import LossFunction, WithLoss, set_mode
 from shardwise.core.fields import has_rows
 
 
@@ -24,7 +24,7 @@ def settle(module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | 
     """Give a module the buffers of other shapes that a forward of ``batch`` assigns, and the numbers and words that
     their modules keep beside them; return the names of these buffers.
 
-    Nothing is changed, and none returned, if a forward with other parameters and the rows in another order leaves
+    Nothing is changed, and none returned, if a forward with other parameters and the first row in place of all leaves
     something else, or fails."""
     try:
         one, two = (_run(module, batch, loss, training, again) for again in (False, True))
@@ -61,12 +61,13 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 def _run(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, training: bool, again: bool
 ) -> nn.Module:  # fmt: skip
-    """Return a copy after a forward, which has other parameters and another order of rows if it runs ``again``."""
+    """Return a copy after a forward, which has other parameters and nothing but the first row if it runs ``again``."""
     own = copy.deepcopy(module, kept_tensors(module))
     fields = {name: value.detach().clone() for name, value in batch.items()}
     if again:
-        order = torch.arange(rows_in(batch)).flip(0)
-        fields = {name: value[order] if has_rows(name) else value for name, value in fields.items()}
+        fields = {
+            name: value[:1].expand_as(value).clone() if has_rows(name) else value for name, value in fields.items()
+        }
         for number, parameter in enumerate(own.parameters()):
             parameter.data = shaken_value(parameter.data, number)
     with generators_kept(), torch.random.fork_rng(devices=[]), torch.no_grad():
