@@ -183,8 +183,6 @@ class Detection(nn.Module):
 
     def forward(self, images: Tensor, boxes: Tensor, classes: Tensor, **more: Tensor) -> Tensor:
         """Return the sum of the losses; ``boxes`` are of shape (rows, n, 4) in pixels, ``classes`` of (rows, n)."""
-        if "keypoints" in more:  # torchvision takes these in single precision alone
-            more["keypoints"] = more["keypoints"].float()
         targets = [
             {"boxes": boxes[i], "labels": classes[i], **{name: value[i] for name, value in more.items()}}
             for i in range(images.shape[0])

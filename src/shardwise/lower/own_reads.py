@@ -15,7 +15,7 @@ from shardwise.core.structure import like
 from shardwise.units.trace import Trace
 
 MOST = 16
-"""Of so many ways to decide, microbatches of one size have traces at once; the one that was used first ends."""
+"""Of so many ways to decide, microbatches of one size have traces at once; the one that was made first ends."""
 
 
 @dataclass
