@@ -5,7 +5,8 @@ is around the calls of this function is captured, and each call runs the functio
 tensors: rows of all ranks, shards of none.  So it computes what it computes on one device, whatever it does.
 
 Parameters and buffers of a module among the arguments are arguments, too, where no result has a gradient: one that
-chooses places or experts, for example.  What a call returns is seen in a forward with values, before the capture.  Only
+chooses places or experts, for example.  A part of a function (:mod:`parts`) may give results with gradients of them,
+for there is no smaller one.  What a call returns is seen in a forward with values, before the capture.  Only
 functions that keep to their arguments can be called so: :class:`NotEager` says what stands against it.
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from itertools import islice
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from shardwise.capture.assumed import Noting
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
+from shardwise.capture.parts import part_of, parts
 from shardwise.capture.redirected import function_of, redirected
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.core.errors import ShardwiseError, of_library
@@ -41,6 +44,7 @@ has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
 MOST = 4  # functions of a model that may run as written
+PARTS = 12  # the most parts of functions that are tried at a time
 
 
 class NotEager(Uncapturable):
@@ -107,6 +111,8 @@ class EagerCall(WholeCall):
         self.made = [
             Made(tuple(zip(one.shape, two.shape, strict=True)), one.dtype, one.requires_grad) for one, two in pairs
         ]
+        learning = sum(isinstance(one, Tensor) and one.requires_grad for one in seen.given)
+        self.skips = learning > 1 and any(one.learns for one in self.made)
         self.__name__ = self.__qualname__ = f"{seen.function.__name__}_{number}"
         self.__module__ = seen.function.__module__
 
@@ -147,7 +153,8 @@ class EagerCall(WholeCall):
     def _fits(self, result: Tensor, made: Made, tensors: Sequence[Tensor]) -> bool:
         """Whether a result of the call with these tensors has the sizes that the capture gave it, and no gradient where
         none was seen."""
-        if result.requires_grad and not made.learns:
+        learns = made.learns and torch.is_grad_enabled() and self.seen.gradients
+        if result.requires_grad != learns and (result.requires_grad or part_of(self.seen.function) is not None):
             return False
         return list(result.shape) == [self._size(tensors, size) for size in made.sizes]
 
@@ -197,13 +204,14 @@ def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tens
 
 
 class EagerCalls:
-    """The calls of ``functions`` in a forward of a model, which ``forward`` runs with values; inside them ``layers``
-    intercept what they call, as in all of forward."""
+    """The calls of ``functions`` in a forward of a model with so many ``parameters`` (elements), which ``forward`` runs
+    with values; inside them ``layers`` intercept what they call, as in all of forward."""
 
     def __init__(
-        self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer]
+        self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer], parameters: int
     ) -> None:  # fmt: skip
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
+        self.parameters = parameters
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
         self.told: Callable[[Tensor], None] = lambda result: None  # hears of each result in a trial
         self.calls: list[EagerCall] = []
@@ -220,6 +228,8 @@ class EagerCalls:
                 for one, two in zip(first, self._run(rows[0], values), strict=False):
                     if sizes(one) != sizes(two):
                         raise NotEager(one.function, "returns tensors whose sizes follow from values")
+                    if not all(map(_alike, one.found, two.found)):
+                        raise NotEager(one.function, "returns numbers that follow from values")
         for one, two in zip(first, other, strict=False):
             if not one.like(two):
                 raise NotEager(one.function, "returns something else for other rows")
@@ -262,14 +272,26 @@ class EagerCalls:
         for one in found:
             if not isinstance(one, (Tensor, *PLAIN)):
                 raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
+        part = part_of(function)
+        if part is not None and not part.ends and not all(isinstance(one, Tensor) for one in found):
+            raise NotEager(function, "sets what is no tensor")  # and may be something else for other values
         if beside.reads and any(isinstance(one, Tensor) and one.requires_grad for one in found):
-            raise NotEager(function, READS)
+            self._check_own(function, own)
         taken = {storage_key(one) for one in tensors}
         shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
         every = (*given, *own) if beside.reads else tuple(given)
         gradients = torch.is_grad_enabled()
         self._seen.append(Seen(function, every, spec, tuple(found), found_spec, gradients, shares))
         return result
+
+    def _check_own(self, function: FunctionType, own: Sequence[Tensor]) -> None:
+        """Raise :class:`NotEager` where a function's results may not have gradients of the parameters of modules that
+        it is given: every rank would compute them for the rows of all."""
+        part = part_of(function)
+        if part is None:
+            raise NotEager(function, READS)
+        if not part.innermost and 2 * sum(one.numel() for one in own) > self.parameters:
+            raise NotEager(function, "computes with most of the parameters")
 
     @contextmanager
     def passed_by(self, noting: Noting) -> Iterator[None]:
@@ -371,10 +393,9 @@ def tensors_of(objects: Sequence[Any]) -> list[Tensor]:
 def emptied(seen: Seen) -> Seen:
     """Return a call whose tensors have no values, nor the parameters and buffers of its modules: another branch of the
     function that computes with these stops."""
-    for one in seen.given:
-        if isinstance(one, nn.Module):
-            one.to("meta")
+    memo = {id(one): _without_values(one) for one in tensors_of(seen.given)}  # those that are tied stay so
     given, found = ([_without_values(one) for one in each] for each in (seen.given, seen.found))
+    given = [copied(one, memo) if isinstance(one, nn.Module) else one for one in given]
     return seen._replace(given=tuple(given), found=tuple(found))
 
 
@@ -396,18 +417,38 @@ def _holds_tensors(look: Any) -> bool:
     return isinstance(look, Itself) and isinstance(look.value, Tensor)
 
 
-def candidates(errors: Sequence[BaseException], known: Sequence[FunctionType]) -> list[FunctionType]:
-    """Return the functions in which errors were raised, those of the last error first, beginning with the innermost,
-    without those ``known``."""
-    found: list[FunctionType | None] = []
-    for error in reversed(errors):
-        chain = [error]
-        while chain[-1].__cause__ is not None:
-            chain.append(chain[-1].__cause__)
-        for one in reversed(chain):
-            frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
-            found += [function_of(frame) for frame in reversed(frames) if not of_library(frame.f_code.co_filename)]
-    return list(dict.fromkeys(one for one in found if one is not None and one not in known))
+def candidates(errors: Sequence[BaseException], known: Sequence[FunctionType]) -> Iterator[FunctionType]:
+    """Yield the functions in which errors were raised, those of the last error first, beginning with the innermost,
+    without those ``known``, and then parts of them."""
+    stops = [stop for error in reversed(errors) for stop in _stops(error)]
+    yield from dict.fromkeys(function for function, *_ in stops if function not in known)
+    yield from islice(_parts(stops, known), PARTS)
+
+
+Stop = tuple[FunctionType, FrameType, int, bool]
+"""A function in which an error was raised, with its frame, the line, and whether it is the innermost one."""
+
+
+def _stops(error: BaseException) -> Iterator[Stop]:
+    """Yield where an error and what caused it were raised, beginning with the innermost function."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    for one in reversed(chain):
+        frames = [each for each in traceback.walk_tb(one.__traceback__) if not of_library(each[0].f_code.co_filename)]
+        for at, (frame, line) in enumerate(reversed(frames)):
+            if (function := function_of(frame)) is not None:
+                yield function, frame, line, not at
+
+
+def _parts(stops: Iterable[Stop], known: Sequence[FunctionType]) -> Iterator[FunctionType]:
+    """Yield the parts of functions around the lines where they have stopped, each once."""
+    seen = {part_of(one) for one in known}
+    for function, frame, line, innermost in stops:
+        for one in parts(function, frame, line, innermost):
+            if part_of(one) not in seen:
+                seen.add(part_of(one))
+                yield one
 
 
 def note(calls: EagerCalls) -> str:

@@ -6,10 +6,12 @@ Nothing that refers to a function is changed: its code is replaced by one that p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
+
+from shardwise.capture.parts import with_parts
 
 Call = Callable[[FunctionType, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 """It is given the function, one that does what the function did, and the arguments; what it returns, the call does."""
@@ -32,11 +34,17 @@ def function_of(frame: FrameType) -> FunctionType | None:
     for place in places:
         found = place.get(name)
         found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-        while found is not None and getattr(found, "__code__", None) is not code:
+        while found is not None and not _is_of(getattr(found, "__code__", None), code):
             found = getattr(found, "__wrapped__", None)
         if isinstance(found, FunctionType):
             return found
     return None
+
+
+def _is_of(own: CodeType | None, code: CodeType) -> bool:
+    """Whether code is a function's own, or that which calls parts of it."""
+    place = (code.co_filename, code.co_firstlineno, code.co_qualname)
+    return own is code or (own is not None and (own.co_filename, own.co_firstlineno, own.co_qualname) == place)
 
 
 def _template(*args: Any, **kwargs: Any) -> Any:
@@ -45,8 +53,8 @@ def _template(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def redirected(functions: Iterable[FunctionType], call: Call) -> Iterator[None]:
-    """Pass this thread's calls of ``functions`` through ``call``."""
+def redirected(functions: Sequence[FunctionType], call: Call) -> Iterator[None]:
+    """Pass this thread's calls of ``functions`` through ``call``; functions of which some are parts call these."""
     thread, before = threading.get_ident(), dict[FunctionType, CodeType]()
 
     def passing(function: FunctionType) -> Callable[[Sequence[Any], dict[str, Any]], Any]:
@@ -64,6 +72,8 @@ def redirected(functions: Iterable[FunctionType], call: Call) -> Iterator[None]:
 
     with _lock:
         try:
+            for one, code in with_parts(functions).items():
+                before[one], one.__code__ = one.__code__, code
             for one in functions:
                 code, door = one.__code__, passing(one)
                 constants = tuple(door if value == "call" else value for value in _template.__code__.co_consts)

@@ -111,7 +111,10 @@ class Ways:
     def one(self, way: Way) -> Made:
         """Return the capture and the trial of one way; raise :class:`Uncapturable` where it leads to none."""
         wrapped, again = (self.watched(trial, bool(way.functions)) for trial in (False, True))
-        calls = EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision)) if way.functions else None
+        calls = None
+        if way.functions:
+            number = sum(one.numel() for one in wrapped.parameters())
+            calls = EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision), number)
         wrapped.calling = again.calling = calls
         reads: tuple[Read, ...] = ()
         if way.reads:

@@ -48,7 +48,11 @@ class CustomFunction:
 
 
 class WholeCall:
-    """A call that may do anything with the tensors that it is given, so that it takes all of each."""
+    """A call that may do anything with the tensors that it is given, so that it takes all of each.
+
+    ``skips`` says that it may leave out parameters in one step that have a gradient by it in another."""
+
+    skips = False
 
 
 RECORDED: ContextVar[Callable[[int, Sequence[Tensor]], Sequence[Tensor]]] = ContextVar("RECORDED")

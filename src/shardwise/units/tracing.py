@@ -184,7 +184,7 @@ def trace(
         kept=sharded.kept,
         outputs=captured.outputs,
         checks=normal.checks,
-        skips=any(node.target is stacked for node in normal.graph.nodes),
+        skips=any(node.target is stacked or getattr(node.target, "skips", False) for node in normal.graph.nodes),
     )
 
 
