@@ -31,7 +31,7 @@ def branches(a: int, b: int) -> Any:
         both = a
         second = b
     else:
-        both = second = 7
+        both = second = 7  # noqa: F841
     while both < 30:
         both = both * 2 + 1
         if both == 9:

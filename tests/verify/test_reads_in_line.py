@@ -211,7 +211,7 @@ PARTS = {
     "InBlocks": "InBlocks.Own.forward (lines L+2 to L+5)", "Choosing": "Choosing.forward (lines L+2 to L+5)",
     "Leaving": "Leaving.forward (lines L+2 to L+4)", "Breaking": "Breaking.forward (lines L+1 to L+6)",
 }  # fmt: skip
-SHARDED = {"Leaving": 3, "Breaking": 0}  # parameters under tp = 2; else three of each block and those of the head
+SHARDED = {"Leaving": 3, "Breaking": 2}  # parameters under tp = 2; else three of each block and those of the head
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -76,12 +76,9 @@ def parts(function: FunctionType, frame: FrameType, line: int, innermost: bool =
 
     There are none where the code cannot be read, or does what only all of a function can do."""
     tree = _tree(function.__code__)
-    if (
-        tree is None
-        or any(isinstance(node, _WHOLE) for node in ast.walk(tree))
-        or _private(tree)
-        or (_names([tree]) & _FRAME)
-    ):
+    if tree is None or _private(tree) or _names([tree]) & _FRAME:
+        return
+    if any(isinstance(node, _WHOLE) for node in ast.walk(tree)):
         return
     for path, at in reversed(_blocks(tree, line)):
         block = Part(function, path, at, at, (), (), False, innermost).block(tree)
