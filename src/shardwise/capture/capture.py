@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.capture import opened, stored
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
-from shardwise.capture.eager_calls import EagerCall, NotEager
+from shardwise.capture.eager_calls import EagerCall
 from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
@@ -33,6 +33,7 @@ from shardwise.capture.outputs import Wanted
 from shardwise.capture.reads import NUMBERS, sized
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.row_draws import assign_rows
+from shardwise.capture.seen_calls import NotEager
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on

@@ -13,46 +13,32 @@ functions that keep to their arguments can be called so: :class:`NotEager` says 
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.capture.assumed import Noting
-from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
-from shardwise.capture.parts import part_of, parts
-from shardwise.capture.redirected import function_of, redirected
-from shardwise.capture.snapshot import Itself, Look, Parts, difference
-from shardwise.core.errors import ShardwiseError, of_library
-from shardwise.graph.captured import Uncapturable
-from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
+from shardwise.capture.parts import part_of
+from shardwise.capture.redirected import redirected
+from shardwise.capture.seen_calls import NotEager, Seen, alike, emptied, equal, seen_call, sizes, tensors_of
+from shardwise.core.errors import ShardwiseError
+from shardwise.graph.torch_private import storage_key, version
 from shardwise.initial.copies import copied
 from shardwise.ops.custom_function import OP, WholeCall
 
-READS = "reads tensors that are not among its arguments"
 Forward = Callable[..., None]
 """``forward(rows, values, *layers)`` runs a forward with values for so many rows: with the parameters that the model
 has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
 MOST = 4  # functions of a model that may run as written
-PARTS = 12  # the most parts of functions that are tried at a time
-
-
-class NotEager(Uncapturable):
-    """``function`` cannot be an op of a graph."""
-
-    def __init__(self, function: FunctionType, why: str) -> None:
-        super().__init__(f"{function.__qualname__} {why}")
-        self.function = function
 
 
 class Made(NamedTuple):
@@ -61,40 +47,6 @@ class Made(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     learns: bool
-
-
-class Seen(NamedTuple):
-    """A call in a forward with values: its arguments and its results, flat, with their structure.
-
-    After the arguments come the tensors of modules among them, if the function computes with these."""
-
-    function: FunctionType
-    given: tuple[Any, ...]
-    given_spec: TreeSpec
-    found: tuple[Any, ...]
-    found_spec: TreeSpec
-    gradients: bool  # whether autograd was on
-    shares: bool  # whether results have memory of arguments
-
-    def like(self, other: Seen) -> bool:
-        """Whether another forward, of other rows, has made the same call, but for sizes."""
-        same = self.function is other.function and self.gradients == other.gradients
-        same = same and self.given_spec == other.given_spec and self.found_spec == other.found_spec
-        pairs = [*zip(self.given, other.given, strict=False), *zip(self.found, other.found, strict=False)]
-        return same and all(_alike(a, b) for a, b in pairs)
-
-
-def sizes(seen: Seen) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that a call has returned."""
-    return [tuple(one.shape) for one in seen.found if isinstance(one, Tensor)]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.dim() == other.dim()
-    if isinstance(one, PLAIN):
-        return type(one) is type(other) and (one == other or one != one)
-    return type(one) is type(other)
 
 
 class EagerCall(WholeCall):
@@ -124,13 +76,16 @@ class EagerCall(WholeCall):
             return self.shaped(tensors)
         args, kwargs = self._arguments(tensors)
         before = [version(one) for one in tensors]
+        contents = [] if part_of(self.seen.function) is None else [one.detach().clone() for one in tensors]
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
             found, spec = tree_flatten(self.seen.function(*args, **kwargs))
-        alike = spec == self.seen.found_spec and all(map(_alike, self.seen.found, found))
+        if [version(one) for one in tensors] != before or not all(map(equal, tensors, contents)):
+            wrong = f"{self.seen.function.__qualname__} reads values, and for this batch writes to what it is given"
+            raise ShardwiseError(f"model: {wrong}; legal: statements and functions that write to no tensor around them")
         results = [one for one in found if isinstance(one, Tensor)]
-        fits = alike and all(self._fits(one, made, tensors) for one, made in zip(results, self.made, strict=True))
-        if not fits or [version(one) for one in tensors] != before:
+        same = spec == self.seen.found_spec and all(map(alike, self.seen.found, found))
+        if not same or not all(self._fits(one, made, tensors) for one, made in zip(results, self.made, strict=True)):
             raise ShardwiseError(
                 f"model: {self.seen.function.__qualname__} reads values, and does not return for this batch what the "
                 "rest of forward was captured for: other shapes, numbers or objects; legal: a function whose results "
@@ -209,7 +164,7 @@ class EagerCalls:
 
     def __init__(
         self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer], parameters: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
         self.parameters = parameters
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
@@ -228,7 +183,7 @@ class EagerCalls:
                 for one, two in zip(first, self._run(rows[0], values), strict=False):
                     if sizes(one) != sizes(two):
                         raise NotEager(one.function, "returns tensors whose sizes follow from values")
-                    if not all(map(_alike, one.found, two.found)):
+                    if not all(map(alike, one.found, two.found)):
                         raise NotEager(one.function, "returns numbers that follow from values")
         for one, two in zip(first, other, strict=False):
             if not one.like(two):
@@ -249,49 +204,13 @@ class EagerCalls:
     ) -> Any:  # fmt: skip
         if self._inside:
             return whole(*args, **kwargs)
-        given, spec = tree_flatten((tuple(args), kwargs))
-        own = tensors_of(given)
-        tensors = [*(one for one in given if isinstance(one, Tensor)), *own]
-        beside = _Beside(function, [one for one in given if not isinstance(one, (Tensor, *PLAIN))])
-        versions = [version(one) for one in tensors]
         self._inside = True
         try:
-            with RefuseRandom(), beside:  # type: ignore[no-untyped-call]
-                result = whole(*args, **kwargs)
-                again = whole(*args, **kwargs)
+            seen, result = seen_call(function, whole, args, kwargs, self.parameters)
         finally:
             self._inside = False
-        after, spec_after = tree_flatten((tuple(args), kwargs))
-        same = spec == spec_after and all(a is b for a, b in zip(given, after, strict=True))
-        if not same or beside.changed() or [version(one) for one in tensors] != versions:
-            raise NotEager(function, "changes what it is given")
-        found, found_spec = tree_flatten(result)
-        other, other_spec = tree_flatten(again)
-        if found_spec != other_spec or not all(map(_equal, found, other)):
-            raise NotEager(function, "returns something else each time")
-        for one in found:
-            if not isinstance(one, (Tensor, *PLAIN)):
-                raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
-        part = part_of(function)
-        if part is not None and not part.ends and not all(isinstance(one, Tensor) for one in found):
-            raise NotEager(function, "sets what is no tensor")  # and may be something else for other values
-        if beside.reads and any(isinstance(one, Tensor) and one.requires_grad for one in found):
-            self._check_own(function, own)
-        taken = {storage_key(one) for one in tensors}
-        shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
-        every = (*given, *own) if beside.reads else tuple(given)
-        gradients = torch.is_grad_enabled()
-        self._seen.append(Seen(function, every, spec, tuple(found), found_spec, gradients, shares))
+        self._seen.append(seen)
         return result
-
-    def _check_own(self, function: FunctionType, own: Sequence[Tensor]) -> None:
-        """Raise :class:`NotEager` where a function's results may not have gradients of the parameters of modules that
-        it is given: every rank would compute them for the rows of all."""
-        part = part_of(function)
-        if part is None:
-            raise NotEager(function, READS)
-        if not part.innermost and 2 * sum(one.numel() for one in own) > self.parameters:
-            raise NotEager(function, "computes with most of the parameters")
 
     @contextmanager
     def passed_by(self, noting: Noting) -> Iterator[None]:
@@ -333,7 +252,7 @@ class EagerCalls:
                 raise NotEager(function, "is called in another way where there are no values")
             if len(known.given) > len(given):
                 given += tensors_of(given)
-            if len(known.given) != len(given) or not all(map(_alike, known.given, given)):
+            if len(known.given) != len(given) or not all(map(alike, known.given, given)):
                 raise NotEager(function, "is given other numbers or objects where there are no values")
             tensors = [each for each in given if isinstance(each, Tensor)]
             if self.ops is None:
@@ -349,108 +268,6 @@ class EagerCalls:
             yield
 
 
-class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a function has beside tensors: the ``objects`` among its arguments, and what it closes over.
-
-    ``reads`` says whether it computes with the parameters or buffers of modules among its arguments."""
-
-    def __init__(self, function: FunctionType, objects: Sequence[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self.function = function
-        closed = [cell.cell_contents for name, cell in cells if name != "__class__"]
-        self.objects, self.reads = [*objects, *closed], False
-        self.own = {id(one) for one in tensors_of(self.objects)}
-        self.memory, self.closed = ({storage_key(one) for one in tensors_of(every)} for every in (self.objects, closed))
-        self.before = self._looks()
-
-    def _looks(self) -> list[Any]:
-        found = [Look(self.own)(one) for one in self.objects]
-        if any(map(_holds_tensors, found)):
-            raise NotEager(self.function, READS)
-        return found
-
-    def changed(self) -> bool:
-        """Whether an object is no longer what it was."""
-        return any(difference(*pair) is not None for pair in zip(self.before, self._looks(), strict=True))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        read = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        if read & self.closed:
-            raise NotEager(self.function, READS)
-        self.reads |= bool(read & self.memory)
-        return func(*args, **(kwargs or {}))
-
-
-def tensors_of(objects: Sequence[Any]) -> list[Tensor]:
-    """Return the parameters and buffers of the modules among ``objects``, each once."""
-    modules = [one for one in objects if isinstance(one, nn.Module)]
-    return list({id(t): t for one in modules for t in (*one.parameters(), *one.buffers())}.values())
-
-
-def emptied(seen: Seen) -> Seen:
-    """Return a call whose tensors have no values, nor the parameters and buffers of its modules: another branch of the
-    function that computes with these stops."""
-    memo = {id(one): _without_values(one) for one in tensors_of(seen.given)}  # those that are tied stay so
-    given, found = ([_without_values(one) for one in each] for each in (seen.given, seen.found))
-    given = [copied(one, memo) if isinstance(one, nn.Module) else one for one in given]
-    return seen._replace(given=tuple(given), found=tuple(found))
-
-
-def _without_values(one: Any) -> Any:
-    return torch.empty_like(one, device="meta").requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (
-            one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-        )
-    return _alike(one, other)
-
-
-def _holds_tensors(look: Any) -> bool:
-    if isinstance(look, Parts):
-        return any(map(_holds_tensors, look.items.values()))
-    return isinstance(look, Itself) and isinstance(look.value, Tensor)
-
-
-def candidates(errors: Sequence[BaseException], known: Sequence[FunctionType]) -> Iterator[FunctionType]:
-    """Yield the functions in which errors were raised, those of the last error first, beginning with the innermost,
-    without those ``known``, and then parts of them."""
-    stops = [stop for error in reversed(errors) for stop in _stops(error)]
-    yield from dict.fromkeys(function for function, *_ in stops if function not in known)
-    yield from islice(_parts(stops, known), PARTS)
-
-
-Stop = tuple[FunctionType, FrameType, int, bool]
-"""A function in which an error was raised, with its frame, the line, and whether it is the innermost one."""
-
-
-def _stops(error: BaseException) -> Iterator[Stop]:
-    """Yield where an error and what caused it were raised, beginning with the innermost function."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    for one in reversed(chain):
-        frames = [each for each in traceback.walk_tb(one.__traceback__) if not of_library(each[0].f_code.co_filename)]
-        for at, (frame, line) in enumerate(reversed(frames)):
-            if (function := function_of(frame)) is not None:
-                yield function, frame, line, not at
-
-
-def _parts(stops: Iterable[Stop], known: Sequence[FunctionType]) -> Iterator[FunctionType]:
-    """Yield the parts of functions around the lines where they have stopped, each once."""
-    seen = {part_of(one) for one in known}
-    for function, frame, line, innermost in stops:
-        for one in parts(function, frame, line, innermost):
-            if part_of(one) not in seen:
-                seen.add(part_of(one))
-                yield one
-
-
 def note(calls: EagerCalls) -> str:
     """Return what is noted of a model with such calls."""
     names = ", ".join(dict.fromkeys(one.seen.function.__qualname__ for one in calls.calls))
@@ -460,4 +277,4 @@ def note(calls: EagerCalls) -> str:
     )
 
 
-__all__ = ["EagerCall", "EagerCalls", "MOST", "NotEager", "candidates", "note"]
+__all__ = ["EagerCall", "EagerCalls", "MOST", "note"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.collectives import in_memory
 from shardwise.ops.env import Env
@@ -49,7 +50,9 @@ class Messages:
     strict: bool = False
 
     def send(self, one: Instruction, env: Env | None) -> Handle:
-        """Post the sends of all that the instruction carries; a gradient that no backward has produced is zero."""
+        """Post the sends of all that the instruction carries; a gradient that no backward has produced is zero.
+
+        Raises :class:`ShardwiseError` where that would move parameters of another stage that one device leaves alone."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
             values = {"gradient": self.gradients.held(one.bucket)}
@@ -57,6 +60,13 @@ class Messages:
             values = {name: self.live[name, m] for name in one.tensors}
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
+            if self.traces[m].skips and any(grad is None for grad in grads.values()):
+                wrong = (
+                    "in this step the loss does not depend on what earlier stages compute, as forward decides by values"
+                )
+                raise ShardwiseError(
+                    f"pp: {wrong}; legal: pp = 1, or a loss that depends on the same layers in each step"
+                )
             values = {
                 name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()
             }

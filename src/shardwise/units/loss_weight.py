@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,18 @@ from shardwise.core.layout import Layout
 from shardwise.ops import collectives
 from shardwise.ops.env import Env
 from shardwise.units.batch_sums import BatchSums, SumPart, SumStage
-from shardwise.units.varied_batches import IGNORED, Fields, Numbers, cut, diverse, first_part, marked, repeated, rows_of
+from shardwise.units.varied_batches import (
+    IGNORED,
+    Fields,
+    Numbers,
+    cut,
+    diverse,
+    first_part,
+    marked,
+    repeated,
+    rows_of,
+    uneven,
+)
 
 FITS = {"fp64": 1e-6}  # relative, by precision; the model may compute a part of it in fp32 all the same
 FITS_FP32 = 1e-4
@@ -110,7 +122,7 @@ def found_weight(example: Probe, there: Probe, batch: Fields, numbers: Numbers) 
         for name in few:
             one = diverse(base, name)
             base = one if legal(one) else base
-    for changed in marked(base, numbers):
+    for changed in chain(uneven(base), marked(base, numbers)):
         if not fits:
             break
         legal(changed)

@@ -79,6 +79,8 @@ class UnitBackward(Multiplier):
         seeds = [
             (value, own) for name, value in zip(names, outputs, strict=True) if (own := seed(name, value)) is not None
         ]
+        if not seeds:  # in this step the loss depends on nothing that the unit has made
+            return
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         later = watch(unit.products, operands, add, behind)
         wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]

@@ -19,6 +19,7 @@ from shardwise.core.fields import has_rows
 from shardwise.graph.torch_private import TorchDispatchMode, schema
 
 ABSENT = 4  # the most numbers that a field does not have of which trials see batches
+LARGER = 30.0  # than the rows of one part are those of the other, about
 IGNORED = -100  # torch's own number for a target that does not count
 Fields = Mapping[str, Tensor]
 Numbers = frozenset[float]
@@ -73,6 +74,17 @@ def diverse(batch: Fields, name: str | None = None) -> Fields:
         k: v if name not in (None, k) or not has_rows(k) else _noised(v, i) if v.is_floating_point() else _sorted(v)
         for i, (k, v) in enumerate(batch.items())
     }
+
+
+def uneven(batch: Fields) -> Iterator[Fields]:
+    """Yield batches whose first part has rows of another size and sign than the second: what forward decides in Python
+    for all rows together is then seldom what it decides for each part."""
+    floating = [k for k, v in batch.items() if has_rows(k) and v.is_floating_point()]
+    for one, other in ((LARGER, -1 / LARGER), (1 / LARGER, -LARGER)) if floating else ():
+        factors = torch.full((rows_of(batch),), other, dtype=torch.float64)
+        factors[: first_part(batch)] = one
+        shaped = {k: factors.view(-1, *[1] * (batch[k].dim() - 1)) for k in floating}
+        yield {k: (v * shaped[k]).to(v.dtype) if k in shaped else v for k, v in batch.items()}
 
 
 def marked(batch: Fields, numbers: Numbers) -> Iterator[Fields]:

@@ -1,0 +1,229 @@
+"""What a call of a function shows in a forward with values: what it is given and returns, and whether it can be an op.
+
+A call can be an op of a graph if it keeps to its arguments, and if it returns the same each time.  It is made twice,
+and then once for each truth value that it reads, with the other answer: what it does where a branch goes the other way
+has to be as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from shardwise.capture.assumed import Noting
+from shardwise.capture.functions import PLAIN
+from shardwise.capture.intercept import Intercept, Layer
+from shardwise.capture.keyed_calls import RefuseRandom
+from shardwise.capture.parts import part_of
+from shardwise.capture.snapshot import Itself, Look, Parts, difference
+from shardwise.core.errors import ConfigError
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
+from shardwise.initial.copies import copied
+
+READS = "reads tensors that are not among its arguments"
+ANSWERS = 16  # the most truth values that a call reads and of which the other answer is tried
+
+
+class NotEager(Uncapturable):
+    """``function`` cannot be an op of a graph."""
+
+    def __init__(self, function: FunctionType, why: str) -> None:
+        super().__init__(f"{function.__qualname__} {why}")
+        self.function = function
+
+
+class Seen(NamedTuple):
+    """A call in a forward with values: its arguments and its results, flat, with their structure.
+
+    After the arguments come the tensors of modules among them, if the function computes with these."""
+
+    function: FunctionType
+    given: tuple[Any, ...]
+    given_spec: TreeSpec
+    found: tuple[Any, ...]
+    found_spec: TreeSpec
+    gradients: bool  # whether autograd was on
+    shares: bool  # whether results have memory of arguments
+
+    def like(self, other: Seen) -> bool:
+        """Whether another forward, of other rows, has made the same call, but for sizes."""
+        same = self.function is other.function and self.gradients == other.gradients
+        same = same and self.given_spec == other.given_spec and self.found_spec == other.found_spec
+        pairs = [*zip(self.given, other.given, strict=False), *zip(self.found, other.found, strict=False)]
+        return same and all(alike(a, b) for a, b in pairs)
+
+
+def sizes(seen: Seen) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that a call has returned."""
+    return [tuple(one.shape) for one in seen.found if isinstance(one, Tensor)]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two arguments or results of calls are the same but for values and sizes of tensors."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.dim() == other.dim()
+    if isinstance(one, PLAIN):
+        return type(one) is type(other) and (one == other or one != one)
+    return type(one) is type(other)
+
+
+class _Call:
+    """A call that may be made several times, of ``whole``, which does what a function did."""
+
+    def __init__(
+        self, function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self.function, self.whole, self.args, self.kwargs = function, whole, args, kwargs
+        self.given, self.spec = tree_flatten((tuple(args), kwargs))
+        self.own = tensors_of(self.given)
+        self.tensors = [*(one for one in self.given if isinstance(one, Tensor)), *self.own]
+        self.beside = _Beside(function, [one for one in self.given if not isinstance(one, (Tensor, *PLAIN))])
+        self._versions = [version(one) for one in self.tensors]
+        self._contents = [one.detach().clone() for one in self.tensors]
+
+    def made(self, *layers: Layer) -> Any:
+        """Return what the function returns, under ``layers``; raise :class:`NotEager` where it draws random numbers, or
+        changes what it is given."""
+        try:
+            with RefuseRandom(), self.beside, Intercept(*layers):  # type: ignore[no-untyped-call]
+                result = self.whole(*self.args, **self.kwargs)
+        except ConfigError as error:
+            raise NotEager(self.function, "draws random numbers") from error
+        after, spec = tree_flatten((tuple(self.args), self.kwargs))
+        same = spec == self.spec and all(a is b for a, b in zip(self.given, after, strict=True))
+        same = same and not self.beside.changed() and [version(one) for one in self.tensors] == self._versions
+        if not same or not all(map(equal, self.tensors, self._contents)):  # through .data it leaves no version
+            raise NotEager(self.function, "changes what it is given")
+        return result
+
+    def try_other_ways(self, found: Sequence[Any], spec: TreeSpec) -> None:
+        """Raise :class:`NotEager` where the function returns something else than it has ``found`` when a truth value
+        that it reads is the other one.  Where it raises then, it would on one device."""
+        noting = Noting()
+        self.made(noting)
+        for number in range(min(len(noting.checks), ANSWERS)):
+            try:
+                other, other_spec = tree_flatten(self.made(Noting(number)))
+            except NotEager:
+                raise
+            except Exception:  # the user's code may raise anything
+                continue
+            if spec != other_spec or not all(map(_same_form, found, other)):
+                raise NotEager(self.function, "returns something else where a branch goes the other way")
+
+
+def seen_call(
+    function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parameters: int
+) -> tuple[Seen, Any]:  # fmt: skip
+    """Make a call in a forward of a model with so many ``parameters``; return what is seen of it and what it returned.
+
+    Raises :class:`NotEager` where it cannot be an op."""
+    part, call = part_of(function), _Call(function, whole, args, kwargs)
+    result = call.made()
+    found, spec = tree_flatten(result)
+    again, again_spec = tree_flatten(call.made())
+    if spec != again_spec or not all(map(equal, found, again)):
+        raise NotEager(function, "returns something else each time")
+    for one in found:
+        if not isinstance(one, (Tensor, *PLAIN)):
+            raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
+    if part is not None:
+        if not found:
+            raise NotEager(function, "sets nothing")
+        if not part.ends and not all(isinstance(one, Tensor) for one in found):
+            raise NotEager(function, "sets what is no tensor")  # and may be something else for other values
+        call.try_other_ways(found, spec)
+    learns = any(isinstance(one, Tensor) and one.requires_grad for one in found)
+    if call.beside.reads and learns and part is None:
+        raise NotEager(function, READS)
+    if part is not None and not part.innermost and 2 * sum(one.numel() for one in call.own) > parameters:
+        raise NotEager(function, "computes with most of the parameters, and every rank would do so for the rows of all")
+    taken = {storage_key(one) for one in call.tensors}
+    shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
+    own = call.own if call.beside.reads or part is not None else []
+    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, torch.is_grad_enabled(), shares)
+    return seen, result
+
+
+class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a function has beside tensors: the ``objects`` among its arguments, and what it closes over.
+
+    ``reads`` says whether it computes with the parameters or buffers of modules among its arguments."""
+
+    def __init__(self, function: FunctionType, objects: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.function = function
+        closed = [cell.cell_contents for name, cell in cells if name != "__class__"]
+        self.objects, self.reads = [*objects, *closed], False
+        self.own = {id(one) for one in tensors_of(self.objects)}
+        self.memory, self.closed = ({storage_key(one) for one in tensors_of(every)} for every in (self.objects, closed))
+        self.before = self._looks()
+
+    def _looks(self) -> list[Any]:
+        found = [Look(self.own)(one) for one in self.objects]
+        if any(map(_holds_tensors, found)):
+            raise NotEager(self.function, READS)
+        return found
+
+    def changed(self) -> bool:
+        """Whether an object is no longer what it was."""
+        return any(difference(*pair) is not None for pair in zip(self.before, self._looks(), strict=True))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        if read & self.closed:
+            raise NotEager(self.function, READS)
+        self.reads |= bool(read & self.memory)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of(objects: Sequence[Any]) -> list[Tensor]:
+    """Return the parameters and buffers of the modules among ``objects``, each once."""
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    return list({id(t): t for one in modules for t in (*one.parameters(), *one.buffers())}.values())
+
+
+def emptied(seen: Seen) -> Seen:
+    """Return a call whose tensors have no values, nor the parameters and buffers of its modules: another branch of the
+    function that computes with these stops."""
+    memo = {id(one): _without_values(one) for one in tensors_of(seen.given)}  # those that are tied stay so
+    given, found = ([_without_values(one) for one in each] for each in (seen.given, seen.found))
+    given = [copied(one, memo) if isinstance(one, nn.Module) else one for one in given]
+    return seen._replace(given=tuple(given), found=tuple(found))
+
+
+def _without_values(one: Any) -> Any:
+    return torch.empty_like(one, device="meta").requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and one.requires_grad == other.requires_grad
+    return alike(one, other)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two arguments or results of calls have the same values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+    return alike(one, other)
+
+
+def _holds_tensors(look: Any) -> bool:
+    if isinstance(look, Parts):
+        return any(map(_holds_tensors, look.items.values()))
+    return isinstance(look, Itself) and isinstance(look.value, Tensor)
+
+
+__all__ = ["NotEager", "Seen", "alike", "emptied", "equal", "seen_call", "sizes", "tensors_of"]
