@@ -64,7 +64,8 @@ class EagerCall(WholeCall):
             Made(tuple(zip(one.shape, two.shape, strict=True)), one.dtype, one.requires_grad) for one, two in pairs
         ]
         learning = sum(isinstance(one, Tensor) and one.requires_grad for one in seen.given)
-        self.skips = learning > 1 and any(one.learns for one in self.made)
+        chooses = learning > 1 or part_of(seen.function) is not None
+        self.skips = chooses and any(one.learns for one in self.made)
         self.__name__ = self.__qualname__ = f"{seen.function.__name__}_{number}"
         self.__module__ = seen.function.__module__
 
@@ -108,8 +109,7 @@ class EagerCall(WholeCall):
     def _fits(self, result: Tensor, made: Made, tensors: Sequence[Tensor]) -> bool:
         """Whether a result of the call with these tensors has the sizes that the capture gave it, and no gradient where
         none was seen."""
-        learns = made.learns and torch.is_grad_enabled() and self.seen.gradients
-        if result.requires_grad != learns and (result.requires_grad or part_of(self.seen.function) is not None):
+        if result.requires_grad and not made.learns:
             return False
         return list(result.shape) == [self._size(tensors, size) for size in made.sizes]
 
