@@ -52,7 +52,7 @@ class Messages:
     def send(self, one: Instruction, env: Env | None) -> Handle:
         """Post the sends of all that the instruction carries; a gradient that no backward has produced is zero.
 
-        Raises :class:`ShardwiseError` where that would move another stage's parameters, which one device leaves alone."""
+        Raises :class:`ShardwiseError` where that would move parameters of another stage, which one device does not."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
             values = {"gradient": self.gradients.held(one.bucket)}
@@ -61,9 +61,7 @@ class Messages:
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
             if self.traces[m].skips and any(grad is None for grad in grads.values()):
-                wrong = (
-                    "in this step the loss does not depend on what earlier stages compute: forward decides by values"
-                )
+                wrong = "in this step the loss does not depend on what earlier stages compute, by a branch in Python"
                 raise ShardwiseError(f"pp: {wrong}; legal: pp = 1, or a loss that depends on all stages in each step")
             values = {
                 name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()

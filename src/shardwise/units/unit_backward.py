@@ -34,7 +34,12 @@ class Saved(NamedTuple):
         """Return what to save of all ``outputs`` of a unit's forward; ``ends`` says which are views of memory that is
         written to before the backward: autograd would refuse them."""
         good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-        return Saved([get_gradient_edge(o) if unit.passing or ends(o) else o for o in good], [*operands], leaves)
+        edges = [get_gradient_edge(o) if o.requires_grad and (unit.passing or ends(o)) else o for o in good]
+        return Saved(edges, [*operands], leaves)
+
+
+def _learns(output: Tensor | GradientEdge) -> bool:
+    return not isinstance(output, Tensor) or output.requires_grad
 
 
 class UnitBackward(Multiplier):
@@ -76,17 +81,18 @@ class UnitBackward(Multiplier):
         add, behind = (self.multiply, self.behind) if defer is None else (defer, defer)
         outputs, operands, leaves = take()
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        seeds = [
-            (value, own) for name, value in zip(names, outputs, strict=True) if (own := seed(name, value)) is not None
-        ]
-        if not seeds:  # in this step the loss depends on nothing that the unit has made
+        given = [(name, value, seed(name, value)) for name, value in zip(names, outputs, strict=True)]
+        # By a branch in Python an output may have no gradient in this step, or the loss may not depend on it.
+        seeds = [(x, own) for name, x, own in given if own is not None and (name == "loss" or _learns(x))]
+        if not seeds:
             return
+        del given
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         later = watch(unit.products, operands, add, behind)
         wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]
-        kept, given = zip(*seeds, strict=True)
+        kept, factors = zip(*seeds, strict=True)
         del operands  # so that each X is freed when its product has been computed
-        grads = self.solve(kept, wanted, given)
+        grads = self.solve(kept, wanted, factors)
         self.flush()
         del outputs, kept, seeds
         own, rest = grads[: len(parameters)], grads[len(parameters) :]
