@@ -81,19 +81,21 @@ class SharedCaptures:
         if varying.dims or varying.drawing is not None:
             return self.make(module, batch, loss, key, captures, varying)
         if key not in captures:
-            captures[key] = self._shared(module, batch, loss, key)
+            captures[key] = self._shared(module, batch, loss, key, Varying(known=varying.known))
         return captures[key]
 
-    def _shared(self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey) -> Normal:
+    def _shared(
+        self, module: nn.Module, batch: Mapping[str, Tensor], loss: Any, key: CaptureKey, varying: Varying
+    ) -> Normal:
         rows = {x.shape[0] for x in batch.values() if x.dim()}
         fields = [(name, str(x.dtype), x.dim(), *x.shape[1:]) for name, x in batch.items()]
         whole = _key(module, loss, key, fields, str(torch.get_default_dtype()))
         if whole is None:
-            return self.make(module, batch, loss, key, {}, Varying())
+            return self.make(module, batch, loss, key, {}, varying)
         pickled, alive = whole
         place = next((place for place in ((pickled, None), (pickled, *rows)) if place in self.found), None)
         if place is None:
-            normal = self.make(module, batch, loss, key, {}, Varying())
+            normal = self.make(module, batch, loss, key, {}, varying)
             if normal.checks is not None:  # it depends on the values of the batch
                 return normal
             place = (pickled, None) if normal.captured.rows is None else (pickled, *rows)

@@ -21,7 +21,7 @@ class Inner(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))  # it could run as written otherwise
 
     def forward(this, h: Tensor) -> Tensor:  # noqa: N805  # a module is found whatever its method calls it
-        return this.body(h * this.scale)
+        return this.body(h * this.scale) if locals() else h  # so no part of it could, either
 
 
 class Model(nn.Module):
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if locals() else x
         return x.tanh().square().mean()
 
 

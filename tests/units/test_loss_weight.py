@@ -20,7 +20,7 @@ Body = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Branching(nn.Module):
-    """A branch on values keeps it from being captured."""
+    """A branch on values keeps it from being captured, and ``locals()`` the branch from running as a part."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
         scores = self.out(self.norm(self.first(x)).tanh())
-        if bool((scores > 100).any()):
+        if bool((scores > 100).any()) and locals():
             scores = scores * 2
         return self.body(scores, y, lengths)
 

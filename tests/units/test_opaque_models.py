@@ -21,7 +21,7 @@ PLANS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 class Model(nn.Module):
-    """A branch on values keeps it from being captured."""
+    """A branch on values keeps it from being captured, and ``locals()`` the branch from running as a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def hidden(self, ids: Tensor) -> Tensor:
         h = self.embed(ids)
-        return h * 2 if bool((h > 100).any()) else (self.mask.softmax(-1) @ h).tanh()
+        return h * 2 if bool((h > 100).any()) and locals() else (self.mask.softmax(-1) @ h).tanh()
 
 
 class Result(dict[str, Tensor]):
@@ -230,7 +230,7 @@ class Again(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.entry(x))
-        h = torch.stack([2 * row if float(row.detach().sum()) > 0 else row for row in h])
+        h = torch.stack([2 * row if float(row.detach().sum()) > 0 and locals() else row for row in h])
         return self.head(checkpoint(self.layer, h, use_reentrant=True)).square().mean()
 
 

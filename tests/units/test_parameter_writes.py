@@ -18,7 +18,8 @@ Write = Callable[["Writing"], Any]
 
 
 class Writing(nn.Module):
-    """A branch on values keeps it from being captured; it writes in the steps from ``after`` on."""
+    """A branch on values keeps it from being captured, and ``locals()`` the branch from running as a part; it writes in
+    the steps from ``after`` on."""
 
     steps: Tensor
 
@@ -29,7 +30,7 @@ class Writing(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if int(self.steps) >= self.after:
+        if int(self.steps) >= self.after and locals():
             self.write(self)
         self.steps += 1
         return self.layer(x).square().mean()

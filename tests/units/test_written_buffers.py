@@ -35,7 +35,7 @@ WRITES: dict[str, tuple[Write, str]] = {
 
 
 class Branching(nn.Module):
-    """A branch on values keeps it from being captured."""
+    """A branch on values keeps it from being captured, and ``locals()`` the branch from running as a part."""
 
     kept: Tensor
 
@@ -47,7 +47,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.first(x).tanh()
-        if bool((h > 100).any()):
+        if bool((h > 100).any()) and locals():
             h = h * 2
         out = self.out(h + self.kept).squeeze(-1)
         self.kept = self.write(self.kept, h)
@@ -206,7 +206,7 @@ class NormInBranch(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.first(x)
-        if float((x > 100).sum()) > 0:  # a float: the model is not captured
+        if float((x > 100).sum()) > 0 and locals():  # no part may run as written: the model is not captured
             h = self.norm(h)
         h = self.norm(h) if self.always else h
         return F.mse_loss(self.out(h).squeeze(-1), y)

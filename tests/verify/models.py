@@ -104,7 +104,7 @@ class Static(nn.Module):
 
 
 class DataDependent(nn.Module):
-    """Control flow that depends on values: cannot be captured."""
+    """Control flow that depends on values cannot be captured; ``locals()`` keeps it from running as a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class DataDependent(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.a(x)
-        if h.abs().max().item() > 1e6:
+        if h.abs().max().item() > 1e6 and locals():
             h = h * 0.5
         return F.mse_loss(self.head(self.drop(torch.tanh(self.norm(h)))).squeeze(-1), y)
 

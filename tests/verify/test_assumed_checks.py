@@ -135,7 +135,7 @@ def test_other_branches_are_not_taken_for_granted(check: Callable[[Tensor], Tens
     class Inside(Checked):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             x = self.blocks[0](x) * self.blocks[1][0].bias[0]
-            if (x.detach() > 0).any() if check is not_all else x.detach().sum() > 0:
+            if (x.detach() > 0).any() if check is not_all and locals() else x.detach().sum() > 0:
                 return (self.blocks[2](x).mean(-1) - y).square().mean()
             if check is not_all:
                 raise ValueError("nothing is positive")

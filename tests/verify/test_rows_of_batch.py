@@ -188,7 +188,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
-        return y.mean() * 2 if bool((y > 100).any()) else y.mean()
+        return y.mean() * 2 if bool((y > 100).any()) and locals() else y.mean()
 
 
 def test_a_softmax_over_rows() -> None:

@@ -109,7 +109,7 @@ class Linear(torch.nn.Module):
         self.one, self.branches = torch.nn.Linear(3, 1).double(), branches
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.branches == "by a float" and float(x.sum()) > 0:
+        if self.branches == "by a float" and float(x.sum()) > 0 and locals():
             return 2 * self.one(x).mean()
         if self.branches and x.sum() > 0:
             return self.one(x).mean() * 2

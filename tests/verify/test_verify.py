@@ -361,7 +361,7 @@ class SomeRows(nn.Module):
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
         h = self.first(x)
-        if float((kind == 1).sum()) > 0:  # a float: the model is not captured
+        if float((kind == 1).sum()) > 0 and locals():  # no part may run as written: the model is not captured
             h = h + self.second(x) * (kind == 1)[:, None]
         return h.square().mean()
 

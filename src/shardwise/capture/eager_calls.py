@@ -6,7 +6,8 @@ tensors: rows of all ranks, shards of none.  So it computes what it computes on 
 
 Parameters and buffers of a module among the arguments are arguments, too, where no result has a gradient: one that
 chooses places or experts, for example.  A part of a function (:mod:`parts`) may give results with gradients of them,
-for there is no smaller one.  What a call returns is seen in a forward with values, before the capture.  Only
+for there is no smaller one; but with most of the parameters it is one only if it decides, for then it needs all rows,
+and every rank computes it for them.  What a call returns is seen in a forward with values, before the capture.  Only
 functions that keep to their arguments can be called so: :class:`NotEager` says what stands against it.
 """
 

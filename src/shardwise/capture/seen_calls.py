@@ -102,9 +102,9 @@ class _Call:
             raise NotEager(self.function, "changes what it is given")
         return result
 
-    def try_other_ways(self, found: Sequence[Any], spec: TreeSpec) -> None:
+    def try_other_ways(self, found: Sequence[Any], spec: TreeSpec) -> bool:
         """Raise :class:`NotEager` where the function returns something else than it has ``found`` when a truth value
-        that it reads is the other one.  Where it raises then, it would on one device."""
+        that it reads is the other one; where it raises then, it would on one device.  Return whether it reads some."""
         noting = Noting()
         self.made(noting)
         for number in range(min(len(noting.checks), ANSWERS)):
@@ -116,6 +116,7 @@ class _Call:
                 continue
             if spec != other_spec or not all(map(_same_form, found, other)):
                 raise NotEager(self.function, "returns something else where a branch goes the other way")
+        return bool(noting.checks)
 
 
 def seen_call(
@@ -138,12 +139,12 @@ def seen_call(
             raise NotEager(function, "sets nothing")
         if not part.ends and not all(isinstance(one, Tensor) for one in found):
             raise NotEager(function, "sets what is no tensor")  # and may be something else for other values
-        call.try_other_ways(found, spec)
+        decides = call.try_other_ways(found, spec) and part.innermost
+        if 2 * sum(one.numel() for one in call.tensors if isinstance(one, nn.Parameter)) > parameters and not decides:
+            raise NotEager(function, "computes with most of the parameters, so that one unit does it as well")
     learns = any(isinstance(one, Tensor) and one.requires_grad for one in found)
     if call.beside.reads and learns and part is None:
         raise NotEager(function, READS)
-    if part is not None and not part.innermost and 2 * sum(one.numel() for one in call.own) > parameters:
-        raise NotEager(function, "computes with most of the parameters, and every rank would do so for the rows of all")
     taken = {storage_key(one) for one in call.tensors}
     shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
     own = call.own if call.beside.reads or part is not None else []
