@@ -324,3 +324,20 @@ def test_buffers_that_it_assigns() -> None:
     for _ in range(2):
         truth(**subject.batch)
     torch.testing.assert_close(ours.state["average"], truth.average)
+
+
+class Together(Branching):
+    """It decides by the sum over all rows."""
+
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        scores = self.out(self.first(x).tanh())
+        if bool((x * self.first.weight.square().mean()).sum() > 0) and locals():
+            scores = scores * 2
+        return scores.square().mean()
+
+
+def test_rows_that_decide_together_are_refused() -> None:
+    """Those of the example have one sign, so each part of them decides as all do; others would not."""
+    given = {**batch(), "x": torch.rand(8, 4)}
+    with pytest.raises(ConfigError, match="model.loss_weight: the model was not captured, and a trial did not show"):
+        sharded_run(Subject(Together(LOSSES["a sum"][0]), given), 2)
