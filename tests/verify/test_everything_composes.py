@@ -94,11 +94,14 @@ REFUSED: list[tuple[Setting, str]] = [
     (Setting("own gpt", pp=(2, "pipedream-2bw")), "microbatches: 1 is not legal .* on 2 ranks; legal: at least 2"),
     (Setting("own gpt", pp=(2, "naive"), microbatches=2), 'microbatches: 2 is not legal with schedule "naive" .*: 1'),
     (Setting("own gpt", pp=(2, "pipedream"), precision="fp16"), 'precision: "fp16" is not legal .*; legal: "fp32", "b'),
-    (Setting("own gpt", pp=(5, "1f1b")), "pp: 5 stages of 4 units are not legal; legal: at most 4 stages"),
+    (
+        Setting("own gpt", pp=(5, "1f1b")),
+        r"pp: 5 stages, but the model is cut into 4 blocks \(.*\); legal: at most 4 stages",
+    ),
     (
         Setting("own gpt", pp=(3, "zbv")),
-        "pp: 6 stages of 4 units are not legal; legal: at most 4 stages: pp = 2, or a schedule with fewer than 2 stages"
-        " on each rank",
+        r"pp: 6 stages, but the model is cut into 4 blocks \(.*\); legal: at most 4 stages: pp = 2, or a schedule with "
+        "fewer than 2 stages on each rank",
     ),
     (Setting("own gpt", tensor=("2d", 2)), 'tp: 2 is not legal with tensor "2d"; legal: a square, such as 4 or 9'),
     (Setting("own gpt", tensor=("2.5d", 4)), r'tp: 4 is not legal with tensor "2\.5d"; legal: .*, such as 8 or 18'),

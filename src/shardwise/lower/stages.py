@@ -21,6 +21,7 @@ from shardwise.units.trace import INPUTS_OF, Bucket, Trace, Unit
 Weights = Mapping[int, float]
 """The cost of each unit in FLOPs, by its index."""
 EVERYWHERE = -1
+SHOWN = 5  # the most names of blocks in a message
 """The stage of units of inputs, which depend on batch fields and buffers alone: every rank that reads them computes
 them for itself."""
 
@@ -248,6 +249,13 @@ class StageSplit:
         )
 
 
+def _counted(blocks: Mapping[str, Sequence[int]]) -> str:
+    """Return how many blocks there are, for messages, and which."""
+    names = list(blocks)
+    shown = names if len(names) <= SHOWN else [*names[: SHOWN - 1], "…", names[-1]]
+    return f"{len(names)} block{'s' * (len(names) != 1)} ({', '.join(shown)})"
+
+
 def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
     """Return which of ``number`` stages each unit is in; a block is in one, whatever its segments."""
     sizes, each = plan.pipeline.stages, plan.pipeline.stages_per_rank
@@ -256,10 +264,10 @@ def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights
         if not u.is_inputs:
             blocks.setdefault(u.block, []).append(u.index)
     if sizes and sum(sizes) != len(blocks):
-        wrong = f"{list(sizes)} are {sum(sizes)} units"
+        wrong = f"{list(sizes)} are {sum(sizes)} blocks"
         raise ConfigError.on("stages", wrong, f"{len(blocks)} in all: {', '.join(blocks)}")
     if number > len(blocks):
-        wrong, most = f"{number} stages of {len(blocks)} units are not legal", f"at most {len(blocks)} stages"
+        wrong, most = f"{number} stages, but the model is cut into {_counted(blocks)}", f"at most {len(blocks)} stages"
         if each > 1:
             most += f": pp = {max(1, len(blocks) // each)}, or a schedule with fewer than {each} stages on each rank"
         raise ConfigError.on("pp", wrong, most)
