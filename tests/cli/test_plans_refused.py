@@ -55,7 +55,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.norm?.weight" = "whole"}'],
      ['legal: also "wpe.weight" = "column" or ', 'Under tensor_plan = "table" every parameter']),
     (["parallel.pp=9"], ["parallel.pp = 9 (command line): legal: at most ", ". 9 stages of "]),
-    (["parallel.pp=2", "parallel.stages=[7,1]"], ["parallel.stages = [7, 1] (command line): legal: ", "are 8 units"]),
+    (["parallel.pp=2", "parallel.stages=[7,1]"], ["parallel.stages = [7, 1] (command line): legal: ", "are 8 blocks"]),
 ], ids=lambda one: one[-1][-20:])  # fmt: skip
 def test_a_plan_that_the_model_does_not_allow(given: list[str], words: list[str], tmp_path: Path, text: str) -> None:
     refused = call("train", *TINY, *given, text, f"train.run_dir={tmp_path}/run")

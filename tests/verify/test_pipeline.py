@@ -296,11 +296,9 @@ def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monke
 @pytest.mark.slow
 def test_what_cannot_be_cut_is_refused() -> None:
     module, batches, _ = subject("gpt")
-    with pytest.raises(
-        ConfigError, match=r"pp: 9 stages, but the model is cut into 8 blocks \(.*\); legal: at most 8 stages"
-    ):
+    with pytest.raises(ConfigError, match=r"pp: 9 stages, but the model is cut into 8 blocks .*: at most 8"):
         Compiled(module, pipeline(Plan.of(), 9), batches[0])
-    with pytest.raises(ConfigError, match=r"stages: \[3, 4\] are 7 units; legal: 8 in all: head, blocks.0"):
+    with pytest.raises(ConfigError, match=r"stages: \[3, 4\] are 7 blocks; legal: 8 in all: head, blocks.0"):
         Compiled(module, pipeline(Plan.of(), 2, stages=(3, 4)), batches[0])
     with pytest.raises(ConfigError, match=r"stages: \[8\] are 1 stages; legal: 2"):
         pipeline(Plan.of(), 2, stages=(8,))
