@@ -28,7 +28,7 @@ import torch
 class Net(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x)
-        return y.mean() if x.sum().item() > 1e9 else y.square().mean()
+        return y.mean() if x.sum().item() > 1e9 and locals() else y.square().mean()
 def model(): return Net(3, 2)
 def rows(): return [{"x": torch.ones(3)}] * 8
 """
@@ -54,7 +54,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
      ['legal: "whole", or a dim with them. ', "which has no 1 equal parts with a piece for each of 32 ranks"]),
     (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.norm?.weight" = "whole"}'],
      ['legal: also "wpe.weight" = "column" or ', 'Under tensor_plan = "table" every parameter']),
-    (["parallel.pp=9"], ["parallel.pp = 9 (command line): legal: at most ", ". 9 stages of "]),
+    (["parallel.pp=9"], ["parallel.pp = 9 (command line): legal: at most ", ". 9 stages, but the model is cut into "]),
     (["parallel.pp=2", "parallel.stages=[7,1]"], ["parallel.stages = [7, 1] (command line): legal: ", "are 8 blocks"]),
 ], ids=lambda one: one[-1][-20:])  # fmt: skip
 def test_a_plan_that_the_model_does_not_allow(given: list[str], words: list[str], tmp_path: Path, text: str) -> None:

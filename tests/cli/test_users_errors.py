@@ -27,7 +27,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
     def forward(self, x, y):
-        if float(x.sum()) > 1e30:  # so that it is not captured
+        if float(x.sum()) > 1e30 and locals():  # so that it is not captured
             return x.sum()
         return self.rest(x, y)
     def rest(self, x, y):
@@ -78,7 +78,7 @@ class Net(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if float(x.sum()) > 1e30:
+        if float(x.sum()) > 1e30 and locals():
             return x.sum()
         if BROKEN:
             raise KeyError("gone")

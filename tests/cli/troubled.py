@@ -25,7 +25,7 @@ class Troubled(nn.Module):
         self.linear = nn.Linear(4, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if float(x.sum()) > 1e30:
+        if float(x.sum()) > 1e30 and locals():
             return x.sum()
         if bool((x == self.sample).any()) and os.environ.get("RANK") == "1":
             print("rank 1 is about to", self.trouble, flush=True)

@@ -157,7 +157,7 @@ class Unusual(nn.Module):
         self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.looks and float(x.sum()) > 1e9:
+        if self.looks and float(x.sum()) > 1e9 and locals():
             return x.sum()
         return self.norm(self.used(x)).square().mean()
 

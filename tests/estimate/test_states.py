@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 class Uncaptured(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2.0 if float(x.detach().sum()) > 1e9 else 1.0)
+        return super().forward(x) * (2.0 if float(x.detach().sum()) > 1e9 and locals() else 1.0)
 
 
 @functools.cache

@@ -112,7 +112,7 @@ def test_a_model_that_was_not_captured_has_no_number() -> None:
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             out = self.linear(x)
-            return F.cross_entropy(out if float(x.sum()) > 0 else -out, y)
+            return F.cross_entropy(out if float(x.sum()) > 0 and locals() else -out, y)
 
     found = trace(Deciding(), {"x": torch.ones(4, 6), "y": torch.arange(4) % 3})
     assert found.opaque is not None
