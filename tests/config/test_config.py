@@ -584,9 +584,9 @@ def test_every_key_of_the_issue_is_there() -> None:
         "capacity_factor balance balance_weight z_weight bias_rate",
         "data": "source mix sft text_field tokenizer end_token attention cache_dir factory arguments batch_size "
         "sequence_length pad pad_mask pad_to_multiple_of varies",
-        "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum nesterov amsgrad groups "
-        "layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps cycle_mult "
-        "step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
+        "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum dampening nesterov amsgrad "
+        "groups layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps "
+        "cycle_mult step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor three_phase "
         "cycle_momentum base_momentum max_momentum adjust_lr_fn beside",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "
@@ -869,6 +869,7 @@ def test_resolved_names_every_key_that_applies() -> None:
             for key in (
                 "eps",
                 "momentum",
+                "dampening",
                 "nesterov",
                 "amsgrad",
                 "groups",

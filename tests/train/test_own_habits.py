@@ -460,7 +460,11 @@ def test_a_model_that_is_not_captured_is_told_of() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.layer(x)
-            return torch.stack([row * 2 if float(row.detach().sum()) > 0 and locals() else row for row in h]).square().mean()
+            return (
+                torch.stack([row * 2 if float(row.detach().sum()) > 0 and locals() else row for row in h])
+                .square()
+                .mean()
+            )
 
     for microbatches in (1, 2):
         module = Decides()

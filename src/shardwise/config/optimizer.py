@@ -24,7 +24,7 @@ def complete_optimizer(draft: ConfigDraft) -> None:
             draft.default("optimizer.weight_decay", 0.1 if name in ("adamw", "muon") else 0.0)
         if name == "adafactor" and draft.given("optimizer.eps"):
             draft.refuse("optimizer.eps", 'left out, for "adafactor" has two, which OptimizerChoice takes')
-        for option in ("weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad", "adjust_lr_fn"):
+        for option in ("weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "adjust_lr_fn"):
             if name not in APPLIES[option] and draft.given(f"optimizer.{option}"):
                 draft.refuse(
                     f"optimizer.{option}", f'left out, for "{name}" has none; {", ".join(APPLIES[option])} have'

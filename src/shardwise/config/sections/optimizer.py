@@ -81,6 +81,12 @@ class OptimizerConfig:
         otherwise="0, with muon 0.95",
         legal="from 0 to below 1",
     )
+    dampening: float | None = key(
+        number(0, below=1),
+        does="for sgd with `momentum`: how much less of a gradient than all goes into it",
+        otherwise="0",
+        legal="from 0 to below 1, 0 with `nesterov`",
+    )
     nesterov: bool | None = key(
         switch(),
         does="for muon, and sgd with `momentum`: whether that is Nesterov's",
