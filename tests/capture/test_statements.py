@@ -95,6 +95,23 @@ def returning(a: int, b: int) -> Any:
     return (c, d)
 
 
+def comprehending(a: int, b: int) -> int:
+    few = [x + 1 for x in range(a)]
+    many = {x: y for x in few for y in range(b)}
+    found = sum(x for x in many) + (last := [z := z0 for z0 in few][-1])
+    return found + last + z
+
+
+def keeping(a: int, b: int) -> int:
+    c = 1
+    if a > 1:
+        c = b
+    elif b > 3:
+        d = a
+        c = d
+    return c + a
+
+
 class Context:
     def __init__(self, value: int) -> None:
         self.value = value
@@ -160,7 +177,8 @@ def lines_of(function: FunctionType, run: Callable[[], Any]) -> dict[int, FrameT
 CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (straight, (1,)), (straight, (1, 2, 3, 4)), *((branches, (a, b)) for a, b in ((2, 1), (1, 5), (0, 3))),
     *((unset, (a, 3)) for a in (0, 2)), (nested, (3, 1)), (nested, (2, 4)),
-    *((returning, (a, b)) for a, b in ((3, 2), (0, 0), (0, 1), (9, 20))), (closing(5), (2, 3)),
+    *((returning, (a, b)) for a, b in ((3, 2), (0, 0), (0, 1), (9, 20))), (closing(5), (2, 3)), (comprehending, (3, 4)),
+    *((keeping, (a, b)) for a, b in ((2, 2), (0, 4), (0, 0))),
 ]  # fmt: skip
 
 

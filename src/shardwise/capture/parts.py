@@ -187,9 +187,13 @@ def _names(statements: Iterable[ast.AST], *kinds: type[ast.expr_context]) -> set
     return found
 
 
-def _set(statements: Iterable[ast.AST]) -> set[str]:
-    """Return all names that statements may set, in whatever scope."""
+def _set(statements: Sequence[ast.AST], inner: bool = True) -> set[str]:
+    """Return the names that statements may set, also in scopes ``inner`` to the function's."""
     found = _names(statements, ast.Store)
+    if not inner:  # a comprehension has its own
+        every = [node for one in statements for node in ast.walk(one)]
+        own = {id(name) for node in every if isinstance(node, ast.comprehension) for name in ast.walk(node.target)}
+        found = _names([node for node in every if isinstance(node, ast.Name) and id(node) not in own], ast.Store)
     for node in (each for one in statements for each in ast.walk(one)):
         name = getattr(node, "name", None) or getattr(node, "rest", None) or getattr(node, "asname", None)
         if isinstance(node, ast.alias):
@@ -212,7 +216,7 @@ def _given(
         node = getattr(node, name)[at]
         later += [node] if isinstance(node, (ast.For, ast.While)) else []
     later += [one for one in ast.walk(tree) if getattr(one, "lineno", 0) > end]
-    return tuple(sorted(_set(statements) & _locals(function) & _names(later, ast.Load)))
+    return tuple(sorted(_set(statements, inner=False) & _locals(function) & _names(later, ast.Load)))
 
 
 def _taken(
