@@ -207,6 +207,27 @@ def test_the_step_of_one_device(name: str, plan: str) -> None:
     assert any(f"{name}." in note and "runs as it is written" in note for note in report.notes), report.notes
 
 
+OTHERS = {
+    "recompute": data_parallel(Plan.of(recompute="full"), 2),
+    "bf16": data_parallel(Plan.of(precision="bf16"), 2),
+    "zb-h1": pipeline(Plan.of(microbatches=3), 2, "zb-h1"),
+    "1d-sp": tensor_parallel(Plan.of(), 2, "1d-sp"),
+    "2d": tensor_parallel(Plan.of(), 4, "2d"),
+    "rows": data_parallel(Plan.of(microbatches=2, rows="batch"), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", OTHERS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WHOLE])
+def test_other_plans(name: str, plan: str) -> None:
+    torch.manual_seed(0)
+    plain = OTHERS[plan].numeric.precision == "fp32"
+    given = batches() if plain else [{"x": one["x"].float()} for one in batches()]
+    report = verify(MODELS[name]().double() if plain else MODELS[name](), given, OTHERS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
 @pytest.mark.parametrize("name", ["Branch", "Choosing"])
 def test_microbatches_are_batches_of_their_own_which_a_note_says(name: str) -> None:
     torch.manual_seed(0)
@@ -263,6 +284,16 @@ class Dropping(Model):
         return self.head(self.blocks[1](h)).square().mean()
 
 
+class Rarely(Model):
+    """It draws in a branch that the first batch does not take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if h.abs().sum() < 1e-9:
+            h = torch.dropout(h, 0.1, self.training)
+        return self.head(self.blocks[1](h)).square().mean()
+
+
 class Counting(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = self.blocks[0](x)
@@ -271,7 +302,7 @@ class Counting(Model):
         return self.head(self.blocks[1](h)).square().mean()
 
 
-@pytest.mark.parametrize("model", [Dropping, Counting])
+@pytest.mark.parametrize("model", [Dropping, Rarely, Counting])
 def test_a_model_without_such_parts_is_one_unit(model: type[Model]) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigError, match="the model could not be captured"):

@@ -240,13 +240,14 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
 
 
 def _fill(own: nn.Module, module: nn.Module, values: int) -> None:
-    """Give a shadow of ``module`` its values (0), or others that are about as large, by number."""
+    """Give a shadow of ``module`` its values (0), or others that are about as large, by number; where it has none, as
+    once training has begun, they are random."""
     given = dict(module.named_parameters())
-    if any(one.is_meta for one in given.values()):
-        raise Uncapturable("forward reads values, and the module has none before the first step")
     for index, (name, parameter) in enumerate(own.named_parameters()):
-        value = given[name].detach().to("cpu", parameter.dtype, copy=True)
-        parameter.data = shaken_value(value, index + values) if values else value
+        none = given[name].is_meta
+        value = torch.zeros(parameter.shape, dtype=parameter.dtype) if none else given[name].detach()
+        value = value.to("cpu", parameter.dtype, copy=True)
+        parameter.data = shaken_value(value, index + values) if values or none else value
 
 
 def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, varies: Dims) -> Captured:

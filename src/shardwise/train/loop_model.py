@@ -318,29 +318,34 @@ class Model(Owner):
     def _evaluate(self, leaves: Sequence[Any], spec: TreeSpec, names: list[str]) -> Any:
         """Return what the model gives in evaluation mode: known values, which ranks have in parts."""
         self.check_written("model(...) in evaluation mode")
-        opaque = self.made is not None and self.made.compiled.general.opaque is not None
-        if self.made is None or opaque:
-            module = self.module if self.made is None else self._replica().train(False)
-            args, kwargs = spec.unflatten(leaves)
-            with self.awaited.plain():
-                flat, out = tree_flatten(self.entry(module, args, kwargs))
-            results = [(one, False) if isinstance(one, Tensor) else one for one in flat]
-            source = Source(Arguments(names), (), self)
-            values = outputs(
-                source, [(like_of(one[0]), False) if isinstance(one, tuple) else one for one in results], out
-            )
-            for one, made in zip(flat, tree_leaves(values), strict=True):
-                if isinstance(made, Deferred):
-                    made._value.known = Plain(one)
-            return values
+        if self.made is not None and self.made.compiled.general.opaque is None:
+            made = self._evaluated(leaves, spec, names)
+            if made is not None:
+                return made
+        module = self.module if self.made is None else self._replica().train(False)
+        args, kwargs = spec.unflatten(leaves)
+        with self.awaited.plain():
+            flat, out = tree_flatten(self.entry(module, args, kwargs))
+        results = [(one, False) if isinstance(one, Tensor) else one for one in flat]
+        source = Source(Arguments(names), (), self)
+        values = outputs(source, [(like_of(one[0]), False) if isinstance(one, tuple) else one for one in results], out)
+        for one, made in zip(flat, tree_leaves(values), strict=True):
+            if isinstance(made, Deferred):
+                made._value.known = Plain(one)
+        return values
+
+    def _evaluated(self, leaves: Sequence[Any], spec: TreeSpec, names: list[str]) -> Any:
+        """Return what the captured model gives in evaluation mode; None where it cannot be captured in that mode."""
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self)
         source.grad = True  # where autograd is off, the graph does not say to which module an op belongs
         made = outputs(source, *self.shapes.results(values, spec, False))
         kept = [one._value for one in tree_leaves(made) if isinstance(one, Deferred)]
         found = self.plot([], kept)
-        batch = self.batch(found)
         compiled = self.compiled(found, False, False)
+        if compiled.general.opaque is not None:
+            return None
+        batch = self.batch(found)
         result = self.trainer.engine.evaluate(batch.fields, batch.rows, compiled=compiled, alike=True)
         self.take(kept, found, compiled, result, batch.rows)
         return made
