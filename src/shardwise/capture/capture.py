@@ -23,7 +23,7 @@ from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded, without_drawn
-from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
+from shardwise.capture.hooks import refuse_module_hooks, tensor_hooks_refused
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.key_caches import NOTE as CACHES
 from shardwise.capture.key_caches import without_caches
@@ -83,9 +83,12 @@ def capture(
             _fill(own, module, values)
         looped = without_loops(own)
         cached = calling and wanted == "loss" and without_caches(own)
-        if wanted == "loss":
-            return set_mode(Watched(own, loss, precision), training)
-        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
+        made = (
+            Watched(own, loss, precision) if wanted == "loss"
+            else (InOneNumber if trial else WithOutputs)(own, loss, precision, wanted)
+        )  # fmt: skip
+        made.looks = not trial
+        return set_mode(made, training)
 
     def forward(rows: int, values: int, *layers: Layer) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Intercept(*layers):
@@ -263,7 +266,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
     if calls is not None:
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with (
-        passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as recorder, exporting(),
+        passed_on() as warned, _quiet(), functions_recorded() as recorder, exporting(), tensor_hooks_refused(),
         exports_modules_unhooked(), conversions_skipped(),
         contextlib.nullcontext() if calls is None else calls.ops_of(recorder.functions),
     ):  # fmt: skip

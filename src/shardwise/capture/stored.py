@@ -33,7 +33,7 @@ from shardwise.capture.computation import Computation
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
 from shardwise.capture.example import example_of
 from shardwise.capture.forms import Dims, Form, form_of, resized
-from shardwise.capture.hooks import RefuseTensorHooks
+from shardwise.capture.hooks import tensor_hooks_refused
 from shardwise.capture.in_form import InForm
 from shardwise.capture.known import Tried
 from shardwise.capture.trial import runs
@@ -155,7 +155,7 @@ def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[st
         functions.append(function)
         return original(*args)
 
-    with RefuseTensorHooks(), function_calls(called):
+    with function_calls(called), tensor_hooks_refused():
         (found,) = runs(model, model.module, example, False, 1)
     return not functions and dict(found.results) == results
 
