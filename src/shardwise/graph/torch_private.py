@@ -114,8 +114,8 @@ def fake_mode() -> Any:
 
 
 def fake_device(x: Tensor) -> torch.device | None:
-    """Return the device that a tensor without values stands for, which ``x.device`` would have to ask its mode for; None
-    where it has values, or its mode knows them."""
+    """Return the device that a tensor without values stands for, which ``x.device`` would have to ask its mode for;
+    None where it has values, or its mode knows them."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return x.fake_device if isinstance(x, FakeTensor) and x.constant is None else None
@@ -125,7 +125,7 @@ def fresh(mode: Any, sizes: Sequence[int], strides: Sequence[int], dtype: torch.
     """Return a tensor of a :func:`fake_mode` that shares memory with no other; an op would take longer to make it."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, meta, device)
 
