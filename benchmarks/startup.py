@@ -32,7 +32,6 @@ from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 
 Made = TypeVar("Made")
-Batch = Callable[[int], dict[str, Tensor]]  # of a length
 
 ROWS, WORDS = 8, 1000
 LENGTHS = 64, 48, 80  # of the first shape, the second and the third
@@ -71,7 +70,7 @@ class Measured:
 
     kind: str
     config: Callable[[int], dict[str, Any]]
-    batch: Batch
+    batch: Callable[[int], dict[str, Tensor]]
     by_values: bool = False
 
     def exported(self, layers: int) -> nn.Module:
@@ -102,10 +101,14 @@ def images(length: int) -> dict[str, Tensor]:
 
 def decoder(layers: int) -> dict[str, Any]:
     """Return the options that most models share."""
-    return {
-        "vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-    }  # fmt: skip
+    sizes = {"vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 688}
+    return {**sizes, "num_hidden_layers": layers, "num_attention_heads": 8}
+
+
+def encoder_decoder(layers: int) -> dict[str, Any]:
+    """Return the options of T5."""
+    sizes = {"vocab_size": WORDS, "d_model": 256, "d_kv": 32, "d_ff": 688}
+    return {**sizes, "num_layers": layers, "decoder_start_token_id": 0}
 
 
 MODELS = {
@@ -116,18 +119,7 @@ MODELS = {
     "GPT-2": Measured(
         "GPT2LMHeadModel", lambda n: {"vocab_size": WORDS, "n_embd": 256, "n_layer": n, "n_head": 8}, tokens
     ),
-    "T5": Measured(
-        "T5ForConditionalGeneration",
-        lambda n: {
-            "vocab_size": WORDS,
-            "d_model": 256,
-            "d_kv": 32,
-            "d_ff": 688,
-            "num_layers": n,
-            "decoder_start_token_id": 0,
-        },  # fmt: skip
-        tokens,
-    ),
+    "T5": Measured("T5ForConditionalGeneration", encoder_decoder, tokens),
     "Mixtral": Measured("MixtralForCausalLM", lambda n: {**decoder(n), "num_local_experts": 4}, tokens),
     "Mamba": Measured(
         "MambaForCausalLM", lambda n: {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": n}, tokens
@@ -139,10 +131,8 @@ MODELS = {
 def exported(one: nn.Module, fields: Mapping[str, Tensor], *, lengths: bool = False) -> None:
     """Run torch.export alone, with a symbolic batch dim, and with symbolic ``lengths``."""
     rows = torch.export.Dim("rows", min=1, max=1 << 30)
-    varying = {name: range(2 if name == "pixel_values" else 1, value.dim()) for name, value in fields.items()}
-    shapes = {
-        n: {0: rows, **dict.fromkeys(dims if lengths else (), torch.export.Dim.AUTO)} for n, dims in varying.items()
-    }
+    dims = {n: range(2 if n == "pixel_values" else 1, v.dim() if lengths else 0) for n, v in fields.items()}
+    shapes = {name: {0: rows} | dict.fromkeys(each, torch.export.Dim.AUTO) for name, each in dims.items()}
     torch.export.export(WithLoss(one), (dict(fields),), strict=False, dynamic_shapes=(shapes,))
 
 
