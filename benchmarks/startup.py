@@ -1,32 +1,41 @@
-"""What a start takes, a batch of another shape, and a second start: in seconds, and beside what torch.export takes.
+"""What a start of real models takes, a batch of another shape, and a second start, beside what torch.export takes.
 
-    python benchmarks/startup.py [--layers 12] [--rounds 3]
+    python benchmarks/startup.py [--layers 6] [--rounds 3] [--only NAME ...] [--clock]
 
-Each is a median over rounds, whose captures on disk are in a folder of their own: CPU time, which other programs on the
-machine hardly change, and time of the clock.  "A start" is all that ``Compiled`` does for one rank: capture, trial,
-sharding, units and program.  With masks it makes a second program, for batches without padding.  A model decides "by
+Each is a median over rounds, in multiples of the torch.export of the same model with its loss and an open number of
+rows; of the second shape also in multiples of an export with open lengths, as a shape that nobody has named needs one.
+It is CPU time, which other programs on the machine hardly change, or with ``--clock`` time of the clock.  Captures on
+disk are in a folder of the round's own.  "A start" is all that ``Compiled`` does for one rank: capture, trial,
+sharding, units and program.  With a mask it makes a second program, for batches without padding.  A model decides "by
 values" where its forward has a branch by values of the batch; another way is a batch that takes the other branch.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.capture.stored import SWITCH
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 
 Made = TypeVar("Made")
+
+ROWS, WORDS = 8, 1000
+LENGTHS = 64, 48, 80  # of the first shape, the second and the third
+COLUMNS = ("start", "second shape", "(of an open export)", "third shape", "second start", "another way")
 
 
 class WithLoss(nn.Module):
@@ -39,14 +48,6 @@ class WithLoss(nn.Module):
     def forward(self, fields: dict[str, Tensor]) -> Tensor:
         """Return the loss."""
         return self.model(**fields).loss
-
-
-def model(layers: int) -> nn.Module:
-    """Return a model with a tenth of the width of a real one: its width changes nothing here."""
-    config = LlamaConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=layers, num_attention_heads=8
-    )
-    return LlamaForCausalLM(config)
 
 
 class ByValues(nn.Module):
@@ -63,20 +64,76 @@ class ByValues(nn.Module):
         return self.model(input_ids=input_ids, labels=labels)
 
 
-def batch(length: int, *, mask: bool = False, ignored: int = 0) -> dict[str, Tensor]:
-    """Return rows of a length, with a mask, and with ignored targets."""
-    ids = torch.randint(0, 1000, (8, length))
-    found = {"input_ids": ids, "labels": ids.clone()}
-    found["labels"][0, :ignored] = -100
-    return {**found, "attention_mask": torch.ones_like(ids)} if mask else found
+@dataclass
+class Measured:
+    """A model to measure: its class, its options for a number of layers, and batches of a length."""
+
+    kind: str
+    config: Callable[[int], dict[str, Any]]
+    batch: Callable[[int], dict[str, Tensor]]
+    by_values: bool = False
+
+    def exported(self, layers: int) -> nn.Module:
+        """Return a model that torch.export takes, with a tenth of the width of a real one, which changes nothing."""
+        kind = getattr(transformers, self.kind)
+        return kind(kind.config_class(**self.config(layers), use_cache=False))  # type: ignore[no-any-return]
+
+    def made(self, layers: int) -> nn.Module:
+        """Return a model that is measured."""
+        return ByValues(self.exported(layers)) if self.by_values else self.exported(layers)
 
 
-def exported(layers: int, *, mask: bool = False, lengths: bool = False) -> None:
+def tokens(length: int) -> dict[str, Tensor]:
+    """Return rows of tokens, each of which is a target."""
+    ids = torch.randint(0, WORDS, (ROWS, length))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def masked(length: int) -> dict[str, Tensor]:
+    """Return rows of tokens with a mask."""
+    return {**tokens(length), "attention_mask": torch.ones(ROWS, length, dtype=torch.int64)}
+
+
+def images(length: int) -> dict[str, Tensor]:
+    """Return images of twice the length on each side."""
+    return {"pixel_values": torch.rand(ROWS, 3, 2 * length, 2 * length), "labels": torch.randint(0, 2, (ROWS,))}
+
+
+def decoder(layers: int) -> dict[str, Any]:
+    """Return the options that most models share."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 688}
+    return {**sizes, "num_hidden_layers": layers, "num_attention_heads": 8}
+
+
+def encoder_decoder(layers: int) -> dict[str, Any]:
+    """Return the options of T5."""
+    sizes = {"vocab_size": WORDS, "d_model": 256, "d_kv": 32, "d_ff": 688}
+    return {**sizes, "num_layers": layers, "decoder_start_token_id": 0}
+
+
+MODELS = {
+    "Llama": Measured("LlamaForCausalLM", decoder, tokens),
+    "Llama with a mask": Measured("LlamaForCausalLM", decoder, masked),
+    "Llama by values": Measured("LlamaForCausalLM", decoder, tokens, by_values=True),
+    "BERT": Measured("BertForMaskedLM", decoder, tokens),
+    "GPT-2": Measured(
+        "GPT2LMHeadModel", lambda n: {"vocab_size": WORDS, "n_embd": 256, "n_layer": n, "n_head": 8}, tokens
+    ),
+    "T5": Measured("T5ForConditionalGeneration", encoder_decoder, tokens),
+    "Mixtral": Measured("MixtralForCausalLM", lambda n: {**decoder(n), "num_local_experts": 4}, tokens),
+    "Mamba": Measured(
+        "MambaForCausalLM", lambda n: {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": n}, tokens
+    ),
+    "ResNet-50": Measured("ResNetForImageClassification", lambda _: {"hidden_sizes": [32, 64, 128, 256]}, images),
+}
+
+
+def exported(one: nn.Module, fields: Mapping[str, Tensor], *, lengths: bool = False) -> None:
     """Run torch.export alone, with a symbolic batch dim, and with symbolic ``lengths``."""
     rows = torch.export.Dim("rows", min=1, max=1 << 30)
-    fields = batch(64, mask=mask)
-    shapes = ({name: {0: rows, **({1: torch.export.Dim.AUTO} if lengths else {})} for name in fields},)
-    torch.export.export(WithLoss(model(layers)), (fields,), strict=False, dynamic_shapes=shapes)
+    dims = {n: range(2 if n == "pixel_values" else 1, v.dim() if lengths else 0) for n, v in fields.items()}
+    shapes = {name: {0: rows} | dict.fromkeys(each, torch.export.Dim.AUTO) for name, each in dims.items()}
+    torch.export.export(WithLoss(one), (dict(fields),), strict=False, dynamic_shapes=(shapes,))
 
 
 def started(one: Compiled) -> Compiled:
@@ -86,46 +143,57 @@ def started(one: Compiled) -> Compiled:
     return one
 
 
-def round_of(layers: int) -> dict[str, tuple[float, float]]:
-    """Return the seconds of each, of the process and of the clock, measured once."""
-    found: dict[str, tuple[float, float]] = {}
+def round_of(one: Measured, layers: int, clock: bool = False) -> dict[str, float]:
+    """Return the seconds of each, measured once."""
+    found: dict[str, float] = {}
+    now = time.perf_counter if clock else time.process_time
 
     def timed(name: str, run: Callable[[], Made]) -> Made:
-        own, begin = time.process_time(), time.perf_counter()
+        gc.collect()
+        begin = now()
         made = run()
-        found[name] = time.process_time() - own, time.perf_counter() - begin
+        found[name] = now() - begin
         return made
 
+    first, *others = map(one.batch, LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[SWITCH] = folder
-        first, masked, by_values = model(layers), model(layers), ByValues(model(layers))
-        timed("torch.export", lambda: exported(layers))
-        timed("torch.export, any length", lambda: exported(layers, lengths=True))
-        timed("torch.export with a mask", lambda: exported(layers, mask=True))
-        one = timed("a start", lambda: started(Compiled(first, Plan.of(), batch(64))))
-        timed("a second shape", lambda: started(one.fitting(batch(48))))
-        timed("a third shape", lambda: started(one.fitting(batch(80))))
-        timed("a second start", lambda: started(Compiled(model(layers), Plan.of(), batch(64))))
-        timed("a start with a mask", lambda: started(Compiled(masked, Plan.of(), batch(64, mask=True))))
-        one = timed("a start by values", lambda: started(Compiled(by_values, Plan.of(), batch(64))))
-        timed("another way", lambda: started(one.deciding(batch(64, ignored=3), {})))
+        timed("export", lambda: exported(one.exported(layers), first))
+        timed("open export", lambda: exported(one.exported(layers), first, lengths=True))
+        made = timed("start", lambda: started(Compiled(one.made(layers), Plan.of(), first)))
+        for name, batch in zip(("second shape", "third shape"), others, strict=True):
+            timed(name, lambda batch=batch: started(made.fitting(batch)))
+        timed("second start", lambda: started(Compiled(one.made(layers), Plan.of(), first)))
+        if one.by_values:
+            other = {**first, "labels": first["labels"].masked_fill(first["labels"] < WORDS // 10, -100)}
+            timed("another way", lambda: started(made.deciding(other, {})))
     return found
+
+
+def row(name: str, rounds: list[dict[str, float]]) -> None:
+    """Print a line of the table."""
+    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    shown = {key: f"{medians[key] / medians['export']:.2f} x" for key in COLUMNS if key in medians}
+    shown["(of an open export)"] = f"{medians['second shape'] / medians['open export']:.2f} x"
+    exports = f"{medians['export']:6.2f} s {medians['open export']:6.2f} s"
+    print(f"{name:18} {exports}", *(f"{shown.get(key, ''):>{max(len(key), 7)}}" for key in COLUMNS), flush=True)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--clock", action="store_true", help="time of the clock in place of CPU time")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    round_of(1)  # imports
-    rounds = [round_of(given.layers) for _ in range(given.rounds)]
-    print(f"{given.layers} layers, medians of {given.rounds} rounds: CPU time, and of the clock")
-    medians = {name: [statistics.median(one[name][at] for one in rounds) for at in (0, 1)] for name in rounds[0]}
-    for name, found in medians.items():
-        export = medians["torch.export"]
-        print(f"{name:25}" + "".join(f" {a:6.2f} s {a / b:5.2f} x " for a, b in zip(found, export, strict=True)))
+    warnings.simplefilter("ignore")
+    print(f"{given.layers} layers, medians of {given.rounds} rounds, {'clock' if given.clock else 'CPU'} time")
+    print(f"{'':18} {'export':>8} {'open':>8}", *(f"{key:>7}" for key in COLUMNS))
+    for name in given.only:
+        round_of(MODELS[name], 1)  # imports
+        row(name, [round_of(MODELS[name], given.layers, given.clock) for _ in range(given.rounds)])
 
 
 if __name__ == "__main__":

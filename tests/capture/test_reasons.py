@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from harness import TOLERANCE, Subject, errors, oracle_run, sharded_run
+from shardwise.capture.hooks import tensor_hooks_refused
+from shardwise.graph.captured import Uncapturable
 
 Body = Callable[[Tensor], Tensor]
 
@@ -90,3 +93,33 @@ def test_rows_that_cannot_stay_open(name: str) -> None:
         found
     )
     assert "specialized" not in found and "6" not in found and "L[" not in found
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * self.scale
+        if h.requires_grad:
+            h.register_hook(lambda g: 2 * g)
+        return h
+
+
+def test_a_hook_that_forward_registers() -> None:
+    """Forward registers it in each step, which a graph would not; torch's own functions are there afterwards."""
+    before = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
+    found = note(Hooked())
+    assert "forward registers a hook on a tensor, which sees a gradient inside the model" in found
+    assert (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook) == before
+
+
+def test_hooks_that_other_threads_register_meanwhile() -> None:
+    with tensor_hooks_refused(), ThreadPoolExecutor(1) as pool:
+        x = torch.ones(3, requires_grad=True)
+        pool.submit(x.register_hook, lambda g: 2 * g).result()
+        with pytest.raises(Uncapturable):
+            x.register_hook(lambda g: 3 * g)
+    x.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0] * 3

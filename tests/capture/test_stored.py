@@ -18,6 +18,7 @@ from shardwise.capture import stored
 from shardwise.capture.capture import capture
 from shardwise.capture.encoding import NotEncoded, _function, decoded, encoded
 from shardwise.capture.forms import Dims
+from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured
 from shardwise.graph.functional import functionalise
 from shardwise.graph.specialised import specialised
@@ -164,6 +165,55 @@ def test_what_has_a_backward_of_its_own_is_not_kept(folder: Path, exported: list
     capture(plain, batch())
     capture(Rounded(), batch())  # whose ops are the same: what they give no gradient to is not
     assert len(exported) == 4
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.count = nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        h = x.mean(1)
+        return F.cross_entropy(self.head(2 * h if SCALE > 2 and self.count > 1 else h), y)
+
+
+def test_what_changes_a_number_is_tried_again(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (capture(Counting(), batch()) for _ in range(2))
+    assert len(exported) == 1
+    assert texts(second) == texts(first)
+    assert second.notes == first.notes
+    assert "count" in second.notes[0]
+    monkeypatch.setitem(globals(), "SCALE", 3.0)  # only a second forward depends on it
+    with pytest.raises(ConfigError, match="count"):
+        capture(Counting(), batch())
+    assert len(exported) == 2
+
+
+@torch.library.custom_op("test_stored::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(doubled(self.head(x.mean(1))), y)
+
+
+def test_an_op_with_a_registered_backward_is_kept(folder: Path, exported: list[str]) -> None:
+    first, second = (capture(Doubling(), batch()) for _ in range(2))
+    assert len(exported) == 1
+    assert texts(second) == texts(first)
 
 
 @pytest.mark.quick(1)

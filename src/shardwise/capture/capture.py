@@ -23,7 +23,7 @@ from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded, without_drawn
-from shardwise.capture.hooks import RefuseTensorHooks, refuse_module_hooks
+from shardwise.capture.hooks import refuse_module_hooks, tensor_hooks_refused
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.key_caches import NOTE as CACHES
 from shardwise.capture.key_caches import without_caches
@@ -84,9 +84,12 @@ def capture(
             _fill(own, module, values)
         looped = without_loops(own)
         cached = calling and wanted == "loss" and without_caches(own)
-        if wanted == "loss":
-            return set_mode(Watched(own, loss, precision), training)
-        return set_mode((InOneNumber if trial else WithOutputs)(own, loss, precision, wanted), training)
+        made = (
+            Watched(own, loss, precision) if wanted == "loss"
+            else (InOneNumber if trial else WithOutputs)(own, loss, precision, wanted)
+        )  # fmt: skip
+        made.looks = not trial
+        return set_mode(made, training)
 
     def forward(rows: int, values: int, *layers: Layer) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Intercept(*layers):
@@ -139,27 +142,28 @@ def _trial(
     captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor], known: Known
 ) -> Tried | None:
     """Return the trial that shows that what forward computes depends on nothing that it keeps in Python: an earlier one
-    that serves, or a new one; None where it changes or draws something.  Raises :class:`ConfigError` where it does
-    depend."""
+    that serves, or a new one; None where it draws something, or changes more than numbers and words.  Raises
+    :class:`ConfigError` where it does depend."""
     noted, form = wrapped.noted, form_of(batch)
     state = None if noted.before is None else noted.before.plain()
     if not (noted.changes or noted.drawn):
         for one in known.trials:
             if one.serves(captured, state, form):
                 return one
-    results = _check_state(captured, wrapped, again, batch)
-    if results is None:
+    found = _check_state(captured, wrapped, again, batch)
+    if not found or noted.drawn or not all(one.plain for one in noted.changes):
         return None
-    known.trials.append(Tried(state, captured.reads, captured.rows, form, results))
-    return known.trials[-1]
+    number = len(found) if noted.changes else 1
+    tried = Tried(state, captured.reads, captured.rows, form, found[0].results, number)
+    if not noted.changes:  # else later runs may take branches by sizes of which this capture knows nothing
+        known.trials.append(tried)
+    return tried
 
 
-def _check_state(
-    captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor]
-) -> Mapping[str, str] | None:
+def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Mapping[str, Tensor]) -> list[Found]:
     """Raise :class:`ConfigError` where what forward computes depends on what it changes in Python, or on numbers of
     generators that are not torch's: a trial with another shadow, ``again``, shows that. Leave notes where it does not.
-    Return the names of what it computes; None where it changes or draws something.
+    Return its runs, none where they failed.
 
     The trial runs also where no change was seen: iterators, clocks and the like cannot be looked into."""
     changes, drawn = wrapped.noted.changes, wrapped.noted.drawn
@@ -192,7 +196,7 @@ def _check_state(
         captured.notes.append(
             f"forward draws from {names}: what it computes does not depend on it; the steps draw none"
         )
-    return None if changes or drawn or not found else found[0].results
+    return found
 
 
 def _captured(
@@ -265,7 +269,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
     if calls is not None:
         calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
     with (
-        passed_on() as warned, _quiet(), RefuseTensorHooks(), functions_recorded() as recorder, exporting(),
+        passed_on() as warned, _quiet(), functions_recorded() as recorder, exporting(), tensor_hooks_refused(),
         exports_modules_unhooked(), conversions_skipped(),
         contextlib.nullcontext() if calls is None else calls.ops_of(recorder.functions),
     ):  # fmt: skip

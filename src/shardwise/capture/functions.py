@@ -25,6 +25,11 @@ PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, 
 """The arguments of a Function that a graph can hold, beside tensors."""
 
 
+def shown_by_ops(function: type) -> bool:
+    """Whether the ops of a graph show the gradient of a Function: torch's own, and what it makes of registered ops."""
+    return function.__module__.startswith("torch.")
+
+
 class Recorder:
     """The Functions that a capture has met: those that are ops, and those that are ``opened``."""
 
@@ -47,7 +52,7 @@ class Recorder:
         if function is CheckpointFunction:  # what a backward computes again is the plan's choice
             run, _, *given = args
             return run(*given)
-        if self.inside or function.__module__.startswith("torch."):  # torch's own are ops of the graph anyway
+        if self.inside or shown_by_ops(function):
             return original(*args)
         leaves, spec = tree_flatten(tuple(args))
         if function not in self.opened and all(isinstance(one, (Tensor, *PLAIN)) for one in leaves):

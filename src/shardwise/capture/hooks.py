@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, has_backward_hooks, hooks_of
+
+REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 
 Watch = Callable[[Tensor], AbstractContextManager[Any]]
 """This returns what a hook is called in, for what the hook is given."""
@@ -140,15 +144,30 @@ def draws(name: str, generator: str) -> ConfigError:
     return ConfigError.on(f"parameter {name}", wrong, "a hook with a generator of its own, with a seed")
 
 
-class RefuseTensorHooks(TorchFunctionMode):
-    """Raise :class:`Uncapturable` where forward registers a hook on the gradient of a tensor."""
+@contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """Raise :class:`Uncapturable` where forward, in this thread, registers a hook on the gradient of a tensor.
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            raise Uncapturable("forward registers a hook on a tensor, which sees a gradient inside the model")
-        return func(*args, **(kwargs or {}))
+    A mode would be asked about every other function, too, which takes as long as a fourth of an export.  What this
+    changes holds for all threads, so it has to be inside of what lets one export at a time."""
+    thread, originals = threading.get_ident(), {name: getattr(Tensor, name) for name in REGISTER}
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def register(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise Uncapturable("forward registers a hook on a tensor, which sees a gradient inside the model")
+            return original(*args, **kwargs)
+
+        return register
+
+    for name, original in originals.items():
+        setattr(Tensor, name, refusing(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
 
 
 def refuse_module_hooks(module: nn.Module) -> None:

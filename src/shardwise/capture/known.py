@@ -21,15 +21,16 @@ from shardwise.graph.specialised import holds_for
 
 
 class Tried(NamedTuple):
-    """A trial in which a forward changed nothing in Python, and computed the same in each run: what it could read there
-    (``PythonState.plain``) and what it read of tensors, the rows and the form of its batch, and the names of its
-    results."""
+    """A trial in which a forward changed nothing in Python but numbers and words, and computed the same in each run:
+    what it could read there (``PythonState.plain``) and what it read of tensors, the rows and the form of its batch,
+    the names of its results, and how many runs show ``again`` that they are these."""
 
     state: Any
     reads: tuple[Any, ...]
     rows: int | None
     form: Form
     results: Mapping[str, str]
+    again: int = 1  # more where forward changes something
 
     def serves(self, captured: Captured, state: Any, form: Form) -> bool:
         """Whether a trial of ``captured``, made of a batch of ``form`` where forward could read ``state``, would show

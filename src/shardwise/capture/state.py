@@ -43,6 +43,11 @@ class Change(NamedTuple):
         fx.node.map_aggregate((self.before, self.after), lambda a: found.append(a) if isinstance(a, Tensor) else None)
         return bool(found)
 
+    @property
+    def plain(self) -> bool:
+        """Whether it was and is a number, a word or nothing."""
+        return all(isinstance(one, int | float | str | None) for one in (self.before, self.after))
+
     def __str__(self) -> str:
         if self.of_tensors:
             kind = "a tensor that is no buffer" if isinstance(self.after, Tensor) else "tensors that are no buffers"

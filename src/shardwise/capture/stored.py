@@ -3,7 +3,8 @@
 A capture is found by a hash of what it depends on: versions, the sources of the module's classes and of the loss, the
 module's structure, and the shapes of the batch.  It is believed only where one forward without values, in which every
 tensor is named by how it was computed (:mod:`shardwise.capture.trial`), gives the names that it gave when the capture
-was made: so code that no hash sees, a global or an environment variable cannot change what is computed unseen.
+was made: so code that no hash sees, a global or an environment variable cannot change what is computed unseen.  Where
+forward changes something in Python, as many forwards as a trial has must do so.
 
 The folder is ``$XDG_CACHE_HOME/shardwise/captures``, else ``~/.cache/shardwise/captures``; ``SHARDWISE_CAPTURES`` names
 another, or is "off".  The :data:`KEPT` files that were used last stay.
@@ -33,7 +34,8 @@ from shardwise.capture.computation import Computation
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
 from shardwise.capture.example import example_of
 from shardwise.capture.forms import Dims, Form, form_of, resized
-from shardwise.capture.hooks import RefuseTensorHooks
+from shardwise.capture.functions import shown_by_ops
+from shardwise.capture.hooks import tensor_hooks_refused
 from shardwise.capture.in_form import InForm
 from shardwise.capture.known import Tried
 from shardwise.capture.trial import runs
@@ -138,7 +140,7 @@ def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> 
         tried, example = (
             example_of(model, resized(batch, _read(written[form])), written["rows"]) for form in ("tried", "form")
         )
-        if not _computes(model, tried, written["results"]):
+        if not _computes(model, tried, written["results"], written["runs"]):
             return None
         found = decoded(written, example, load(data[HEAD + size :]), dict(model.module.named_buffers()))
         os.utime(path)
@@ -147,17 +149,19 @@ def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> 
     return found
 
 
-def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[str, str]) -> bool:
-    """Whether a forward gives results of these names; none of it may have a gradient that its ops do not show."""
+def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[str, str], number: int) -> bool:
+    """Whether each of a ``number`` of forwards gives results of these names; none of it may have a gradient that its
+    ops do not show."""
     functions: list[type] = []
 
     def called(original: Any, function: type, args: Sequence[Any]) -> Any:
-        functions.append(function)
+        if not shown_by_ops(function):
+            functions.append(function)
         return original(*args)
 
-    with RefuseTensorHooks(), function_calls(called):
-        (found,) = runs(model, model.module, example, False, 1)
-    return not functions and dict(found.results) == results
+    with function_calls(called), tensor_hooks_refused():
+        found = runs(model, model.module, example, False, number)
+    return not functions and all(dict(one.results) == results for one in found)
 
 
 def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
@@ -168,7 +172,7 @@ def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried
         return
     try:
         forms = {"form": _written(form_of(batch)), "tried": _written(trial.form)}
-        written = {**encoded(captured), "results": dict(trial.results), **forms}
+        written = {**encoded(captured), "results": dict(trial.results), "runs": trial.again, **forms}
         head = zlib.compress(json.dumps(written).encode(), 1)
         tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
     except (NotEncoded, TypeError, ValueError):

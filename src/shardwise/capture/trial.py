@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.capture.alike import Alike
 from shardwise.capture.running import users_line
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
     exporting,
+    fake_device,
     fake_mode,
     renamed,
     schema,
@@ -35,6 +37,7 @@ from shardwise.graph.torch_private import (
 
 RUNS, RUNS_UNSEEN = 3, 2  # the second where no change was seen, as in most models
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # a size that depends on data
+DEVICE = torch.ops.prim.device.default
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 WORDS, EXTREME = 624, 64  # the words of a Mersenne twister's state, and how many of them give an extreme number
 
@@ -47,10 +50,11 @@ class Found(NamedTuple):
 
 
 class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names each tensor that is computed from these ``values``; see the module."""
+    """Names each tensor that is computed, in a ``mode`` without values, from these ``values``; see the module."""
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = Alike(mode)
         self._known = {storage_key(one): name for name, one in values.items()}
         self._names: dict[int, str] = {}
         self._constant: set[int] = set()
@@ -85,6 +89,8 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:  # more than half of all calls, and nothing is computed
+            return fake_device(args[0]) or func(*args)
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = [one for one in leaves if isinstance(one, Tensor)]
@@ -94,7 +100,7 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key.append(str(self._draws))
             self._draws += 1
         constant = all(storage_key(one) in self._constant for one in tensors) and len(key) == 2 + len(leaves)
-        found = func(*args, **kwargs)
+        found = self._run(func, args, kwargs, tensors)
         whole = _digest(*key)
         self.operations.append((whole, users_line()))
         self._results(found, tensors, whole, constant)
@@ -151,8 +157,8 @@ def runs(
 ) -> list[Found]:  # fmt: skip
     """Run ``forward`` of ``fields`` ``number`` times; with ``drawing`` also where generators give extreme numbers."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    with fake_mode():
-        names = Names(values | {f"field {key}": one for key, one in fields.items()})
+    with fake_mode() as mode:
+        names = Names(values | {f"field {key}": one for key, one in fields.items()}, mode)
         found = [_one(names, forward, module, fields) for _ in range(number)]
         for word in (0, 0xFFFFFFFF) if drawing else ():
             with _generators_give(word):

@@ -114,6 +114,7 @@ class Watched(WithLoss):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.noted = Noted()
+        self.looks = True  # whether somebody will read what is noted
         self.reading: Answering | None = None  # answers what forward reads in Python
         self.calling: EagerCalls | None = None  # stands for calls that run as written
 
@@ -130,7 +131,8 @@ class Watched(WithLoss):
     def noting(self, forward: Callable[[Mapping[str, Tensor]], Any], fields: Mapping[str, Tensor]) -> Any:
         """Return what ``forward`` returns, and note what it changes."""
         functions = [] if isinstance(self.loss, Computation) else [self.loss]
-        before, buffers = PythonState(self.module, *functions), dict(self.module.named_buffers())
+        before = PythonState(self.module, *functions) if self.looks else None
+        buffers = dict(self.module.named_buffers())
         same_rows(fields)
         reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
         calling = contextlib.nullcontext() if self.calling is None else self.calling.called()
@@ -138,7 +140,8 @@ class Watched(WithLoss):
         with reading, calling, Intercept(CtcLosses(), loops):
             results = forward(fields)
         assigned_buffers(self.module, buffers, _write)
-        self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before
+        if before is not None:
+            self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before
         self.noted.looped = loops.experts
         return results
 

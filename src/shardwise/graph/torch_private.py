@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "GRAD_MODE", "RESIZES", "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
     "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
-    "assumed", "exporting", "exports_modules_unhooked", "fake_mode", "function_calls",
+    "assumed", "exporting", "exports_modules_unhooked", "fake_device", "fake_mode", "fresh", "function_calls",
     "has_backward_hooks", "has_storage", "hooks_of", "import_export",
     "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name",
     "schema", "step_hooks",
@@ -111,6 +111,23 @@ def fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, which a trial alone needs
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_device(x: Tensor) -> torch.device | None:
+    """Return the device that a tensor without values stands for, which ``x.device`` would have to ask its mode for;
+    None where it has values, or its mode knows them."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.fake_device if isinstance(x, FakeTensor) and x.constant is None else None
+
+
+def fresh(mode: Any, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a :func:`fake_mode` that shares memory with no other; an op would take longer to make it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 class Assumed(NamedTuple):

@@ -10,7 +10,7 @@ sum of their losses is the loss of the whole batch, however its masks are spread
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,8 +167,11 @@ def written_in_turn(sharded: Sharded, meet: Meetings) -> frozenset[str]:
     updates = {node: name for node, name in pairs if not is_kept(name)}
     if meet.others:
         return frozenset(updates.values())
-    alone = set(meet.norms)
-    return frozenset(name for node, name in updates.items() if _ancestors([node], ()) & alone)
+    below = set(meet.norms)  # and what depends on them
+    for node in sharded.graph.nodes:
+        if not below.isdisjoint(node.all_input_nodes):
+            below.add(node)
+    return frozenset(name for node, name in updates.items() if node in below)
 
 
 def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
@@ -178,8 +181,11 @@ def for_buffers(sharded: Sharded) -> dict[fx.Node, str]:
     known = list(zip(rest, sharded.normal.updates, strict=True))
     written = {node: name for node, name in known if not is_kept(name)}
     seen, found = _ancestors([loss, *(n for n, name in known if is_kept(name))], written), dict[fx.Node, str]()
+    passed = set[fx.Node]()  # on the way back from the values so far: each node is passed once
     for value, name in written.items():
-        found |= {node: name for node in _ancestors([value], ()) if node not in seen and node not in found}
+        new = _ancestors([value], passed) - passed
+        found |= dict.fromkeys(new - seen, name)
+        passed |= new
     return found
 
 
@@ -349,13 +355,13 @@ def _operand(graph: fx.Graph, env: fx.Node, exchange: fx.Node, copies: dict[fx.N
     return found
 
 
-def _ancestors(nodes: Iterable[Any], ends: Iterable[fx.Node]) -> set[fx.Node]:
+def _ancestors(nodes: Iterable[Any], ends: Container[fx.Node]) -> set[fx.Node]:
     """Return the nodes and all that they depend on, but for what is behind the nodes ``ends``."""
     stack = list(nodes)
-    seen, last = set(stack), set(ends)
+    seen = set(stack)
     while stack:
         node = stack.pop()
-        new = [n for n in node.all_input_nodes if n not in seen] if node not in last else []
+        new = [n for n in node.all_input_nodes if n not in seen] if node not in ends else []
         seen.update(new)
         stack.extend(new)
     return seen
