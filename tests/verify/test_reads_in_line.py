@@ -233,7 +233,7 @@ def test_microbatches_are_batches_of_their_own_which_a_note_says(name: str) -> N
     torch.manual_seed(0)
     report = verify(MODELS[name]().double(), batches(), data_parallel(Plan.of(), 2).replace(microbatches=2))
     assert report.passed and report.largest < 1e-12, report.worst[:3]
-    assert any("microbatch" in note and f"{name}.forward" in note for note in report.notes), report.notes
+    assert any("microbatch" in note and "the loss (gt)" in note for note in report.notes), report.notes
 
 
 PARTS = {
@@ -260,6 +260,37 @@ def test_the_smallest_part_runs_as_written_and_all_else_is_captured(name: str) -
     assert found.opaque is None and any(note.startswith(f"{lines}: it reads") for note in found.notes), found.notes
     sharded = [p.name for b in found.buckets for p in b.parameters if p.axes]
     assert len(sharded) == SHARDED.get(name, 3 * len(module.blocks) + 2), sharded
+
+
+TESTED = {"Branch": ["gt"], "Choosing": ["gt"], "Detaching": ["lt"]}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_decides_by_one_test_alone_runs_on_the_rows_of_a_rank(name: str) -> None:
+    """Ranks exchange what the test needs, and else rows."""
+    torch.manual_seed(0)
+    found = Compiled(MODELS[name](), PLANS["dp"], {"x": torch.randn(7, WIDTH)}).general
+    if name in TESTED:
+        assert found.meets == tuple(f"the loss ({op})" for op in TESTED[name])
+        assert any("on each rank's rows where trials show" in note for note in found.notes), found.notes
+    else:
+        assert any("runs as written" in where for where in found.meets) or name == "Breaking", found.meets
+
+
+class Centred(Model):
+    """Its rows are not independent in one of two branches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        h = h - 0.5 * h.mean(0) if h.sum() < 0 else h * 2.0
+        return self.head(self.blocks[1](h)).square().mean()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_that_meet_in_one_branch(plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify(Centred().double(), batches(), PLANS[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
 # ---- what no part can be -------------------------------------------------------------------------------------------

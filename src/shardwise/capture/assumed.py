@@ -20,6 +20,12 @@ BRANCHES: frozenset[Any] = frozenset({
     Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
 })  # fmt: skip
 """The functions of torch that read a truth value."""
+SINGLE = BRANCHES & {Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero}
+
+NUMBERS: frozenset[Any] = frozenset({
+    Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__,
+})  # fmt: skip
+"""Those that read numbers; a capture keeps most of them as symbols."""
 
 FINITE = frozenset({torch.isfinite, torch.isnan, torch.isinf, Tensor.isfinite, Tensor.isnan, Tensor.isinf})
 OF_FINITE = frozenset({
@@ -68,4 +74,4 @@ def raises(forward: Callable[[Noting], None], number: int) -> bool:
     return False
 
 
-__all__ = ["BRANCHES", "Check", "Noting", "raises"]
+__all__ = ["BRANCHES", "NUMBERS", "SINGLE", "Check", "Noting", "raises"]

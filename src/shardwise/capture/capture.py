@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture import opened, stored
+from shardwise.capture.assumed import NUMBERS
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall
@@ -30,7 +31,7 @@ from shardwise.capture.key_caches import without_caches
 from shardwise.capture.known import Known, Tried
 from shardwise.capture.lazy_zeros import lazy_zeros
 from shardwise.capture.outputs import Wanted
-from shardwise.capture.reads import NUMBERS, sized
+from shardwise.capture.reads import sized
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.row_draws import assign_rows
 from shardwise.capture.seen_calls import NotEager

@@ -30,7 +30,7 @@ from shardwise.capture.parts import part_of
 from shardwise.capture.redirected import redirected
 from shardwise.capture.seen_calls import NotEager, Seen, alike, emptied, equal, seen_call, sizes, tensors_of
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import storage_key, version
+from shardwise.graph.torch_private import storage_key, version, without_modes
 from shardwise.initial.copies import copied
 from shardwise.ops.custom_function import OP, WholeCall
 
@@ -57,6 +57,7 @@ class EagerCall(WholeCall):
 
     def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
         self.seen, self.layers, self.shares = seen, layers, seen.shares
+        self.by_test = seen.by_test and other.by_test
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
         pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
         self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
@@ -82,7 +83,9 @@ class EagerCall(WholeCall):
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
             found, spec = tree_flatten(self.seen.function(*args, **kwargs))
-        if [version(one) for one in tensors] != before or not all(map(equal, tensors, contents)):
+        with without_modes():  # it is not the call that reads these
+            kept = all(map(equal, tensors, contents))
+        if not kept or [version(one) for one in tensors] != before:
             wrong = f"{self.seen.function.__qualname__} reads values, and for this batch writes to what it is given"
             raise ShardwiseError(f"model: {wrong}; legal: statements and functions that write to no tensor around them")
         results = [one for one in found if isinstance(one, Tensor)]
@@ -272,10 +275,10 @@ class EagerCalls:
 def note(calls: EagerCalls) -> str:
     """Return what is noted of a model with such calls."""
     names = ", ".join(dict.fromkeys(one.seen.function.__qualname__ for one in calls.calls))
-    return (
-        f"{names}: it reads values of tensors, and runs as it is written, on every rank and for the rows of all; the "
-        "rest of forward is captured"
-    )
+    rows = "on every rank and for the rows of all"
+    if all(one.by_test for one in calls.calls):
+        rows = "on each rank's rows where trials show that they are independent, else on every rank for those of all"
+    return f"{names}: it reads values of tensors, and runs as it is written, {rows}; the rest of forward is captured"
 
 
 __all__ = ["EagerCall", "EagerCalls", "MOST", "note"]

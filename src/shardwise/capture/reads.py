@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.capture.assumed import BRANCHES, Check
+from shardwise.capture.assumed import BRANCHES, SINGLE, Check
 from shardwise.capture.coins import Coins, Drawing
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.intercept import Intercept, Layer, Proceed
@@ -33,14 +33,6 @@ from shardwise.graph.torch_private import (
     without_modes,
     without_torch_functions,
 )
-
-SINGLE = BRANCHES & {Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero}
-
-NUMBERS: frozenset[Any] = frozenset({
-    Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__,
-})  # fmt: skip
-"""Those that read numbers; a capture keeps most of them as symbols."""
-
 
 REPEATS: frozenset[Any] = frozenset({torch.repeat_interleave, Tensor.repeat_interleave})
 SIZED_OF: frozenset[Any] = frozenset({

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from shardwise.capture.assumed import Noting
+from shardwise.capture.assumed import BRANCHES, NUMBERS, SINGLE, Noting
 from shardwise.capture.functions import PLAIN
-from shardwise.capture.intercept import Intercept, Layer
+from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
@@ -27,6 +27,10 @@ from shardwise.graph.torch_private import TorchDispatchMode, storage_key, versio
 from shardwise.initial.copies import copied
 
 READS = "reads tensors that are not among its arguments"
+LOOKS = BRANCHES | NUMBERS | {
+    Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.cpu,
+}  # fmt: skip
+"""The functions of torch after which Python may know values."""
 ANSWERS = 16  # the most truth values that a call reads and of which the other answer is tried
 
 
@@ -50,6 +54,7 @@ class Seen(NamedTuple):
     found_spec: TreeSpec
     gradients: bool  # whether autograd was on
     shares: bool  # whether results have memory of arguments
+    by_test: bool = False  # whether its first argument, a truth value, is all that it reads
 
     def like(self, other: Seen) -> bool:
         """Whether another forward, of other rows, has made the same call, but for sizes."""
@@ -73,6 +78,17 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
+class _Reading:
+    """A layer that notes whether ``more`` is read of tensors than whether ``test`` is true."""
+
+    def __init__(self, test: Any) -> None:
+        self.test, self.more = test, False
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        self.more |= func in LOOKS and not (func in SINGLE and args[0] is self.test)
+        return proceed(func, args, kwargs)
+
+
 class _Call:
     """A call that may be made several times, of ``whole``, which does what a function did."""
 
@@ -86,12 +102,13 @@ class _Call:
         self.beside = _Beside(function, [one for one in self.given if not isinstance(one, (Tensor, *PLAIN))])
         self._versions = [version(one) for one in self.tensors]
         self._contents = [one.detach().clone() for one in self.tensors]
+        self.reading = _Reading(self.given[0] if self.given else None)
 
     def made(self, *layers: Layer) -> Any:
         """Return what the function returns, under ``layers``; raise :class:`NotEager` where it draws random numbers, or
         changes what it is given."""
         try:
-            with RefuseRandom(), self.beside, Intercept(*layers):  # type: ignore[no-untyped-call]
+            with RefuseRandom(), self.beside, Intercept(*layers, self.reading):  # type: ignore[no-untyped-call]
                 result = self.whole(*self.args, **self.kwargs)
         except ConfigError as error:
             raise NotEager(self.function, "draws random numbers") from error
@@ -102,9 +119,11 @@ class _Call:
             raise NotEager(self.function, "changes what it is given")
         return result
 
-    def try_other_ways(self, found: Sequence[Any], spec: TreeSpec) -> bool:
+    def try_other_ways(self, found: list[Any], spec: TreeSpec) -> bool:
         """Raise :class:`NotEager` where the function returns something else than it has ``found`` when a truth value
-        that it reads is the other one; where it raises then, it would on one device.  Return whether it reads some."""
+        that it reads is the other one; where it raises then, it would on one device.  Return whether it reads some.
+
+        What has a gradient in one of these ways has one in ``found``, too."""
         noting = Noting()
         self.made(noting)
         for number in range(min(len(noting.checks), ANSWERS)):
@@ -116,6 +135,9 @@ class _Call:
                 continue
             if spec != other_spec or not all(map(_same_form, found, other)):
                 raise NotEager(self.function, "returns something else where a branch goes the other way")
+            for at, (one, way) in enumerate(zip(found, other, strict=True)):
+                if isinstance(one, Tensor) and way.requires_grad and not one.requires_grad:
+                    found[at] = one.detach().clone().requires_grad_()
         return bool(noting.checks)
 
 
@@ -148,7 +170,8 @@ def seen_call(
     taken = {storage_key(one) for one in call.tensors}
     shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
     own = call.own if call.beside.reads or part is not None else []
-    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, torch.is_grad_enabled(), shares)
+    by_test = part is not None and part.tested and isinstance(call.given[0], Tensor) and not call.reading.more
+    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, torch.is_grad_enabled(), shares, by_test)
     return seen, result
 
 
@@ -209,7 +232,7 @@ def _without_values(one: Any) -> Any:
 def _same_form(one: Any, other: Any) -> bool:
     """Whether what else a call returns can stand where it has returned ``one``."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and one.requires_grad >= other.requires_grad
+        return one.shape == other.shape and one.dtype == other.dtype
     return alike(one, other)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.capture.assumed import BRANCHES, Check, Noting, raises
+from shardwise.capture.assumed import BRANCHES, NUMBERS, Check, Noting, raises
 from shardwise.capture.candidates import candidates
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward, note
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
-from shardwise.capture.reads import NUMBERS, PICKS, Answering, Read, asked
+from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
 from shardwise.capture.seen_calls import NotEager
 from shardwise.capture.wrapped import Watched, rows_in

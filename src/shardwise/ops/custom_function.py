@@ -50,9 +50,10 @@ class CustomFunction:
 class WholeCall:
     """A call that may do anything with the tensors that it is given, so that it takes all of each.
 
-    ``skips`` says that it may leave out parameters in one step that have a gradient by it in another."""
+    ``skips`` says that it may leave out parameters in one step that have a gradient by it in another, ``by_test`` that
+    its first operand, a truth value, is all that it reads."""
 
-    skips = False
+    skips = by_test = False
 
 
 RECORDED: ContextVar[Callable[[int, Sequence[Tensor]], Sequence[Tensor]]] = ContextVar("RECORDED")

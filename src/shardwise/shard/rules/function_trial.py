@@ -11,7 +11,6 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode
-from shardwise.ops.custom_function import CustomFunction
 
 ROWS = 4  # of a trial
 MANY_ROWS, MANY_ELEMENTS = 512, 1 << 20  # at most, of the trial that finds what depends on the number of rows
@@ -60,13 +59,14 @@ class Trial:
     """Calls a Function with random operands of these dtypes and shapes: all together, and in two parts.
 
     ``cut`` says which operands have rows in dim 0, in any number, and ``each`` how many elements of that dim a row
-    has."""
+    has.  The first operand is ``test``, if that is given, and may be read."""
 
     def __init__(
-        self, function: CustomFunction, operands: Sequence[tuple[torch.dtype, Sequence[int]]], cut: Sequence[bool],
-        each: int, device: torch.device,
+        self, function: Callable[..., Sequence[Tensor]], operands: Sequence[tuple[torch.dtype, Sequence[int]]],
+        cut: Sequence[bool], each: int, device: torch.device, test: bool | None = None,
     ) -> None:  # fmt: skip
         self.function, self.operands, self.cut, self.each, self.device = function, operands, cut, each, device
+        self.test = test
         wide = max((torch.Size(s[1:]).numel() for (_, s), c in zip(operands, cut, strict=True) if c), default=1) * each
         self.many = min(max(MANY_ELEMENTS // max(wide, 1), ROWS), MANY_ROWS)
         found = [torch.finfo(d).max for d, _ in operands if d.is_floating_point or d.is_complex]
@@ -82,7 +82,7 @@ class Trial:
             return
         if all(_close(*pair) for pair in zip(once, again, strict=True)):
             return
-        what = f"the autograd.Function {self.function.function.__name__} gives another result each time"
+        what = f"{self.function} gives another result each time"
         if watch.draws:
             raise Uncapturable(what)
         legal = "a Function that keeps nothing from call to call, and draws from torch's generator alone"
@@ -143,7 +143,7 @@ class Trial:
             else:
                 numbers = torch.randint(0, 2, shape, generator=draw).to(dtype)
             found.append(numbers.to(self.device))
-        return found
+        return found if self.test is None else [torch.tensor(self.test, device=self.device), *found[1:]]
 
     def same(self, whole: Cut, operands: Sample, gradients: Sample) -> bool:
         """Whether two parts give what the whole gives, for numbers of these samples."""
@@ -172,6 +172,7 @@ class Trial:
         Those random gradients are what ``change`` makes of them."""
         leaves = [g.detach().clone().requires_grad_(g.is_floating_point() or g.is_complex()) for g in given]
         seeds, ends = torch.Generator().manual_seed(1), []
+        watch.test = leaves[0] if self.test is not None else None
         with torch.enable_grad(), watch:
             results = self.function(*leaves)
         for one in results:
@@ -199,12 +200,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = self.reads = False
+        self.test: Tensor | None = None  # what may be read
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        self.reads |= func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
+        reads = func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
+        self.reads |= reads and args[0] is not self.test
         return func(*args, **(kwargs or {}))
 
 

@@ -50,8 +50,24 @@ def custom_function(context: ShardingContext, node: fx.Node) -> OpSharding | Non
     return context.labelled(node, pairs, labels, several=True)
 
 
-def whole_call(context: ShardingContext, node: fx.Node) -> None:
-    """Return None, for such a call is computed whole."""
+def whole_call(context: ShardingContext, node: fx.Node) -> OpSharding | None:
+    """Return the form of a call that reads no more than a truth value which it is given, if its rows are independent
+    whether that is true or not, as trials show; None elsewhere, for then it is computed whole."""
+    operands, results = tensors(node), values_of(node)
+    sizes = [context.expressions(o) for o in operands]
+    rows = next((own[0] for own in sizes if own and _follows(context, own[0])), None)
+    if not node.target.by_test or rows is None or isinstance(context.rows, int):
+        return None
+    cut = [bool(own) and own[0] == rows for own in sizes]
+    given = [(o.meta["val"].dtype, context.shape(o)) for o in operands]
+    each, device = int(rows / context.rows), _computing(context.device)
+    if not all(v.dim() and expression(v.shape[0]) == rows for v in results):
+        return None
+    if not all(Trial(node.target, given, cut, each, device, test).passes(0) for test in (True, False)):
+        return None
+    pairs = [(o, [0 if c and d == 0 else None for d in range(len(own))])
+             for o, own, c in zip(operands, sizes, cut, strict=True)]  # fmt: skip
+    return context.labelled(node, pairs, [[0, *[None] * (v.dim() - 1)] for v in results], several=True)
 
 
 def _follows(context: ShardingContext, size: Any) -> bool:
