@@ -293,6 +293,24 @@ def test_rows_that_meet_in_one_branch(plan: str) -> None:
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
+class Hidden(Model):
+    """What else it decides by in a branch no trial can show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if h.sum() > 0:
+            h = h * (2.0 if h.detach().numpy().max() > 1e7 else 1.0)
+        return self.head(self.blocks[1](h)).tanh().square().mean()
+
+
+def test_a_part_that_reads_more_than_its_test_runs_for_all_rows() -> None:
+    torch.manual_seed(0)
+    given = batches()
+    given[0]["x"][0, 0] = 1e8
+    report = verify(Hidden().double(), given, PLANS["dp"])
+    assert report.passed, report.worst[:3]
+
+
 # ---- what no part can be -------------------------------------------------------------------------------------------
 
 
