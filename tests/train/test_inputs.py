@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -423,8 +424,12 @@ def test_a_word_with_many_values_is_refused() -> None:
     trainer = alone(kind, batch)
     for step in range(20):
         trainer.evaluate_batch({**batch, "scale": 1.0 + step, "shift": step})
-    for step in range(15):
-        trainer.evaluate_batch({**batch, "head": str(step)})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(15):
+            trainer.evaluate_batch({**batch, "head": str(step)})
+    (one,) = [str(one.message) for one in told if "has had" in str(one.message)]
+    assert one.startswith('batch: "head" has had 4 values; the model is captured for each')
     with pytest.raises(ConfigError, match='"head" has had 16 values, and the model is captured for each; legal: a num'):
         trainer.evaluate_batch({**batch, "head": "one more"})
 

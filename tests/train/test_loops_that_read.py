@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -67,3 +68,27 @@ def test_a_loop_computes_what_torch_does(form: str) -> None:
     for seed in (7, 8):
         with torch.no_grad():
             assert float(model(batch(4, 3, seed))) == pytest.approx(float(truth(batch(4, 3, seed))), rel=1e-12)
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, temperature: float | Tensor) -> Tensor:
+        return (self.layer(x) / temperature).square().mean()
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_loop_with_a_number_that_changes_is_told_what_that_takes(tensor: bool) -> None:
+    torch.manual_seed(0)
+    module = Divided().double()
+    model, optimizer = distribute(module, torch.optim.SGD(module.parameters(), lr=0.01))[:2]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(9):
+            optimizer.zero_grad()
+            model(batch(4, 3, step), torch.tensor(1.0 + step) if tensor else 1.0 + step).backward()
+            optimizer.step()
+    found = [str(one.message) for one in told if "has computed something else 8 times" in str(one.message)]
+    assert len(found) == (not tensor) and all(__file__ in one for one in found)

@@ -66,6 +66,7 @@ from shardwise.units.tracing import Captures, trace
 
 MASKS = ("attention_mask",)
 MOST_CONSTANTS = 16  # the most combinations of constants in batches for each of which a model is captured
+MANY_CONSTANTS = 4  # of so many a user is told
 
 
 FORMS = 32  # the most shapes of batches, and ways of forward, whose traces are kept at a time
@@ -460,6 +461,12 @@ class Compiled:
                     name = changed_constant(form, self.loss.form)
                     wrong = f'"{name}" has had {MOST_CONSTANTS} values, and the model is captured for each'
                     raise ConfigError.on("batch", wrong, "a number or a tensor where it has many values")
+                if len(self._constants) + 2 == MANY_CONSTANTS:
+                    warnings.warn(
+                        f'batch: "{changed_constant(form, self.loss.form)}" has had {MANY_CONSTANTS} values; the model '
+                        "is captured for each, which takes as long as the start; a tensor may have any value",
+                        stacklevel=2,
+                    )
                 example = Fields(self.example, form, self.loss.objects)
                 self._constants[form.key] = self.beside(self.loss, example, self.training, self.training)
             return self._constants[form.key]

@@ -26,7 +26,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
 from shardwise.initial.copies import copied
-from shardwise.lower.compiled import FORMS, Compiled
+from shardwise.lower.compiled import FORMS, MANY, Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepResult
 from shardwise.shard.op_spec import Shard
@@ -82,6 +82,7 @@ class Model(Owner):
         self.shapes = Shapes(module, plan.numeric.precision, self.entry)
         # Those of a plot's key differ in what they keep; the keys are in the order of their last use.
         self._compiled: OrderedDict[Any, list[Compiled]] = OrderedDict()
+        self._captures = 0  # of different computations
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,14 @@ class Model(Owner):
     def compiled(self, found: Plot, training: bool, backward: bool) -> Compiled:
         """Return what a plot is captured as: once for all that are computed alike, and keep no more than the first."""
         trainer, key = self.trained(found) if backward else self.trainer, (found.key, training)
+        if key not in self._compiled:
+            self._captures += 1
+            if self._captures == MANY:
+                warnings.warn(
+                    f"distribute(){at_line()}: the loop has computed something else {MANY} times; each is captured, "
+                    "which takes as long as the first step: does a number of Python change from step to step? legal: a "
+                    "tensor in its place, such as torch.tensor(number)", stacklevel=2,
+                )  # fmt: skip
         alike, kept = self._compiled.setdefault(key, []), set(found.script.kept)
         self._compiled.move_to_end(key)
         if len(self._compiled) > FORMS:  # a loop that computes with sizes is captured for each
