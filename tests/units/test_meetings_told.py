@@ -54,8 +54,8 @@ def numbered_too(m: Any, h: Tensor, number: Tensor) -> Tensor:
 
 
 def branching(m: Any, h: Tensor, number: Tensor) -> Tensor:
-    """It reads a parameter, too: it could run as written otherwise."""
-    return -h if h.sum() + m.out.bias.sum() > 1e9 else h
+    """It reads a parameter, and all names: it could run as written otherwise."""
+    return -h if h.sum() + m.out.bias.sum() > 1e9 and locals() else h
 
 
 def branching_with_a_buffer(m: Any, h: Tensor, number: Tensor) -> Tensor:

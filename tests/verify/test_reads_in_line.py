@@ -343,6 +343,17 @@ class Rarely(Model):
         return self.head(self.blocks[1](h)).square().mean()
 
 
+class Clamping(Model):
+    """It writes to a parameter, where autograd does not see it; on one device it would be too late for this step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if h.abs().sum() > 0:
+            self.head.weight.data.mul_(0.5)
+            h = 2 * h
+        return self.head(self.blocks[1](h)).square().mean()
+
+
 class Counting(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = self.blocks[0](x)
@@ -351,7 +362,7 @@ class Counting(Model):
         return self.head(self.blocks[1](h)).square().mean()
 
 
-@pytest.mark.parametrize("model", [Dropping, Rarely, Counting])
+@pytest.mark.parametrize("model", [Dropping, Rarely, Clamping, Counting])
 def test_a_model_without_such_parts_is_one_unit(model: type[Model]) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigError, match="the model could not be captured"):
