@@ -272,7 +272,7 @@ def test_a_part_that_decides_by_one_test_alone_runs_on_the_rows_of_a_rank(name: 
     found = Compiled(MODELS[name](), PLANS["dp"], {"x": torch.randn(7, WIDTH)}).general
     if name in TESTED:
         assert found.meets == tuple(f"the loss ({op})" for op in TESTED[name])
-        assert any("on each rank's rows where trials show" in note for note in found.notes), found.notes
+        assert any("on each rank's rows, which are independent" in note for note in found.notes), found.notes
     else:
         assert any("runs as written" in where for where in found.meets) or name == "Breaking", found.meets
 

@@ -57,7 +57,7 @@ class EagerCall(WholeCall):
 
     def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
         self.seen, self.layers, self.shares = seen, layers, seen.shares
-        self.by_test = seen.by_test and other.by_test
+        self.by_test, self.title = seen.by_test and other.by_test, seen.function.__qualname__
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
         pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
         self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
@@ -72,7 +72,7 @@ class EagerCall(WholeCall):
         self.__module__ = seen.function.__module__
 
     def __str__(self) -> str:
-        return f"{self.seen.function.__qualname__}, which runs as written"
+        return f"{self.title}, which runs as written"
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
@@ -272,13 +272,4 @@ class EagerCalls:
             yield
 
 
-def note(calls: EagerCalls) -> str:
-    """Return what is noted of a model with such calls."""
-    names = ", ".join(dict.fromkeys(one.seen.function.__qualname__ for one in calls.calls))
-    rows = "on every rank and for the rows of all"
-    if all(one.by_test for one in calls.calls):
-        rows = "on each rank's rows where trials show that they are independent, else on every rank for those of all"
-    return f"{names}: it reads values of tensors, and runs as it is written, {rows}; the rest of forward is captured"
-
-
-__all__ = ["EagerCall", "EagerCalls", "MOST", "note"]
+__all__ = ["EagerCall", "EagerCalls", "MOST"]

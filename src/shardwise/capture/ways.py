@@ -18,7 +18,7 @@ from shardwise.capture.assumed import BRANCHES, NUMBERS, Check, Noting, raises
 from shardwise.capture.candidates import candidates
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
-from shardwise.capture.eager_calls import MOST, EagerCalls, Forward, note
+from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
@@ -131,8 +131,6 @@ class Ways:
                 raise
             raise Uncapturable(str(error)) from error
         captured.reads = reads
-        if calls is not None:
-            captured.notes.append(note(calls))
         try:
             return captured, self.trial(captured, wrapped, again)
         except ConfigError as found:

@@ -51,9 +51,10 @@ class WholeCall:
     """A call that may do anything with the tensors that it is given, so that it takes all of each.
 
     ``skips`` says that it may leave out parameters in one step that have a gradient by it in another, ``by_test`` that
-    its first operand, a truth value, is all that it reads."""
+    its first operand, a truth value, is all that it reads.  ``title`` names it for people."""
 
     skips = by_test = False
+    title = ""
 
 
 RECORDED: ContextVar[Callable[[int, Sequence[Tensor]], Sequence[Tensor]]] = ContextVar("RECORDED")

@@ -52,11 +52,21 @@ def custom_function(context: ShardingContext, node: fx.Node) -> OpSharding | Non
 
 def whole_call(context: ShardingContext, node: fx.Node) -> OpSharding | None:
     """Return the form of a call that reads no more than a truth value which it is given, if its rows are independent
-    whether that is true or not, as trials show; None elsewhere, for then it is computed whole."""
+    whether that is true or not, as trials show; None elsewhere, for then it is computed whole.  A note says which."""
+    found = _of_rows(context, node) if node.target.by_test else None
+    rows = "on every rank and for the rows of all" if found is None else "on each rank's rows, which are independent"
+    context.notes[
+        f"{node.target.title}: it reads values of tensors, and runs as it is written, {rows}; the rest of forward is "
+        "captured"
+    ] = None
+    return found
+
+
+def _of_rows(context: ShardingContext, node: fx.Node) -> OpSharding | None:
     operands, results = tensors(node), values_of(node)
     sizes = [context.expressions(o) for o in operands]
     rows = next((own[0] for own in sizes if own and _follows(context, own[0])), None)
-    if not node.target.by_test or rows is None or isinstance(context.rows, int):
+    if rows is None or isinstance(context.rows, int):
         return None
     cut = [bool(own) and own[0] == rows for own in sizes]
     given = [(o.meta["val"].dtype, context.shape(o)) for o in operands]
