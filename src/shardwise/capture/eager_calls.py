@@ -14,7 +14,7 @@ functions that keep to their arguments can be called so: :class:`NotEager` says 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
 from shardwise.capture.redirected import redirected
-from shardwise.capture.seen_calls import NotEager, Seen, alike, emptied, equal, seen_call, sizes, tensors_of
+from shardwise.capture.seen_calls import Held, NotEager, Seen, alike, emptied, seen_call, share, sizes, tensors_of
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.torch_private import storage_key, version, without_modes
+from shardwise.graph.torch_private import storage_key
 from shardwise.initial.copies import copied
 from shardwise.ops.custom_function import OP, WholeCall
 
@@ -39,7 +39,7 @@ Forward = Callable[..., None]
 has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
-MOST = 4  # functions of a model that may run as written
+MOST = 8  # functions of a model that may run as written
 
 
 class Made(NamedTuple):
@@ -58,6 +58,7 @@ class EagerCall(WholeCall):
     def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
         self.seen, self.layers, self.shares = seen, layers, seen.shares
         self.by_test, self.title = seen.by_test and other.by_test, seen.function.__qualname__
+        self.written = False  # whether forward writes to what it returns
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
         pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
         self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
@@ -78,25 +79,39 @@ class EagerCall(WholeCall):
         if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
             return self.shaped(tensors)
         args, kwargs = self._arguments(tensors)
-        before = [version(one) for one in tensors]
-        contents = [] if part_of(self.seen.function) is None else [one.detach().clone() for one in tensors]
+        before = Held.of(args, kwargs, tensors, contents=part_of(self.seen.function) is not None)
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
-            found, spec = tree_flatten(self.seen.function(*args, **kwargs))
-        with without_modes():  # it is not the call that reads these
-            kept = all(map(equal, tensors, contents))
-        if not kept or [version(one) for one in tensors] != before:
-            wrong = f"{self.seen.function.__qualname__} reads values, and for this batch writes to what it is given"
-            raise ShardwiseError(f"model: {wrong}; legal: statements and functions that write to no tensor around them")
+            found, spec = tree_flatten(self._called(args, kwargs))
+        if before.changed():
+            wrong = f"{self.title} reads values, and for this batch writes to what it is given, or changes it"
+            raise ShardwiseError(f"model: {wrong}; legal: statements and functions that change nothing around them")
         results = [one for one in found if isinstance(one, Tensor)]
         same = spec == self.seen.found_spec and all(map(alike, self.seen.found, found))
         if not same or not all(self._fits(one, made, tensors) for one, made in zip(results, self.made, strict=True)):
             raise ShardwiseError(
                 f"model: {self.seen.function.__qualname__} reads values, and does not return for this batch what the "
-                "rest of forward was captured for: other shapes, numbers or objects; legal: a function whose results "
-                "have sizes that follow from those of its arguments"
+                "rest of forward was captured for: other shapes, dtypes, numbers or objects, or a gradient where there "
+                "was none; legal: results whose sizes follow from those of the arguments"
+            )
+        if self.written and not self.shares and share(results, tensors):
+            wrong = f"{self.title} reads values, and for this batch returns memory of its arguments, or one twice"
+            raise ShardwiseError(
+                f"model: {wrong}, to which forward writes then; legal: no in-place ops on what it returns"
             )
         return tuple(apart(results, tensors))
+
+    def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the function returns; raise :class:`ShardwiseError` where it uses a parameter that it was
+        not seen to use."""
+        try:
+            return self.seen.function(*args, **kwargs)
+        except RuntimeError as error:
+            if "device meta" not in str(error):
+                raise
+            wrong = f"{self.title} reads values, and for this batch computes with parameters that it did not use before"
+            legal = "a function that uses all parameters of its module each time, or statements in forward itself"
+            raise ShardwiseError(f"model: {wrong}; legal: {legal}") from error
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Return the arguments with these tensors, and their device in place of that of the capture; where the last
@@ -156,10 +171,11 @@ class EagerCall(WholeCall):
 
 
 def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield results, copies of those that share memory with these tensors."""
+    """Yield results, copies of those that share memory with these tensors, or with one before."""
     taken = {storage_key(one) for one in tensors}
     for one in results:
         yield one.clone() if storage_key(one) in taken else one
+        taken.add(storage_key(one))
 
 
 class EagerCalls:

@@ -9,12 +9,14 @@ so the test stays in the graph, and all that the part decides by is an argument.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -23,7 +25,9 @@ from shardwise.capture.statements import (
     TEST,
     Renamed,
     blocks_around,
+    changes_objects,
     closed,
+    decides,
     escapes,
     given_by,
     hoisted,
@@ -37,6 +41,7 @@ from shardwise.capture.statements import (
 
 UNBOUND = "<unbound>"
 """It stands for a name that has no value."""
+ATTRIBUTE = "<attribute>"  # stands for what reads one
 FOLLOWING = 3  # the most statements after one that are put into its part
 _PART = "part"
 _FRAME = {"locals", "vars", "eval", "exec", "dir"}  # they see all names of the function that calls them
@@ -47,7 +52,8 @@ class Part(NamedTuple):
     """Statements of ``function``, those ``first`` to ``last`` of the block at ``path`` in its code: ``taken`` are the
     names and attributes that they use, ``given`` the names that they set and are used elsewhere.  With ``ends`` they
     are the last ones of the function, and return what it returns.  The ``innermost`` function is the one that reads
-    values; others call it.  ``tested`` says that the part is given the test by which its first statement decides."""
+    values; others call it.  ``tested`` says that the part is given the test by which its first statement decides, and
+    ``alone`` that it compares nothing else, and has no other branch."""
 
     function: FunctionType
     path: tuple[tuple[str, int], ...]
@@ -58,6 +64,7 @@ class Part(NamedTuple):
     ends: bool
     innermost: bool
     tested: bool = False
+    alone: bool = False
 
     def block(self, tree: ast.FunctionDef) -> list[ast.stmt]:
         """Return the block of statements in a tree of the function's code."""
@@ -110,12 +117,14 @@ def parts(function: FunctionType, frame: FrameType, line: int, innermost: bool =
                 break  # a function inside would see the names of the part
             if names_set(statements) & closed(tree):
                 break  # and one outside those of the whole
+            if changes_objects(statements, frame.f_locals):
+                break  # a branch that is seen later may do so, of which nothing would be left
             given = () if ends else given_by(function, tree, path, statements)
             for tested in (True, False):
                 own = copy.deepcopy(statements)
                 if not tested or hoisted(own[0]) is not None:
-                    taken = tuple(taken_by(function, own, given, frame.f_locals))
-                    yield _made(Part(function, path, at, last, taken, given, ends, innermost, tested), tree)
+                    taken, alone = tuple(taken_by(function, own, given, frame.f_locals)), tested and not decides(own)
+                    yield _made(Part(function, path, at, last, taken, given, ends, innermost, tested, alone), tree)
             if ends:
                 break
 
@@ -132,9 +141,22 @@ def _tree(code: CodeType) -> ast.FunctionDef | None:
         tree = ast.parse(f"if 1:\n{text}" if shift else text)
     except (OSError, SyntaxError, TypeError):
         return None
+    if code not in _codes(code.co_filename, "".join(inspect.findsource(code)[0])):
+        return None  # the file is another than when it was imported
     ast.increment_lineno(tree, start - 1 - shift)
     first = tree.body[0].body[0] if shift else tree.body[0]  # type: ignore[attr-defined]
     return first if isinstance(first, ast.FunctionDef) and first.name == code.co_name else None
+
+
+@lru_cache(maxsize=16)
+def _codes(filename: str, text: str) -> frozenset[CodeType]:
+    """Return the code of all functions of a file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        found = [compile(text, filename, "exec", dont_inherit=True)]
+    for one in found:
+        found += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    return frozenset(found)
 
 
 def _made(part: Part, tree: ast.FunctionDef) -> FunctionType:
@@ -180,7 +202,7 @@ def _calling(function: FunctionType, made: Mapping[Part, FunctionType]) -> CodeT
         if not any(i != j and p.within(q) and (i < j or not q.within(p)) for j, q in enumerate(every))
     ]  # fmt: skip
     blocks = [(part.block(tree), part) for part in outer]
-    constants: dict[str, Any] = {}
+    constants: dict[str, Any] = {ATTRIBUTE: _attribute}
     for block, part in sorted(blocks, key=lambda one: -one[1].first):
         key = f"<part {len(constants)}>"
         constants[key] = made[part]
@@ -203,8 +225,19 @@ def _calling(function: FunctionType, made: Mapping[Part, FunctionType]) -> CodeT
 
 
 def _get(taken: str) -> str:
-    """Return an expression for a name or an attribute; it gives :data:`UNBOUND` for a name without a value."""
-    return taken if "." in taken else f"locals().get({taken!r}, {UNBOUND!r})"
+    """Return an expression for a name or an attribute; it gives :data:`UNBOUND` where that has no value."""
+    root, *attributes = taken.split(".")
+    if attributes:
+        return f"{ATTRIBUTE!r}({root}, {', '.join(map(repr, attributes))})"
+    return f"locals().get({taken!r}, {UNBOUND!r})"
+
+
+def _attribute(one: Any, *names: str) -> Any:
+    for name in names:
+        if not hasattr(one, name):
+            return UNBOUND
+        one = getattr(one, name)
+    return one
 
 
 def _parsed(text: str, near: ast.AST) -> ast.stmt:
@@ -244,7 +277,8 @@ def _compiled(
     module = ast.fix_missing_locations(ast.Module([outer], []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # strings stand for what is called and compared
-        code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+        flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+        code: CodeType = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
     for _ in range(2):
         code = next(one for one in code.co_consts if isinstance(one, CodeType))
     return code.replace(co_consts=tuple(UNBOUND if one == UNBOUND else one for one in code.co_consts))

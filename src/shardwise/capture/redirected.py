@@ -73,11 +73,12 @@ def redirected(functions: Sequence[FunctionType], call: Call) -> Iterator[None]:
     with _lock:
         try:
             for one, code in with_parts(functions).items():
-                before[one], one.__code__ = one.__code__, code
+                before.setdefault(one, one.__code__)
+                one.__code__ = code
             for one in functions:
                 code, door = one.__code__, passing(one)
                 constants = tuple(door if value == "call" else value for value in _template.__code__.co_consts)
-                before[one] = code
+                before.setdefault(one, code)  # one of which there are parts is no longer as it was
                 one.__code__ = _template.__code__.replace(
                     co_consts=constants, co_name=code.co_name, co_qualname=code.co_qualname,
                     co_freevars=code.co_freevars,

@@ -23,7 +23,7 @@ from shardwise.capture.parts import part_of
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
-from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version
+from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version, without_modes
 from shardwise.initial.copies import copied
 
 READS = "reads tensors that are not among its arguments"
@@ -31,6 +31,7 @@ LOOKS = BRANCHES | NUMBERS | {
     Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.cpu,
 }  # fmt: skip
 """The functions of torch after which Python may know values."""
+MOST_LOOKS = 5000  # in all forwards before the first step
 ANSWERS = 16  # the most truth values that a call reads and of which the other answer is tried
 
 
@@ -53,7 +54,7 @@ class Seen(NamedTuple):
     found: tuple[Any, ...]
     found_spec: TreeSpec
     gradients: bool  # whether autograd was on
-    shares: bool  # whether results have memory of arguments
+    shares: bool  # whether results have memory of arguments, or of each other
     by_test: bool = False  # whether its first argument, a truth value, is all that it reads
 
     def like(self, other: Seen) -> bool:
@@ -78,14 +79,55 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
+class Held(NamedTuple):
+    """What a call is given in a step, as it was before: ``leaves`` and their structure, versions and copies of tensors,
+    and looks into objects."""
+
+    args: Any
+    leaves: list[Any]
+    spec: TreeSpec
+    tensors: Sequence[Tensor]
+    versions: list[int]
+    contents: list[Tensor]
+    objects: list[Any]
+    looks: list[Any]
+
+    @staticmethod
+    def of(args: Any, kwargs: Any, tensors: Sequence[Tensor], contents: bool) -> Held:
+        """Look at the arguments of a call, and at ``contents`` of tensors: writes through .data leave no version."""
+        with without_modes():  # it is not the call that reads these
+            leaves, spec = tree_flatten((args, kwargs))
+            objects = [one for one in leaves if not isinstance(one, (Tensor, *PLAIN))]
+            copies = [one.detach().clone() for one in tensors] if contents else []
+            versions, own = [version(one) for one in tensors], {id(one) for one in tensors}
+            looks = [Look(own)(one) for one in objects]
+        return Held((args, kwargs), leaves, spec, tensors, versions, copies, objects, looks)
+
+    def changed(self) -> bool:
+        """Whether something of it is no longer as it was."""
+        with without_modes():
+            leaves, spec = tree_flatten(self.args)
+            if spec != self.spec or not all(a is b for a, b in zip(self.leaves, leaves, strict=True)):
+                return True
+            own = {id(one) for one in self.tensors}
+            if any(difference(a, Look(own)(b)) is not None for a, b in zip(self.looks, self.objects, strict=True)):
+                return True
+            same = [version(one) for one in self.tensors] == self.versions
+            return not same or not all(map(equal, self.tensors, self.contents))
+
+
 class _Reading:
     """A layer that notes whether ``more`` is read of tensors than whether ``test`` is true."""
 
-    def __init__(self, test: Any) -> None:
-        self.test, self.more = test, False
+    def __init__(self, test: Any, function: FunctionType) -> None:
+        self.test, self.function, self.more, self.looks = test, function, False, 0
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        self.more |= func in LOOKS and not (func in SINGLE and args[0] is self.test)
+        looks = func in LOOKS
+        self.more |= looks and not (func in SINGLE and args[0] is self.test)
+        self.looks += looks
+        if self.looks > MOST_LOOKS and part_of(self.function) is not None:  # a loop that other values do not end
+            raise NotEager(self.function, f"reads more than {MOST_LOOKS} values")
         return proceed(func, args, kwargs)
 
 
@@ -102,7 +144,8 @@ class _Call:
         self.beside = _Beside(function, [one for one in self.given if not isinstance(one, (Tensor, *PLAIN))])
         self._versions = [version(one) for one in self.tensors]
         self._contents = [one.detach().clone() for one in self.tensors]
-        self.reading = _Reading(self.given[0] if self.given else None)
+        self.reading = _Reading(self.given[0] if self.given else None, function)
+        self.shares = False  # whether results have had memory of what was given, or of each other
 
     def made(self, *layers: Layer) -> Any:
         """Return what the function returns, under ``layers``; raise :class:`NotEager` where it draws random numbers, or
@@ -117,6 +160,7 @@ class _Call:
         same = same and not self.beside.changed() and [version(one) for one in self.tensors] == self._versions
         if not same or not all(map(equal, self.tensors, self._contents)):  # through .data it leaves no version
             raise NotEager(self.function, "changes what it is given")
+        self.shares |= share([one for one in tree_leaves(result) if isinstance(one, Tensor)], self.tensors)
         return result
 
     def try_other_ways(self, found: list[Any], spec: TreeSpec) -> bool:
@@ -129,9 +173,9 @@ class _Call:
         for number in range(min(len(noting.checks), ANSWERS)):
             try:
                 other, other_spec = tree_flatten(self.made(Noting(number)))
-            except NotEager:
+            except (NotEager, KeyboardInterrupt):
                 raise
-            except Exception:  # the user's code may raise anything
+            except BaseException:  # the user's code may raise anything, and end the process
                 continue
             if spec != other_spec or not all(map(_same_form, found, other)):
                 raise NotEager(self.function, "returns something else where a branch goes the other way")
@@ -167,11 +211,10 @@ def seen_call(
     learns = any(isinstance(one, Tensor) and one.requires_grad for one in found)
     if call.beside.reads and learns and part is None:
         raise NotEager(function, READS)
-    taken = {storage_key(one) for one in call.tensors}
-    shares = any(isinstance(one, Tensor) and storage_key(one) in taken for one in found)
     own = call.own if call.beside.reads or part is not None else []
-    by_test = part is not None and part.tested and isinstance(call.given[0], Tensor) and not call.reading.more
-    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, torch.is_grad_enabled(), shares, by_test)
+    by_test = part is not None and part.alone and isinstance(call.given[0], Tensor) and not call.reading.more
+    gradients = torch.is_grad_enabled()
+    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, gradients, call.shares, by_test)
     return seen, result
 
 
@@ -208,6 +251,13 @@ class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotEager(self.function, READS)
         self.reads |= bool(read & self.memory)
         return func(*args, **(kwargs or {}))
+
+
+def share(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Whether results have memory of what was given, or of each other."""
+    taken = {storage_key(one) for one in given}
+    own = [storage_key(one) for one in {id(one): one for one in results}.values()]
+    return len({*own}) < len(results) or not taken.isdisjoint(own)
 
 
 def tensors_of(objects: Sequence[Any]) -> list[Tensor]:
@@ -251,4 +301,4 @@ def _holds_tensors(look: Any) -> bool:
     return isinstance(look, Itself) and isinstance(look.value, Tensor)
 
 
-__all__ = ["NotEager", "Seen", "alike", "emptied", "equal", "seen_call", "sizes", "tensors_of"]
+__all__ = ["Held", "NotEager", "Seen", "alike", "emptied", "equal", "seen_call", "share", "sizes", "tensors_of"]

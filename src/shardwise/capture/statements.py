@@ -13,6 +13,10 @@ from torch import Tensor
 TEST = "_shardwise_test"
 """The name of what a part decides by, where that is computed before it."""
 READING = {"float", "int", "bool", "item", "tolist", "numpy", "len", "isinstance", "equal", "allclose"}
+CHANGING = {
+    "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "remove", "clear", "update", "setdefault",
+    "add", "discard", "sort", "reverse", "__setitem__", "__setattr__",
+}  # fmt: skip
 DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -110,11 +114,13 @@ def given_by(
     function: FunctionType, tree: ast.FunctionDef, path: tuple[tuple[str, int], ...], statements: Sequence[ast.stmt]
 ) -> tuple[str, ...]:  # fmt: skip
     """Return the local names that statements set and that are used after them; in a loop that is anywhere in it."""
-    end, later, node = statements[-1].end_lineno or 0, list[ast.AST](), tree
+    last, later, node = statements[-1], list[ast.AST](), tree
     for name, at in path[:-1]:
         node = getattr(node, name)[at]
         later += [node] if isinstance(node, (ast.For, ast.While)) else []
-    later += [one for one in ast.walk(tree) if getattr(one, "lineno", 0) > end]
+    end = (last.end_lineno, last.end_col_offset)
+    every: list[Any] = [one for one in ast.walk(tree) if hasattr(one, "lineno")]
+    later += [one for one in every if (one.lineno, one.col_offset) >= end]
     return tuple(sorted(names_set(statements, inner=False) & locals_of(function) & names_in(later, ast.Load)))
 
 
@@ -186,6 +192,32 @@ def name_for(taken: str) -> str:
     return taken.replace(".", "__of__")
 
 
+def changes_objects(statements: Sequence[ast.stmt], tensors: Mapping[str, Any]) -> bool:
+    """Whether statements write to attributes or items of objects that are there before them, or call methods that
+    change such; items of ``tensors`` they may write to, which shows."""
+    made = names_set(statements)
+
+    def outside(node: ast.AST) -> bool:
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        return not (isinstance(node, ast.Name) and (node.id in made or isinstance(tensors.get(node.id), Tensor)))
+
+    for node in (each for one in statements for each in ast.walk(one)):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store) and outside(node):
+            return True
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in CHANGING and outside(called.value):
+            return True
+    return False
+
+
+def decides(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements compare or branch, but for the test of the first that is put before them."""
+    found = [node for one in statements for node in ast.walk(one)]
+    branches = [node for node in found if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.For, ast.Match, ast.Try))]
+    return len(branches) != 1 or any(isinstance(node, (ast.Compare, ast.BoolOp, ast.comprehension)) for node in found)
+
+
 def hoisted(statement: ast.stmt) -> ast.expr | None:
     """Put the name :data:`TEST` in place of the test by which a statement decides, and return that test; None where
     there is not one test, or where it reads values itself."""
@@ -216,6 +248,6 @@ def hoisted(statement: ast.stmt) -> ast.expr | None:
 
 
 __all__ = [
-    "DEFINES", "TEST", "Renamed", "blocks_around", "closed", "escapes", "given_by", "hoisted", "inside", "name_for",
-    "names_in", "names_set", "private", "taken_by",
+    "DEFINES", "TEST", "Renamed", "blocks_around", "changes_objects", "closed", "decides", "escapes", "given_by",
+    "hoisted", "inside", "name_for", "names_in", "names_set", "private", "taken_by",
 ]  # fmt: skip

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.assumed import BRANCHES, NUMBERS
 from shardwise.capture.casts import precision_layers
 from shardwise.capture.computation import Computation
 from shardwise.capture.ctc import CtcLosses
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.expert_loops import ExpertLoops
 from shardwise.capture.in_form import InForm, UserLoss
-from shardwise.capture.intercept import Intercept
+from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
 from shardwise.capture.reads import Answering
 from shardwise.capture.state import Change, PythonState, assigned_buffers
@@ -106,6 +107,22 @@ class Noted:
     looped: int = 0  # over so many experts it loops, at most
 
 
+class Stops:
+    """A layer that keeps what the last read of a value that stopped a capture has raised: forward may catch it, and go
+    on by another way than with values."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        try:
+            return proceed(func, args, kwargs)
+        except Exception as error:
+            if func in BRANCHES or func in NUMBERS:
+                self.error = error
+            raise
+
+
 class Watched(WithLoss):
     """The same while it is captured: what forward assigns to a buffer is written, and what changes in Python noted."""
 
@@ -136,9 +153,11 @@ class Watched(WithLoss):
         same_rows(fields)
         reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
         calling = contextlib.nullcontext() if self.calling is None else self.calling.called()
-        loops = ExpertLoops()
-        with reading, calling, Intercept(CtcLosses(), loops):
+        loops, stops = ExpertLoops(), Stops()
+        with reading, calling, Intercept(CtcLosses(), loops, stops):
             results = forward(fields)
+        if stops.error is not None:
+            raise stops.error
         assigned_buffers(self.module, buffers, _write)
         if before is not None:
             self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before

@@ -342,6 +342,8 @@ class _Walker:
         call = base.args[0] if base.target is operator.getitem else None
         if isinstance(call, fx.Node) and call.target is custom_function.OP:
             function = self.captured.functions[call.args[1]]
+            if hasattr(function, "written"):
+                function.written = True
             if getattr(function, "shares", False):
                 raise Uncapturable(f"forward writes to what {function} returns of its arguments{place(call)}")
 

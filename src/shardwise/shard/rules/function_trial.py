@@ -35,6 +35,18 @@ class Sample(NamedTuple):
 
 
 PLAIN = Sample()
+_aten = torch.ops.aten
+COMPARES = frozenset({
+    _aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.any, _aten.all, _aten.isnan, _aten.isinf,
+    _aten.isfinite, _aten.isin, _aten.index, _aten.index_put, _aten.index_put_, _aten.where, _aten.bucketize,
+    _aten.searchsorted, _aten.count_nonzero, _aten.masked_fill, _aten.masked_fill_, _aten.masked_scatter,
+})  # fmt: skip
+"""Ops by which a part may decide without a branch, or pick what counts."""
+
+
+def tagged(func: Any) -> bool:
+    """Whether values say how large the result of an op is."""
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 class Cut(NamedTuple):
@@ -98,6 +110,15 @@ class Trial:
             return self.same(self.whole(dim, self.many), PLAIN, PLAIN) and all(self.same(whole, *two) for two in others)
         except Exception:  # it takes none of these numbers
             return False
+
+    def finite(self) -> bool:
+        """Whether all numbers that the Function gives for random operands are finite."""
+        whole = self.whole(0, ROWS)
+        try:
+            found = self.run(self.given(whole, PLAIN), whole, PLAIN, _Watch())
+        except Exception:  # it takes none of these numbers
+            return False
+        return all(bool(one.isfinite().all()) for one in found if one is not None)
 
     def adds(self) -> bool:
         """Whether the gradients that the Function returns are linear in those that it is given."""
@@ -208,6 +229,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         reads = func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
         self.reads |= reads and args[0] is not self.test
+        # What it compares with is seldom among random numbers, nor what it picks.
+        self.reads |= self.test is not None and (func.overloadpacket in COMPARES or tagged(func))
         return func(*args, **(kwargs or {}))
 
 

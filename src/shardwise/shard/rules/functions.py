@@ -73,7 +73,8 @@ def _of_rows(context: ShardingContext, node: fx.Node) -> OpSharding | None:
     each, device = int(rows / context.rows), _computing(context.device)
     if not all(v.dim() and expression(v.shape[0]) == rows for v in results):
         return None
-    if not all(Trial(node.target, given, cut, each, device, test).passes(0) for test in (True, False)):
+    trials = [Trial(node.target, given, cut, each, device, test) for test in (True, False)]
+    if not all(trial.finite() and trial.passes(0) for trial in trials):
         return None
     pairs = [(o, [0 if c and d == 0 else None for d in range(len(own))])
              for o, own, c in zip(operands, sizes, cut, strict=True)]  # fmt: skip
