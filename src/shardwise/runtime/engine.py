@@ -241,12 +241,17 @@ class Engine:
         return replace(part, outer=local.due(self.step_index))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the whole gradients that parts of a step have completed, by name; all ranks call it together."""
-        buckets = [b for b in self.memory.buckets.values() if b.learns]
-        return {
+        """Return the whole gradients that parts of a step have completed, by name; all ranks call it together.  What no
+        backward has reached is zero, and on one rank it is left out."""
+        made, buckets = self.interpreter.gradients, [b for b in self.memory.buckets.values() if b.learns]
+        if made is not None:
+            made.complete()
+        found = {
             name: value for b in buckets
             for name, value in collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}").items()
         }  # fmt: skip
+        alone = made is not None and self.comm.mesh.size == 1
+        return {name: one for name, one in found.items() if made is None or not alone or name in made.reached}
 
     @torch.no_grad()
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -255,7 +260,8 @@ class Engine:
             if b.learns:
                 held = b.held_gradient
                 for parameter, box, here in b.boxes(held, b.held.start, b.held.start, b.held.stop):
-                    here.copy_(gradients[parameter.name][box.slices])
+                    if parameter.name in gradients:
+                        here.copy_(gradients[parameter.name][box.slices])
                 if b.table is not None:
                     b.table.replace(held)
 

@@ -90,6 +90,11 @@ class Gradients:
         self.reached.add(name)
         return before
 
+    def complete(self) -> None:
+        """Set to zero what no backward has written of any bucket's gradient."""
+        for index in self._memory.buckets:
+            self._complete(index, -1)
+
     def _complete(self, bucket: int, slot: int) -> None:
         """Set to zero what no backward has written of a bucket's gradient, before it is read."""
         memory = self._memory.buckets[bucket]
@@ -97,6 +102,8 @@ class Gradients:
             return
         places = {(p.name, slot) for p in memory.bucket.parameters} - self._written
         if places:
+            if slot < 0 and memory.grad is None:
+                return
             assert memory.grad is not None
             goals = memory.views(memory.grad) if slot < 0 else self._memory.unreduced.views(slot, memory)[1]
             for name, _ in places:
