@@ -92,3 +92,34 @@ def test_a_loop_with_a_number_that_changes_is_told_what_that_takes(tensor: bool)
             optimizer.step()
     found = [str(one.message) for one in told if "has computed something else 8 times" in str(one.message)]
     assert len(found) == (not tensor) and all(__file__ in one for one in found)
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.others = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x * self.some.weight.square().mean()).sum() > 0:
+            h = self.some(x)
+        else:
+            h = self.others(x)
+        return h.square().mean()
+
+
+def test_gradients_of_what_a_step_leaves_out_do_not_count_where_a_loop_clips() -> None:
+    torch.manual_seed(0)
+    module = Chosen().double()
+    truth = copy.deepcopy(module)
+    model, optimizer = distribute(module, torch.optim.SGD(module.parameters(), lr=0.1))[:2]
+    other = torch.optim.SGD(truth.parameters(), lr=0.1)
+    for sign in (1, -1, 1, -1):
+        norms = []
+        for one, own in ((model, optimizer), (truth, other)):
+            own.zero_grad()
+            one(sign * batch(4, 3, 1).abs()).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)))
+            left = [name for name, p in one.named_parameters() if p.grad is None]
+            assert left == [f"{'others' if sign > 0 else 'some'}.{name}" for name in ("weight", "bias")]
+            own.step()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
