@@ -304,3 +304,20 @@ def test_code_of_which_the_file_has_changed_has_no_parts(tmp_path: Path) -> None
     assert [*parts(module.made, frame, 2)]
     file.write_text(text.replace("+ 1", "+ 7"))
     assert not [*parts(module.made, frame, 2)]
+
+
+class Classes(Model):
+    """Its loss looks up classes, of which there are as many as a microbatch has rows; it is captured for its rows."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        h = self.blocks[0](x)[:, :4]
+        loss = sum(one.square().sum() for one in h.unbind())
+        return loss + h[torch.arange(len(ids)), ids].sum()
+
+
+def test_a_size_that_is_that_of_the_rows_by_chance_is_no_number_of_rows() -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([0, 1, 3, 2, 3, 0, 1])
+    batch = [{**one, "ids": ids} for one in batches()]
+    report = verify(Classes().double(), batch, Plan.of(microbatches=2))
+    assert report.passed and report.largest < 1e-12, report.worst[:3]

@@ -6,7 +6,7 @@ Where microbatches are batches of their own, such a number can be that of a row 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,22 @@ def numbered_rows(normal: Normal) -> tuple[tuple[str, ...], OwnNumbers | None]:
                     elif lookups is not None:
                         lookups[i] = each, f"{op_name(node)}{place(node)}"
     return tuple(found), own_numbers(captured, normal.graph, lookups) if lookups else None
+
+
+def found_again(found: tuple[str, ...], normal: Normal, others: Iterable[Normal]) -> tuple[str, ...]:
+    """Return the ops that look up rows also where the same kinds of ops are captured for other numbers of rows: else a
+    size was that of the rows by chance."""
+    rows = normal.captured.rows
+    for other in others:
+        if rows is not None and other.captured.rows != rows and _ops(other) == _ops(normal):
+            again = numbered_rows(other)[0]
+            found = tuple(one for one in found if one in again)
+    return found
+
+
+def _ops(normal: Normal) -> set[str]:
+    """Return the ops of a graph; how many there are of each may follow from the number of rows."""
+    return {str(node.target) for node in normal.graph.nodes if node.op == "call_function"}
 
 
 def _is_integer(node: fx.Node) -> bool:

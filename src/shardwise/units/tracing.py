@@ -45,7 +45,7 @@ from shardwise.units.batch_sums import (
 )
 from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight
-from shardwise.units.numbered_rows import numbered_rows
+from shardwise.units.numbered_rows import found_again, numbered_rows
 from shardwise.units.opaque import ROWS_WEIGH, call_of, first_loss, norms_met, opaque_unit, try_backward
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
@@ -120,6 +120,8 @@ def trace(
             over_batch=over_batch, sampled=varying.sampled,
         )  # fmt: skip
         meet, exchanges, (numbered, own) = meetings(sharded), list[fx.Node](), numbered_rows(normal)
+        if numbered and not (numbered := found_again(numbered, normal, captures.values())):
+            own = None
         buffers, exchangeable = for_buffers(sharded), not inseparable(meet.others)  # BatchNorms can be cut
         if over_batch:
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
