@@ -274,3 +274,14 @@ def test_parts_within_each_other() -> None:
     assert part((("body", 3), ("orelse", 0)), 0, 1).within(outer) and part((("body", 4),), 4, 4).within(outer)
     assert not part((("body", 1), ("body", 0)), 0, 5).within(outer) and not outer.within(part((("body", 3),), 3, 4))
     assert not outer.within(part((("body", 3), ("body", 0)), 0, 1))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_code_is_put_back_also_of_a_function_with_a_part(first: bool) -> None:
+    found, code = lines_of(branches, lambda: branches(2, 1)), branches.__code__
+    line = code.co_firstlineno + 1
+    part = next(parts(branches, found[line], line))
+    every = (branches, part) if first else (part, branches)
+    with redirected(every, lambda one, whole, args, kwargs: whole(*args, **kwargs)):
+        branches(2, 1)
+    assert branches.__code__ is code and branches(2, 1)
