@@ -321,3 +321,11 @@ def test_a_size_that_is_that_of_the_rows_by_chance_is_no_number_of_rows() -> Non
     batch = [{**one, "ids": ids} for one in batches()]
     report = verify(Classes().double(), batch, Plan.of(microbatches=2))
     assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+@pytest.mark.parametrize("model", [LocalDict, Appended])
+def test_statements_that_may_change_objects_are_no_part(model: type[Hard]) -> None:
+    """So the model is one unit, which one rank can train."""
+    torch.manual_seed(0)
+    report = verify(model().double(), given(), Plan.of())
+    assert report.passed and any("not captured" in note for note in report.notes), report.notes
