@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_eager_calls import PLANS
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError
@@ -18,13 +19,6 @@ from shardwise.parallel.tensor import tensor_parallel
 from shardwise.verify.verify import verify
 
 WIDTH = 6
-PLANS = {
-    "dp": data_parallel(Plan.of(), 3),
-    "ZeRO-3": data_parallel(Plan.of(), 2, 3),
-    "tp": tensor_parallel(Plan.of(), 2, "1d"),
-    "pp": pipeline(Plan.of(), 2),
-    "dp-tp": tensor_parallel(data_parallel(Plan.of(), 2, 3), 2, "1d"),
-}
 
 
 class Block(nn.Module):

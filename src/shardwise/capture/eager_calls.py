@@ -90,7 +90,7 @@ class EagerCall(WholeCall):
         same = spec == self.seen.found_spec and all(map(alike, self.seen.found, found))
         if not same or not all(self._fits(one, made, tensors) for one, made in zip(results, self.made, strict=True)):
             raise ShardwiseError(
-                f"model: {self.seen.function.__qualname__} reads values, and does not return for this batch what the "
+                f"model: {self.title} reads values, and does not return for this batch what the "
                 "rest of forward was captured for: other shapes, dtypes, numbers or objects, or a gradient where there "
                 "was none; legal: results whose sizes follow from those of the arguments"
             )

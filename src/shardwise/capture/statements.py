@@ -236,8 +236,8 @@ def hoisted(statement: ast.stmt) -> ast.expr | None:
     while isinstance(getattr(holder, field), ast.UnaryOp) and isinstance(getattr(holder, field).op, ast.Not):
         holder, field = getattr(holder, field), "operand"
     test: ast.expr = getattr(holder, field)
-    decides = (ast.BoolOp, ast.IfExp)
-    if not isinstance(test, (ast.Compare, ast.Call)) or any(isinstance(node, decides) for node in ast.walk(test)):
+    branches = (ast.BoolOp, ast.IfExp)
+    if not isinstance(test, (ast.Compare, ast.Call)) or any(isinstance(node, branches) for node in ast.walk(test)):
         return None
     called = {node.func.id for node in ast.walk(test) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     asked = {node.attr for node in ast.walk(test) if isinstance(node, ast.Attribute)}

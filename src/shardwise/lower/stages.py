@@ -21,7 +21,6 @@ from shardwise.units.trace import INPUTS_OF, Bucket, Trace, Unit
 Weights = Mapping[int, float]
 """The cost of each unit in FLOPs, by its index."""
 EVERYWHERE = -1
-SHOWN = 5  # the most names of blocks in a message
 """The stage of units of inputs, which depend on batch fields and buffers alone: every rank that reads them computes
 them for itself."""
 
@@ -247,6 +246,9 @@ class StageSplit:
             for rank, units in enumerate(self.of_rank)
             if rank != own and any(producer in self.producers[u] for u in units)
         )
+
+
+SHOWN = 5  # the most names of blocks in a message
 
 
 def _counted(blocks: Mapping[str, Sequence[int]]) -> str:

@@ -81,18 +81,19 @@ class UnitBackward(Multiplier):
         add, behind = (self.multiply, self.behind) if defer is None else (defer, defer)
         outputs, operands, leaves = take()
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        given = [(name, value, seed(name, value)) for name, value in zip(names, outputs, strict=True)]
         # By a branch in Python an output may have no gradient in this step, or the loss may not depend on it.
-        seeds = [(x, own) for name, x, own in given if own is not None and (name == "loss" or _learns(x))]
+        seeds = [
+            (value, own) for name, value in zip(names, outputs, strict=True)
+            if (own := seed(name, value)) is not None and (name == "loss" or _learns(value))
+        ]  # fmt: skip
         if not seeds:
             return
-        del given
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         later = watch(unit.products, operands, add, behind)
         wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]
-        kept, factors = zip(*seeds, strict=True)
+        kept, given = zip(*seeds, strict=True)
         del operands  # so that each X is freed when its product has been computed
-        grads = self.solve(kept, wanted, factors)
+        grads = self.solve(kept, wanted, given)
         self.flush()
         del outputs, kept, seeds
         own, rest = grads[: len(parameters)], grads[len(parameters) :]
