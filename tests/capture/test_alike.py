@@ -96,6 +96,12 @@ def test_other_operands() -> None:
             assert geometry(run(alike, aten.mul.Tensor, given)) == geometry(aten.mul.Tensor(*given))
 
 
+def test_other_numbers() -> None:
+    with counted() as (alike, _):
+        for given in ([torch.ones(3, 4), [0]], [torch.ones(3, 4), [1]], [torch.ones(3, 4), [1], True]):
+            assert geometry(run(alike, aten.sum.dim_IntList, given)) == geometry(aten.sum.dim_IntList(*given))
+
+
 def test_the_default_dtype_decides() -> None:
     with counted() as (alike, _):
         x = torch.ones(3, dtype=torch.int64)

@@ -323,6 +323,54 @@ def test_a_size_that_is_that_of_the_rows_by_chance_is_no_number_of_rows() -> Non
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
 
+class Lengths(Hard):
+    """It decides by the batch, and in long rows by parameters too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if x.sum() > 0:
+            h = h * 2
+        if x.shape[1] > 5 and (h[:, 0] > 0.5).any():
+            h = h / 2
+        return self.end(h)
+
+
+class Few(Hard):
+    """It decides by the batch, and in one of few rows by parameters too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if x.sum() > 0:
+            h = h * 2
+        if len(x) < 5 and (h > 0).any():
+            h = h / 2
+        return self.end(h)
+
+
+LATER = {**PLANS, "microbatches": Plan.of(microbatches=2)}
+
+
+@pytest.mark.parametrize("plan", LATER)
+def test_a_later_shape_may_need_parts_where_the_first_did_not(plan: str) -> None:
+    torch.manual_seed(0)
+    every = [{"x": torch.randn(6, n, WIDTH, dtype=torch.float64)} for n in (5, 6, 6)]
+    report = verify(Lengths().double(), every, LATER[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+    assert not [note for note in report.notes if "not captured" in note]
+
+
+@pytest.mark.parametrize("plan", LATER)
+def test_a_later_number_of_rows_may_need_parts_where_the_first_did_not(plan: str) -> None:
+    torch.manual_seed(0)
+    every = [{"x": torch.randn(n, WIDTH, dtype=torch.float64)} for n in (6, 6, 4, 4)]
+    if plan == "microbatches":  # each would decide for its own rows
+        with pytest.raises(ShardwiseError, match=r"rows meet .* \(Few.forward \(lines .* which runs as written"):
+            verify(Few().double(), every, LATER[plan])
+        return
+    report = verify(Few().double(), every, LATER[plan])
+    assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
 @pytest.mark.parametrize("model", [LocalDict, Appended])
 def test_statements_that_may_change_objects_are_no_part(model: type[Hard]) -> None:
     """So the model is one unit, which one rank can train."""

@@ -75,8 +75,6 @@ class Ways:
         if found is not None:
             return found
         error, chosen = stopped[0], tuple[FunctionType, ...]()
-        if self.known.way.reads and not self.known.way.functions:
-            raise error  # rows that decide for themselves in each step would not go the way of the batch
         while len(chosen) < MOST:
             for one in candidates(stopped, chosen):
                 try:
