@@ -350,6 +350,7 @@ class Few(Hard):
 LATER = {**PLANS, "microbatches": Plan.of(microbatches=2)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", LATER)
 def test_a_later_shape_may_need_parts_where_the_first_did_not(plan: str) -> None:
     torch.manual_seed(0)

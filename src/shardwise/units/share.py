@@ -112,7 +112,11 @@ class Share:
             updates += updates_of(held, layout, choice)
         updates = [one for one in updates if not choice.parts[one.part].whole]
         axes = parted_over(plan.mesh, rule, bucket.axes)
-        whole = whole_tensors(bucket, choice, _owners(plan.mesh, rule, axes, rank), bucket.index)
+        whole = (
+            whole_tensors(bucket, choice, _owners(plan.mesh, rule, axes, rank), bucket.index)
+            if choice.any_whole
+            else ()
+        )
         place = plan.mesh.index(rank, axes) if axes else 0
         return Share(layout, rule, held, tuple(updates), apart, bucket.table, whole, place, axes)
 
