@@ -442,7 +442,7 @@ class Engine:
         every = [(b, p) for b in learning for p in b.parameters]
         has = torch.tensor([float(p.name in mine) for _, p in every], device=self.comm.device)
         self.comm.all_reduce(has, PIPELINE, lane="state", what="names of the tensors of stages").wait()
-        for (bucket, parameter), here in zip(every, has.tolist(), strict=True):
+        for (bucket, parameter), here in zip(every, has.cpu().tolist(), strict=True):
             if not here:
                 continue
             dtype, root = bucket.wide, self.holders[bucket.index][0]
