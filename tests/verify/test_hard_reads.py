@@ -317,8 +317,8 @@ class Classes(Model):
 
 def test_a_size_that_is_that_of_the_rows_by_chance_is_no_number_of_rows() -> None:
     torch.manual_seed(0)
-    ids = torch.tensor([0, 1, 3, 2, 3, 0, 1])
-    batch = [{**one, "ids": ids} for one in batches()]
+    ids = torch.tensor([0, 1, 3, 2, 3, 0, 1, 2])
+    batch = [{"x": torch.randn(8, WIDTH, dtype=torch.float64), "ids": ids} for _ in range(2)]
     report = verify(Classes().double(), batch, Plan.of(microbatches=2))
     assert report.passed and report.largest < 1e-12, report.worst[:3]
 
