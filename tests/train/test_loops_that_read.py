@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise import distribute
+from shardwise.core.plan import Plan
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 WIDTH = 6
 
@@ -107,19 +112,38 @@ class Chosen(nn.Module):
         return h.square().mean()
 
 
-def test_gradients_of_what_a_step_leaves_out_do_not_count_where_a_loop_clips() -> None:
-    torch.manual_seed(0)
-    module = Chosen().double()
-    truth = copy.deepcopy(module)
-    model, optimizer = distribute(module, torch.optim.SGD(module.parameters(), lr=0.1))[:2]
-    other = torch.optim.SGD(truth.parameters(), lr=0.1)
+def clipped_steps(model: Any, optimizer: Any) -> tuple[list[float], list[list[str]]]:
+    """Return for each step the norm of the gradients, and which parameters have none."""
+    norms, left = list[float](), list[list[str]]()
     for sign in (1, -1, 1, -1):
-        norms = []
-        for one, own in ((model, optimizer), (truth, other)):
-            own.zero_grad()
-            one(sign * batch(4, 3, 1).abs()).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)))
-            left = [name for name, p in one.named_parameters() if p.grad is None]
-            assert left == [f"{'others' if sign > 0 else 'some'}.{name}" for name in ("weight", "bias")]
-            own.step()
-        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        optimizer.zero_grad()
+        model(sign * batch(4, 3, 1).abs()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        left.append([name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()])
+        optimizer.step()
+    return norms, left
+
+
+PLANS = {
+    "alone": Plan.of(precision="fp64"),
+    "dp": data_parallel(Plan.of(precision="fp64"), 2),
+    "tp": tensor_parallel(Plan.of(precision="fp64"), 2, "1d"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_of_what_a_step_leaves_out_do_not_count_where_a_loop_clips(name: str) -> None:
+    torch.manual_seed(0)
+    module, plan = Chosen().double(), PLANS[name]
+    truth = copy.deepcopy(module)
+    expected = clipped_steps(truth, torch.optim.SGD(truth.parameters(), lr=0.1))
+    assert expected[1][:2] == [[f"{one}.weight", f"{one}.bias"] for one in ("others", "some")]
+
+    def rank(comm: ThreadCommunicator) -> tuple[list[float], list[list[str]]]:
+        own = copy.deepcopy(module)
+        theirs = torch.optim.SGD(own.parameters(), lr=0.1)
+        return clipped_steps(*distribute(own, theirs, plan, comm=comm)[:2])
+
+    for norms, left in run_ranks(plan.mesh, rank, timeout=60):
+        assert norms == pytest.approx(expected[0], rel=1e-12)
+        assert left == expected[1]

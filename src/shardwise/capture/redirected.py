@@ -12,11 +12,10 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from shardwise.capture.parts import with_parts
+from shardwise.graph.torch_private import process_lock
 
 Call = Callable[[FunctionType, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 """It is given the function, one that does what the function did, and the arguments; what it returns, the call does."""
-
-_lock = threading.RLock()  # only one thread at a time replaces code
 
 
 def function_of(frame: FrameType) -> FunctionType | None:
@@ -70,7 +69,7 @@ def redirected(functions: Sequence[FunctionType], call: Call) -> Iterator[None]:
 
         return passed
 
-    with _lock:
+    with process_lock:
         try:
             for one, code in with_parts(functions).items():
                 before.setdefault(one, one.__code__)

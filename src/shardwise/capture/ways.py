@@ -27,7 +27,7 @@ from shardwise.capture.wrapped import Watched, rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.core.structure import like
 from shardwise.graph.captured import Captured, Uncapturable
-from shardwise.graph.torch_private import exporting
+from shardwise.graph.torch_private import exporting, process_lock
 
 Made = tuple[Captured, Tried | None]
 
@@ -64,7 +64,13 @@ class Ways:
 
     def first(self) -> Made:
         """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
-        raise what stopped the first way where none does."""
+        raise what stopped the first way where none does.
+
+        Other threads wait, which would replace code of functions that both of them capture."""
+        with process_lock:
+            return self._first()
+
+    def _first(self) -> Made:
         if self.known.way != AS_IT_IS:
             try:
                 return self.one(self.known.way)

@@ -267,7 +267,8 @@ def renamed(value: Any, names: Mapping[str, str]) -> str:
     return str(expression.xreplace(symbols))
 
 
-_process = threading.RLock()  # only one thread at a time changes what holds for all of them
+process_lock = threading.RLock()
+"""Only one thread at a time changes what holds for all of them."""
 
 
 class _InOneThread:
@@ -308,7 +309,7 @@ def exporting() -> Iterator[None]:
     tracer: Any = importlib.import_module("torch.export._trace")
     home = importlib.import_module("torch._export.non_strict_utils")
     builtins_replaced = getattr(home, "_override_builtin_ops", nullcontext)  # max(1, tensor) reads no value then
-    with _process:
+    with process_lock:
         before = compiler._is_compiling_flag, compiler._is_exporting_flag
         own_context = getattr(tracer, "_compiling_state_context", None)  # older ones have it elsewhere
         compiler._is_compiling_flag = compiler._is_exporting_flag = _InOneThread()
@@ -406,7 +407,7 @@ def function_calls(call: Callable[[Any, type, Sequence[Any]], Any]) -> Iterator[
     def apply(function: type, *args: Any) -> Any:
         return call(lambda *given: super(base, function).apply(*given), function, args)
 
-    with _process:
+    with process_lock:
         original = vars(base).get("apply")  # not before, when another thread may have changed it
         base.apply = classmethod(apply)
         try:
