@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -322,9 +322,12 @@ def exporting() -> Iterator[None]:
             tracer._compiling_state_context = own_context
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Let ops run on values, whatever dispatch modes are on."""
-    return _disable_current_modes()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Let ops run on values, whatever dispatch modes are on.  The mode of an export is off for all threads, so that
+    this waits where another one exports."""
+    with process_lock, _disable_current_modes():
+        yield
 
 
 @contextmanager
