@@ -24,7 +24,7 @@ class Reading(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.seen = form, list[float]()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,11 +34,13 @@ class Reading(nn.Module):
         elif h.sum() > 0:
             h = 2 * h
         if self.form == "training" and not self.training:
-            seen = list[float]()
-            while len(seen) < 2:  # what evaluation reads no part can
-                seen.append(float(h.sum()) if locals() else 0.0)
-            h = h * (2 if seen[0] > 0 else 1)
+            return self.predicted(h)
         return self.last(h).square().mean()
+
+    def predicted(self, h: Tensor) -> Tensor:
+        """It keeps what it reads, so that no part can read it."""
+        self.seen.append(float(h.sum()))
+        return self.last(h) * (2 if self.seen[-1] > 0 else 1)
 
 
 def larger(h: Tensor) -> Tensor:
@@ -72,7 +74,9 @@ def test_a_loop_computes_what_torch_does(form: str) -> None:
     model.eval(), truth.eval()
     for seed in (7, 8):
         with torch.no_grad():
-            assert float(model(batch(4, 3, seed))) == pytest.approx(float(truth(batch(4, 3, seed))), rel=1e-12)
+            found, expected = model(batch(4, 3, seed)), truth(batch(4, 3, seed))
+            assert (found - expected).abs().max() < 1e-12
+            assert found.shape == ((4, 3, 2) if form == "training" else ())
 
 
 class Divided(nn.Module):
