@@ -82,7 +82,7 @@ def capture(
         nonlocal looped, cached
         own = shadow(module, precision)
         if values is not None:
-            _fill(own, module, values)
+            fill(own, module, values)
         looped = without_loops(own)
         cached = calling and wanted == "loss" and without_caches(own)
         made = (
@@ -244,7 +244,7 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     return copied(module, memo)
 
 
-def _fill(own: nn.Module, module: nn.Module, values: int) -> None:
+def fill(own: nn.Module, module: nn.Module, values: int) -> None:
     """Give a shadow of ``module`` its values (0), or others that are about as large, by number; where it has none, as
     once training has begun, they are random."""
     given = dict(module.named_parameters())

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from shardwise.capture.capture import shadow
+from shardwise.capture.capture import fill, shadow
 from shardwise.capture.state import assigned_buffers
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import fake_mode, version
@@ -68,14 +68,16 @@ class Shapes:
                 one.training = mode
             try:
                 with fake_mode():
-                    found = self._run_template(values, spec, training)
+                    found = self._run(self.template, values, spec, training)
             except Exception:  # what it computes depends on values: it runs on some
-                found = self._run_template(values, spec, training)
+                own = shadow(self.template, self.precision)
+                fill(own, self.module, 0)
+                found = self._run(own, values, spec, training)
             self._known[key] = found
         kinds, out = self._known[key]
         return [(one.meta(), one.grad) if isinstance(one, Kind) else one for one in kinds], out
 
-    def _run_template(self, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
+    def _run(self, own: nn.Module, values: Sequence[Any], spec: TreeSpec, training: bool) -> tuple[list[Any], TreeSpec]:
         def like(value: Value) -> Tensor:
             made = torch.zeros(value.meta.shape, dtype=value.meta.dtype)
             if value.known is not None and type(made) is Tensor:
@@ -83,8 +85,8 @@ class Shapes:
             return made.requires_grad_(value.grad)
 
         args, kwargs = spec.unflatten([like(one) if isinstance(one, Value) else one for one in values])
-        with torch.set_grad_enabled(training), torch.random.fork_rng(), self._noting_writes():
-            flat, out = tree_flatten(self.entry(self.template, args, kwargs))
+        with torch.set_grad_enabled(training), torch.random.fork_rng(), self._noting_writes(own):
+            flat, out = tree_flatten(self.entry(own, args, kwargs))
         if strange := [one for one in flat if not isinstance(one, Tensor | int | float | bool | str | None)]:
             what = f"forward returns an object of type {type(strange[0]).__name__}"
             raise ConfigError(f"model: {what}; legal: tensors, and tuples, lists, dicts and outputs of transformers")
@@ -95,13 +97,13 @@ class Shapes:
         return found, out
 
     @contextmanager
-    def _noting_writes(self) -> Iterator[None]:
-        """Note the buffers of the template that are written to inside the context."""
-        before = dict(self.template.named_buffers())
+    def _noting_writes(self, own: nn.Module) -> Iterator[None]:
+        """Note the buffers of a copy of the module that are written to inside the context."""
+        before = dict(own.named_buffers())
         versions = {name: version(one) for name, one in before.items()}
         with _Statistics() as statistics:
             yield
-        assigned_buffers(self.template, before, lambda name, *_: self.written.add(name))
+        assigned_buffers(own, before, lambda name, *_: self.written.add(name))
         for name, one in before.items():
             if version(one) != versions[name] or id(one) in statistics.seen:
                 self.written.add(name)
