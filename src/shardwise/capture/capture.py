@@ -82,7 +82,7 @@ def capture(
         nonlocal looped, cached
         own = shadow(module, precision)
         if values is not None:
-            fill(own, module, values)
+            fill(own, dict(module.named_parameters()), values)
         looped = without_loops(own)
         cached = calling and wanted == "loss" and without_caches(own)
         made = (
@@ -244,12 +244,11 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
     return copied(module, memo)
 
 
-def fill(own: nn.Module, module: nn.Module, values: int) -> None:
-    """Give a shadow of ``module`` its values (0), or others that are about as large, by number; where it has none, as
-    once training has begun, they are random."""
-    given = dict(module.named_parameters())
+def fill(own: nn.Module, given: Mapping[str, Tensor], values: int) -> None:
+    """Give a shadow of a module the values of these parameters (0), or others that are about as large, by number; those
+    that are not there, or have none, as once training has begun, are random."""
     for index, (name, parameter) in enumerate(own.named_parameters()):
-        none = given[name].is_meta
+        none = name not in given or given[name].is_meta
         value = torch.zeros(parameter.shape, dtype=parameter.dtype) if none else given[name].detach()
         value = value.to("cpu", parameter.dtype, copy=True)
         parameter.data = shaken_value(value, index + values) if values or none else value

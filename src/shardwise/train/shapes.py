@@ -17,6 +17,7 @@ from shardwise.capture.capture import fill, shadow
 from shardwise.capture.state import assigned_buffers
 from shardwise.core.errors import ConfigError
 from shardwise.graph.torch_private import fake_mode, version
+from shardwise.train.habits import KeptParameter
 from shardwise.train.values import Value
 
 
@@ -71,7 +72,8 @@ class Shapes:
                     found = self._run(self.template, values, spec, training)
             except Exception:  # what it computes depends on values: it runs on some
                 own = shadow(self.template, self.precision)
-                fill(own, self.module, 0)
+                every = self.module.named_parameters()
+                fill(own, {name: one for name, one in every if not isinstance(one, KeptParameter)}, 0)
                 found = self._run(own, values, spec, training)
             self._known[key] = found
         kinds, out = self._known[key]
