@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from shardwise.graph.torch_private import exporting, function_calls
+from shardwise.graph.torch_private import exporting, function_calls, without_modes
 
 
 def test_two_threads_leave_nothing_behind() -> None:
@@ -56,6 +56,22 @@ def test_a_thread_that_runs_sees_nothing_of_one_that_exports() -> None:
     over.set()
     thread.join(10)
     assert seen[:2] == [True, False] and all(seen[2:])
+
+
+def test_the_mode_of_an_export_is_put_aside_by_no_other_thread() -> None:
+    """What it computes then would not be recorded."""
+    ended = threading.Event()
+
+    def aside() -> None:
+        with without_modes():
+            ended.set()
+
+    with exporting():
+        thread = threading.Thread(target=aside)
+        thread.start()
+        assert not ended.wait(0.3)
+    thread.join(10)
+    assert ended.is_set()
 
 
 def test_two_threads_that_see_functions_leave_nothing_behind() -> None:
