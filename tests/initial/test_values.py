@@ -196,7 +196,7 @@ def test_the_state_is_that_of_the_whole_module(name: str) -> None:
     ours = lazy.compiled.general
     assert [str(u.graph) for u in ours.units] == [str(u.graph) for u in whole.compiled.general.units]
     bare = all(p.is_meta for p in lazy.compiled.module.parameters())
-    assert bare == (name not in ("branching", "hidden", "seeding"))
+    assert bare == (name not in ("hidden", "seeding"))
     added = [n for n in ours.notes if n not in whole.compiled.general.notes]
     assert bool(added) == (name in ("branching", "hidden")) and all(
         "every rank builds the whole model" in n for n in added
