@@ -93,7 +93,7 @@ class Frozen(nn.Module):
 
 
 class Branching(nn.Module):
-    """Cannot be captured: a branch that depends on values."""
+    """Cannot be captured: a branch that depends on what it computes, and on the names around it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.out(x + self.shift)
-        return (y.square() if bool(x.sum() > 1e9) else y.abs()).mean()
+        return (y.square() if y.sum() > 1e9 and locals() else y.abs()).mean()
 
 
 class Hidden(nn.Module):
@@ -196,7 +196,7 @@ def test_the_state_is_that_of_the_whole_module(name: str) -> None:
     ours = lazy.compiled.general
     assert [str(u.graph) for u in ours.units] == [str(u.graph) for u in whole.compiled.general.units]
     bare = all(p.is_meta for p in lazy.compiled.module.parameters())
-    assert bare == (name not in ("hidden", "seeding"))
+    assert bare == (name not in ("branching", "hidden", "seeding"))
     added = [n for n in ours.notes if n not in whole.compiled.general.notes]
     assert bool(added) == (name in ("branching", "hidden")) and all(
         "every rank builds the whole model" in n for n in added
