@@ -39,7 +39,16 @@ from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
 from shardwise.capture.ways import Ways
-from shardwise.capture.wrapped import InOneNumber, LossFunction, Watched, WithLoss, WithOutputs, rows_in, set_mode
+from shardwise.capture.wrapped import (
+    InOneNumber,
+    LossFunction,
+    Settled,
+    Watched,
+    WithLoss,
+    WithOutputs,
+    rows_in,
+    set_mode,
+)
 from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured, Uncapturable
@@ -169,9 +178,9 @@ def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Ma
     The trial runs also where no change was seen: iterators, clocks and the like cannot be looked into."""
     changes, drawn = wrapped.noted.changes, wrapped.noted.drawn
     found: list[Found] = []
-    number = RUNS if changes or drawn else RUNS_UNSEEN
+    number, settled = (RUNS, Settled(again)) if changes or drawn else (RUNS_UNSEEN, bool)
     try:
-        found = runs(again, again.module, example_of(again, batch, captured.rows), bool(drawn), number)
+        found = runs(again, again.module, example_of(again, batch, captured.rows), bool(drawn), number, settled)
         line = apart(found)
     except Exception as error:  # the user's code may do anything with what an earlier forward has left behind
         line = describe(error) if changes or drawn else None

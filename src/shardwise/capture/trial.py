@@ -153,13 +153,16 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 def runs(
     forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor], drawing: bool,
-    number: int,
+    number: int, settled: Callable[[], bool] = bool,
 ) -> list[Found]:  # fmt: skip
-    """Run ``forward`` of ``fields`` ``number`` times; with ``drawing`` also where generators give extreme numbers."""
+    """Run ``forward`` of ``fields`` ``number`` times, or until all is ``settled`` after a run that is not the first;
+    with ``drawing`` also where generators give extreme numbers."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with fake_mode() as mode:
         names = Names(values | {f"field {key}": one for key, one in fields.items()}, mode)
-        found = [_one(names, forward, module, fields) for _ in range(number)]
+        found = list[Found]()
+        while len(found) < number and not (settled() and len(found) > 1):
+            found.append(_one(names, forward, module, fields))
         for word in (0, 0xFFFFFFFF) if drawing else ():
             with _generators_give(word):
                 found.append(_one(names, forward, module, fields))

@@ -145,10 +145,13 @@ class Watched(WithLoss):
             return results
         return (*(results if isinstance(results, tuple) else (results,)), *self.reading.operands)
 
+    def state(self) -> PythonState:
+        """Return what forward may keep or read in Python, as it is now."""
+        return PythonState(self.module, *([] if isinstance(self.loss, Computation) else [self.loss]))
+
     def noting(self, forward: Callable[[Mapping[str, Tensor]], Any], fields: Mapping[str, Tensor]) -> Any:
         """Return what ``forward`` returns, and note what it changes."""
-        functions = [] if isinstance(self.loss, Computation) else [self.loss]
-        before = PythonState(self.module, *functions) if self.looks else None
+        before = self.state() if self.looks else None
         buffers = dict(self.module.named_buffers())
         same_rows(fields)
         reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
@@ -163,6 +166,20 @@ class Watched(WithLoss):
             self.noted.changes, self.noted.drawn, self.noted.before = before.changes(), before.drawn(), before
         self.noted.looped = loops.experts
         return results
+
+
+class Settled:
+    """Whether what forward may keep in Python is as it was when this was asked before: another run would compute the
+    same."""
+
+    def __init__(self, wrapped: Watched) -> None:
+        self.wrapped = wrapped
+        self.before: PythonState | None = None
+
+    def __call__(self) -> bool:
+        settled = self.before is not None and not self.before.changes()
+        self.before = self.wrapped.state()
+        return settled
 
 
 class WithOutputs(Watched):
