@@ -183,6 +183,39 @@ class Tries(Hard):
         return self.end(h)
 
 
+class TriesNumber(Hard):
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        try:
+            n = h.sum().item()
+            h = h * (2 if n > 0 else 1)
+        except Exception:
+            h = h * 3
+        return self.end(h)
+
+
+class TriesLength(Hard):
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        try:
+            n = int(h.square().sum().clamp(1, 3).item())
+            parts = [h * (i + 1) for i in range(n)]
+            h = torch.stack(parts).mean(0)
+        except Exception:
+            h = h * 3
+        return self.end(h)
+
+
+class TriesBatch(Hard):
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        try:
+            h = h * (2 if ids.max().item() > 3 else 1)
+        except Exception:
+            h = h * 3
+        return self.end(h)
+
+
 class Ends(Hard):
     def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
         h = self.blocks[0](x)
@@ -234,11 +267,12 @@ class Gated(Hard):
 
 ROWS = (PadMean, AnyNumber, AnyTarget, Sized, Called)
 EVERY: list[type[Hard]] = [
-    *ROWS, LocalDict, Appended, Counts, Alias, Twice, ItemAlias, OneLine, Tries, Ends, Shrinks, Gated,
+    *ROWS, LocalDict, Appended, Counts, Alias, Twice, ItemAlias, OneLine, Tries, TriesNumber, TriesLength, TriesBatch,
+    Ends, Shrinks, Gated,
 ]  # fmt: skip
 
 
-TRAINS = (*ROWS, OneLine, Tries, Ends)
+TRAINS = (*ROWS, OneLine, Tries, TriesNumber, TriesBatch, Ends)
 
 
 def given() -> list[dict[str, Tensor]]:

@@ -27,7 +27,7 @@ from shardwise.capture.assumed import Noting
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
-from shardwise.capture.redirected import redirected
+from shardwise.capture.redirected import Call, redirected
 from shardwise.capture.seen_calls import Held, NotEager, Seen, alike, emptied, seen_call, share, sizes, tensors_of
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import storage_key
@@ -192,6 +192,7 @@ class EagerCalls:
         self.calls: list[EagerCall] = []
         self._seen: list[Seen] = []
         self._inside = False
+        self._stopped: NotEager | None = None
 
     def see(self, rows: Sequence[int]) -> None:
         """Run forward with values, once for each of one or two numbers of rows; raise :class:`NotEager` where a
@@ -215,9 +216,29 @@ class EagerCalls:
 
     def _run(self, rows: int, values: int) -> list[Seen]:
         self._seen = []
-        with redirected(self.functions, self._see):
+        with self._redirected(self._see):
             self.forward(rows, values)
         return self._seen
+
+    @contextmanager
+    def _redirected(self, call: Call) -> Iterator[None]:
+        """Pass calls of the functions through ``call``; what stops one of them is raised also where forward has caught
+        it, and gone another way."""
+        self._stopped = None
+
+        def noted(
+            function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        ) -> Any:  # fmt: skip
+            try:
+                return call(function, whole, args, kwargs)
+            except NotEager as error:
+                self._stopped = error
+                raise
+
+        with redirected(self.functions, noted):
+            yield
+        if self._stopped is not None:
+            raise self._stopped
 
     def _see(
         self, function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -284,7 +305,7 @@ class EagerCalls:
             self.ops.append(one)
             return one.rebuilt(OP(tensors, len(self.ops) - 1))
 
-        with redirected(self.functions, call):
+        with self._redirected(call):
             yield
 
 

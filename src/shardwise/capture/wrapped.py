@@ -25,6 +25,7 @@ from shardwise.capture.state import Change, PythonState, assigned_buffers
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import has_rows
 from shardwise.core.structure import like
+from shardwise.graph.torch_private import numbers_watched
 
 LossFunction = UserLoss | InForm
 
@@ -119,8 +120,12 @@ class Stops:
             return proceed(func, args, kwargs)
         except Exception as error:
             if func in BRANCHES or func in NUMBERS:
-                self.error = error
+                self.note(error)
             raise
+
+    def note(self, error: Exception) -> None:
+        """Keep what a read has raised."""
+        self.error = error
 
 
 class Watched(WithLoss):
@@ -157,7 +162,7 @@ class Watched(WithLoss):
         reading = contextlib.nullcontext() if self.reading is None else self.reading.answers()
         calling = contextlib.nullcontext() if self.calling is None else self.calling.called()
         loops, stops = ExpertLoops(), Stops()
-        with reading, calling, Intercept(CtcLosses(), loops, stops):
+        with reading, calling, Intercept(CtcLosses(), loops, stops), numbers_watched(stops.note):
             results = forward(fields)
         if stops.error is not None:
             raise stops.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ __all__ = [
     "GRAD_MODE", "RESIZES", "VMAP_CLOSES", "VMAP_LOADS", "VMAP_OPENS",
     "Assumed", "BatchNormBase", "HigherOrderOperator", "OpOverload", "Symbols", "TorchDispatchMode",
     "assumed", "exporting", "exports_modules_unhooked", "fake_device", "fake_mode", "fresh", "function_calls",
-    "has_backward_hooks", "has_storage", "hooks_of", "import_export",
+    "has_backward_hooks", "has_storage", "hooks_of", "import_export", "numbers_watched",
     "inside_vmap", "is_composite", "memory_uses", "module_hooks", "note_step", "overload_name",
     "schema", "step_hooks",
     "storage_key", "traced_below", "version", "without_modes", "without_torch_functions",
@@ -320,6 +321,39 @@ def exporting() -> Iterator[None]:
         finally:
             compiler._is_compiling_flag, compiler._is_exporting_flag = before
             tracer._compiling_state_context = own_context
+
+
+_ASKED = {torch.SymBool: ("__bool__", "__int__"), torch.SymInt: ("__bool__", "__int__", "__index__"),
+          torch.SymFloat: ("__bool__", "__int__", "__float__")}  # fmt: skip
+
+
+@contextmanager
+def numbers_watched(raised: Callable[[Exception], None]) -> Iterator[None]:
+    """Call ``raised`` with what a number without a value raises in this thread where code that is not torch's asks for
+    its value, as in a branch: that code may catch it."""
+    thread, home = threading.get_ident(), os.path.dirname(torch.__file__)
+
+    def watched(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def asked(number: Any) -> Any:
+            try:
+                return method(number)
+            except Exception as error:
+                own = threading.get_ident() == thread
+                if own and not sys._getframe(1).f_code.co_filename.startswith(home):
+                    raised(error)
+                raise
+
+        return asked
+
+    with process_lock:
+        before = [(kind, name, vars(kind)[name]) for kind, names in _ASKED.items() for name in names]
+        for kind, name, method in before:
+            setattr(kind, name, watched(method))
+        try:
+            yield
+        finally:
+            for kind, name, method in before:
+                setattr(kind, name, method)
 
 
 @contextmanager
