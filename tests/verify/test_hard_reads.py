@@ -206,6 +206,28 @@ class TriesLength(Hard):
         return self.end(h)
 
 
+class TriesDraw(Hard):
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        try:
+            if h.abs().sum() > 0:
+                h = torch.dropout(h, 0.5, True)
+        except Exception:
+            h = h * 3
+        return self.end(h)
+
+
+class TriesGenerator(Hard):
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        try:
+            noise = torch.rand(h.shape[1:], generator=torch.Generator().manual_seed(1), dtype=h.dtype)
+            h = h + noise if float(h.detach().abs().sum()) > 0 and locals() else h
+        except Exception:
+            h = h * 3
+        return self.end(h)
+
+
 class TriesBatch(Hard):
     def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
         h = self.blocks[0](x)
@@ -268,7 +290,7 @@ class Gated(Hard):
 ROWS = (PadMean, AnyNumber, AnyTarget, Sized, Called)
 EVERY: list[type[Hard]] = [
     *ROWS, LocalDict, Appended, Counts, Alias, Twice, ItemAlias, OneLine, Tries, TriesNumber, TriesLength, TriesBatch,
-    Ends, Shrinks, Gated,
+    TriesDraw, TriesGenerator, Ends, Shrinks, Gated,
 ]  # fmt: skip
 
 

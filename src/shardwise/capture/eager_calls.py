@@ -81,7 +81,7 @@ class EagerCall(WholeCall):
         args, kwargs = self._arguments(tensors)
         before = Held.of(args, kwargs, tensors, contents=part_of(self.seen.function) is not None)
         gradients = self.seen.gradients and torch.is_grad_enabled()
-        with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):
             found, spec = tree_flatten(self._called(args, kwargs))
         if before.changed():
             wrong = f"{self.title} reads values, and for this batch writes to what it is given, or changes it"

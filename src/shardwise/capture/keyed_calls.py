@@ -44,6 +44,7 @@ class KeyedRandom:
         self._ordinal = 0
         self._called: dict[int, int] = {}  # how often forward has come to a loop over rows, by its ordinal
         self._picked = PickedRows()
+        self.refused: ConfigError | None = None  # what the code inside may have caught
         self._answers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys((torch.dropout, torch.dropout_), self._dropout),
             **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), self._feature_dropout),
@@ -71,18 +72,25 @@ class KeyedRandom:
         """Start the forward pass of a microbatch of ``rows`` rows.  Its first is the global row ``row_start``, unless
         that has the global rows of all.  The first draw has the ``ordinal``."""
         self.step, self.row_start, self.rows = step, row_start, rows
-        self.draws, self._ordinal, self._depth = [], ordinal, depth()
+        self.draws, self._ordinal, self._depth, self.refused = [], ordinal, depth(), None
         self._called = {} if self.keys is None else dict.fromkeys(self.keys.loops.values(), 0)
         self._picked = PickedRows()
 
     def end(self) -> None:
-        """End a forward pass; raise :class:`ConfigError` where it has not come once for each row to a loop."""
+        """End a forward pass; raise :class:`ConfigError` where it has not come once for each row to a loop, or has
+        caught another."""
+        if self.refused is not None:
+            raise self.refused
         for ordinal, number in self._called.items():
             if number != self.rows and self.keys is not None:
                 raise _not_for_each_row(self.keys.calls[ordinal][0], "", number, self.rows)
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        found = self._answer(func, args, kwargs, proceed)
+        try:
+            found = self._answer(func, args, kwargs, proceed)
+        except ConfigError as error:
+            self.refused = error
+            raise
         self._picked.see(func, args, kwargs, found)
         return found
 
@@ -331,14 +339,25 @@ def _feature_shape(x: Tensor) -> tuple[int, ...]:
 
 
 class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for."""
+    """Refuse, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for.  At its end it
+    raises that again, where the code inside has caught it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused: ConfigError | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self.refused is not None and error is None:
+            raise self.refused
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise ConfigError(unkeyed(func, here()))
+            self.refused = ConfigError(unkeyed(func, here()))
+            raise self.refused
         return func(*args, **kwargs)
 
 

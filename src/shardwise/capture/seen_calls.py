@@ -151,7 +151,7 @@ class _Call:
         """Return what the function returns, under ``layers``; raise :class:`NotEager` where it draws random numbers, or
         changes what it is given."""
         try:
-            with RefuseRandom(), self.beside, Intercept(*layers, self.reading):  # type: ignore[no-untyped-call]
+            with RefuseRandom(), self.beside, Intercept(*layers, self.reading):
                 result = self.whole(*self.args, **self.kwargs)
         except ConfigError as error:
             raise NotEager(self.function, "draws random numbers") from error

@@ -113,7 +113,7 @@ def first_run(
     try:
         with (
             call.afresh(on),
-            RefuseRandom(),  # type: ignore[no-untyped-call]
+            RefuseRandom(),
             torch.set_grad_enabled(call.wrapped.training),  # as in an evaluation
         ):
             results = call(
@@ -151,7 +151,7 @@ def try_backward(loss: Tensor) -> None:
     if not written:
         return
     try:
-        with RefuseRandom():  # type: ignore[no-untyped-call]
+        with RefuseRandom():
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # the user's code may raise anything
         wrong = f"its backward, which is written in Python, fails in a trial ({describe(error)})"

@@ -270,7 +270,7 @@ class Oracle:
             if promote is not None:
                 stack.enter_context(default_dtype(torch.float64))
                 stack.enter_context(promote)
-            stack.enter_context(RefuseRandom())  # type: ignore[no-untyped-call]
+            stack.enter_context(RefuseRandom())
             stack.enter_context(Intercept(*layers))
             yield
         if promote is not None:
