@@ -4,6 +4,7 @@ error says so."""
 from __future__ import annotations
 
 import importlib.util
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -377,6 +378,23 @@ def test_a_size_that_is_that_of_the_rows_by_chance_is_no_number_of_rows() -> Non
     batch = [{"x": torch.randn(8, WIDTH, dtype=torch.float64), "ids": ids} for _ in range(2)]
     report = verify(Classes().double(), batch, Plan.of(microbatches=2))
     assert report.passed and report.largest < 1e-12, report.worst[:3]
+
+
+class Draws(Hard):
+    """It draws from Python's generator where no trial goes: two branches inside each other have to be taken."""
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks[0](x)
+        if h.abs().sum() > 1e3 and h.abs().max() > 1e2:
+            h = h * random.random()
+        return self.end(h)
+
+
+def test_a_draw_of_pythons_that_no_trial_has_seen_stops_the_step() -> None:
+    torch.manual_seed(0)
+    first, second = given()[:2]
+    with pytest.raises(ShardwiseError, match="for this batch draws from a generator of Python or numpy"):
+        verify(Draws().double(), [first, {**second, "x": 1e6 * second["x"]}], PLANS["dp"])
 
 
 class Lengths(Hard):

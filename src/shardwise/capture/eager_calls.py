@@ -21,14 +21,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.capture.assumed import Noting
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
 from shardwise.capture.redirected import Call, redirected
-from shardwise.capture.seen_calls import Held, NotEager, Seen, alike, emptied, seen_call, share, sizes, tensors_of
+from shardwise.capture.seen_calls import (
+    Held,
+    NotEager,
+    Seen,
+    alike,
+    emptied,
+    equal,
+    seen_call,
+    share,
+    sizes,
+    tensors_of,
+)
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import storage_key
 from shardwise.initial.copies import copied
@@ -83,6 +94,9 @@ class EagerCall(WholeCall):
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):
             found, spec = tree_flatten(self._called(args, kwargs))
+            if before.drawn() and not all(map(equal, found, tree_leaves(self._called(args, kwargs)))):
+                wrong = f"{self.title} reads values, and for this batch draws from a generator of Python or numpy"
+                raise ShardwiseError(f"model: {wrong}, as each rank would for itself; legal: torch's random functions")
         if before.changed():
             wrong = f"{self.title} reads values, and for this batch writes to what it is given, or changes it"
             raise ShardwiseError(f"model: {wrong}; legal: statements and functions that change nothing around them")

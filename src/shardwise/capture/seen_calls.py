@@ -21,6 +21,7 @@ from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
+from shardwise.capture.state import generators
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version, without_modes
@@ -81,7 +82,7 @@ def alike(one: Any, other: Any) -> bool:
 
 class Held(NamedTuple):
     """What a call is given in a step, as it was before: ``leaves`` and their structure, versions and copies of tensors,
-    and looks into objects."""
+    looks into objects, and the generators that are not torch's, which each rank has for itself."""
 
     args: Any
     leaves: list[Any]
@@ -91,6 +92,7 @@ class Held(NamedTuple):
     contents: list[Tensor]
     objects: list[Any]
     looks: list[Any]
+    generators: dict[str, Any]
 
     @staticmethod
     def of(args: Any, kwargs: Any, tensors: Sequence[Tensor], contents: bool) -> Held:
@@ -101,7 +103,11 @@ class Held(NamedTuple):
             copies = [one.detach().clone() for one in tensors] if contents else []
             versions, own = [version(one) for one in tensors], {id(one) for one in tensors}
             looks = [Look(own)(one) for one in objects]
-        return Held((args, kwargs), leaves, spec, tensors, versions, copies, objects, looks)
+        return Held((args, kwargs), leaves, spec, tensors, versions, copies, objects, looks, generators())
+
+    def drawn(self) -> bool:
+        """Whether somebody has drawn from the generators since, in this thread or in another one."""
+        return generators() != self.generators
 
     def changed(self) -> bool:
         """Whether something of it is no longer as it was."""
@@ -145,6 +151,7 @@ class _Call:
         self._versions = [version(one) for one in self.tensors]
         self._contents = [one.detach().clone() for one in self.tensors]
         self.reading = _Reading(self.given[0] if self.given else None, function)
+        self._drawn = generators()
         self.shares = False  # whether results have had memory of what was given, or of each other
 
     def made(self, *layers: Layer) -> Any:
@@ -155,6 +162,8 @@ class _Call:
                 result = self.whole(*self.args, **self.kwargs)
         except ConfigError as error:
             raise NotEager(self.function, "draws random numbers") from error
+        if generators() != self._drawn:
+            raise NotEager(self.function, "draws random numbers")
         after, spec = tree_flatten((tuple(self.args), self.kwargs))
         same = spec == self.spec and all(a is b for a, b in zip(self.given, after, strict=True))
         same = same and not self.beside.changed() and [version(one) for one in self.tensors] == self._versions

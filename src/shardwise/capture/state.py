@@ -64,7 +64,7 @@ class PythonState:
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.module, self.functions = module, functions
         self.values = self._values()
-        self.generators = _generators()
+        self.generators = generators()
 
     def changes(self) -> list[Change]:
         """Return what has changed since."""
@@ -99,7 +99,7 @@ class PythonState:
 
     def drawn(self) -> list[str]:
         """Return the names of the generators that have drawn since."""
-        return [name for name, state in _generators().items() if self.generators.get(name) != state]
+        return [name for name, state in generators().items() if self.generators.get(name) != state]
 
 
 def assigned_buffers(
@@ -147,7 +147,8 @@ def _attributes(module: nn.Module) -> list[tuple[str, str, Any]]:
     ]  # fmt: skip
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """Return the states of the generators of random numbers that are not torch's, by name."""
     found: dict[str, Any] = {"random": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
