@@ -292,10 +292,13 @@ class BatchState:
         return not self.repeated
 
     def _judge(self) -> None:
-        """Note which parameters no rank has reached."""
+        """Note which parameters have no gradient: no rank has reached them, and none is left of an earlier step."""
         if self.owner.optional:
             assert self.norms is not None
             unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
+            had = torch.zeros_like(unreached) if self.memory.had is None else self.memory.had
+            self.memory.had = torch.maximum(had, 1 - unreached)
+            unreached = unreached * (1 - had) if self.memory.keeps_zeros else unreached
             self.unreached = dict(zip(self.owner.optional, unreached, strict=True))
 
     def _skip_if(self, bad: Tensor) -> None:

@@ -242,7 +242,7 @@ class Engine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradients that parts of a step have completed, by name; all ranks call it together.  What no
-        backward has reached is zero, and on one rank it is left out."""
+        backward has reached on any rank is left out, but for zeros that are kept."""
         made, buckets = self.interpreter.gradients, [b for b in self.memory.buckets.values() if b.learns]
         if made is not None:
             made.complete()
@@ -250,8 +250,21 @@ class Engine:
             name: value for b in buckets
             for name, value in collect.whole(b, b.held_gradient, f"gradients of bucket {b.bucket.index}").items()
         }  # fmt: skip
-        alone = made is not None and self.comm.mesh.size == 1
-        return {name: one for name, one in found.items() if made is None or not alone or name in made.reached}
+        if made is None:
+            return found
+        names = [one.name for one in self.compiled.general.parameters]
+        reached = self._summed(torch.tensor([float(name in made.reached) for name in names]), "what backward reaches")
+        if self.memory.keeps_zeros and self.memory.had is not None:
+            reached += self.memory.had.to(reached)
+        left = {name for name, ranks in zip(names, reached.tolist(), strict=True) if not ranks}
+        return {name: one for name, one in found.items() if name not in left}
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """Forget the gradients of the last step.  If they are not ``set_to_none``, those of parameters that the next
+        step leaves out are zero, and they take one, as with torch's optimizers."""
+        self.interpreter.gradients, self.memory.keeps_zeros = None, not set_to_none
+        if set_to_none:
+            self.memory.had = None
 
     @torch.no_grad()
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:

@@ -110,7 +110,7 @@ class Gradients:
                 goals[name].zero_()
             self._written |= places
 
-    def _settle(self, bucket: int) -> None:
+    def settle(self, bucket: int) -> None:
         """Set to zero what nothing has written of a bucket's own gradient since its last update: all of it, where this
         step computes with none of its parameters."""
         memory = self._memory.buckets[bucket]
@@ -182,7 +182,7 @@ class Gradients:
 
     def norm(self, bucket: int) -> Tensor:
         """Return the norm of this rank's shard of a bucket's gradient, a 0-d tensor in at least fp32."""
-        self._settle(bucket)
+        self.settle(bucket)
         memory = self._memory.buckets[bucket]
         if memory.table is not None:
             return memory.table.norm(memory.held if memory.rule.servers else memory.shard)
@@ -192,5 +192,5 @@ class Gradients:
 
     def held(self, bucket: int) -> Tensor:
         """Return this rank's held range of a bucket's gradient, after all ranks on the batch axes have added theirs."""
-        self._settle(bucket)
+        self.settle(bucket)
         return self._memory.buckets[bucket].held_gradient

@@ -280,6 +280,8 @@ class Run:
             self.batches.rescale()
 
     def update(self, one: Instruction) -> None:
+        if self.memory.keeps_zeros:
+            self.gradients.settle(one.bucket)
         self.batches[one.version].update(one, self.updated[self.computing.position])
         self.gradients.updated(one.bucket)
         self.gathered.updated(one.bucket)

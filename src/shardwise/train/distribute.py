@@ -103,7 +103,7 @@ class DistributedModel:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed."""
-        self._steps.zero_grad()
+        self._steps.zero_grad(set_to_none)
 
     @property
     def trainer(self) -> Trainer:
@@ -267,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed; every step computes its own anew."""
-        self._steps.zero_grad()
+        self._steps.zero_grad(set_to_none)
 
     @property
     def param_groups(self) -> list[ShownGroup]:  # type: ignore[override]

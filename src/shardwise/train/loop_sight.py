@@ -28,8 +28,8 @@ class Sight(Model, Look):
         self._counts: dict[str, int] = {}  # how often what it sees had been written to, at the last calls
 
     @abstractmethod
-    def zero_grad(self) -> None:
-        """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take back every ``loss.backward()`` since the last step, as setting gradients to zero or to None does."""
 
     @abstractmethod
     def _run_as_called(self) -> None:

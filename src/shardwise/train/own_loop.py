@@ -280,13 +280,13 @@ class Steps(Sight):
         what = "what the loop computes is not possible on a part of the rows"
         return ShardwiseError(f"a step{at_line()}: {what}, and {why}: {' '.join(str(error).split())}; legal: {legal}")
 
-    def zero_grad(self) -> None:
-        """Take back every ``loss.backward()`` since the last step, as setting gradients to zero does."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take back every ``loss.backward()`` since the last step, as setting gradients to zero or to None does."""
         self.due, self.zeroed, self.added, self.last, self.turn = [], True, None, None, 0
         self.clipped = self.clipped_value = None
         self.awaited.backward = False
         if self.made is not None:
-            self.made.engine.interpreter.gradients = None
+            self.made.engine.zero_gradients(set_to_none)
         if self._seen is not None:
             with without_torch_functions():
                 for one in self._seen.values():
