@@ -20,6 +20,7 @@ from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
+from shardwise.capture.parts import part_of
 from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
 from shardwise.capture.seen_calls import NotEager
@@ -80,22 +81,23 @@ class Ways:
         found, stopped = self.answered(())
         if found is not None:
             return found
-        error, chosen = stopped[0], tuple[FunctionType, ...]()
+        error, chosen, refused = stopped[0], tuple[FunctionType, ...](), list[NotEager]()
         while len(chosen) < MOST:
             for one in candidates(stopped, chosen):
                 try:
                     found, another = self.answered((*chosen, one))
                 except NotEager as why:
+                    refused.append(why)
                     if why.function is one:
                         continue
-                    raise error from None
+                    raise _refused(error, refused) from None
                 if found is not None:
                     return found
                 chosen, stopped = (*chosen, one), another
                 break
             else:
                 break
-        raise error
+        raise _refused(error, refused)
 
     def answered(self, functions: tuple[FunctionType, ...]) -> tuple[Made | None, list[Uncapturable]]:
         """Return a capture with as few answers as it takes, around ``functions``; or None, and what stopped each
@@ -186,6 +188,13 @@ class Ways:
         for number in assumed:
             if not checks[number].finite and not raises(lambda noting: self.noted(noting, calls), number):
                 raise OtherWay(f"forward goes another way by values that depend on parameters{checks[number].place}")
+
+
+def _refused(error: Uncapturable, refused: Sequence[NotEager]) -> Uncapturable:
+    """Return what stopped a capture, with why no function can run as written: the first part that was tried, else the
+    first function."""
+    first = next((one for one in refused if part_of(one.function) is not None), refused[0] if refused else None)
+    return error if first is None else Uncapturable(f"{error}; nor can it run as written, for {first}")
 
 
 __all__ = ["Made", "Ways"]
