@@ -310,4 +310,16 @@ def _holds_tensors(look: Any) -> bool:
     return isinstance(look, Itself) and isinstance(look.value, Tensor)
 
 
-__all__ = ["Held", "NotEager", "Seen", "alike", "emptied", "equal", "seen_call", "share", "sizes", "tensors_of"]
+__all__ = [
+    "READS",
+    "Held",
+    "NotEager",
+    "Seen",
+    "alike",
+    "emptied",
+    "equal",
+    "seen_call",
+    "share",
+    "sizes",
+    "tensors_of",
+]

@@ -23,7 +23,7 @@ from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.parts import part_of
 from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
-from shardwise.capture.seen_calls import NotEager
+from shardwise.capture.seen_calls import READS, NotEager
 from shardwise.capture.wrapped import Watched, rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.core.structure import like
@@ -191,9 +191,10 @@ class Ways:
 
 
 def _refused(error: Uncapturable, refused: Sequence[NotEager]) -> Uncapturable:
-    """Return what stopped a capture, with why no function can run as written: the first part that was tried, else the
-    first function."""
-    first = next((one for one in refused if part_of(one.function) is not None), refused[0] if refused else None)
+    """Return what stopped a capture, with why nothing can run as written: the first part that was tried, else the first
+    function; most read the parameters of a module, which says little."""
+    told = [one for one in refused if not str(one).endswith(READS)]
+    first = next((one for one in told if part_of(one.function) is not None), told[0] if told else None)
     return error if first is None else Uncapturable(f"{error}; nor can it run as written, for {first}")
 
 
