@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -329,9 +330,10 @@ _ASKED = {torch.SymBool: ("__bool__", "__int__"), torch.SymInt: ("__bool__", "__
 
 @contextmanager
 def numbers_watched(raised: Callable[[Exception], None]) -> Iterator[None]:
-    """Call ``raised`` with what a number without a value raises in this thread where code that is not torch's asks for
-    its value, as in a branch: that code may catch it."""
-    thread, home = threading.get_ident(), os.path.dirname(torch.__file__)
+    """Call ``raised`` with what a number without a value raises in this thread where code that is neither torch's nor
+    ours asks for its value, as in a branch: that code may catch it."""
+    thread = threading.get_ident()
+    homes = tuple(os.path.join(path, "") for path in (os.path.dirname(torch.__file__), str(Path(__file__).parents[1])))
 
     def watched(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def asked(number: Any) -> Any:
@@ -339,7 +341,7 @@ def numbers_watched(raised: Callable[[Exception], None]) -> Iterator[None]:
                 return method(number)
             except Exception as error:
                 own = threading.get_ident() == thread
-                if own and not sys._getframe(1).f_code.co_filename.startswith(home):
+                if own and not sys._getframe(1).f_code.co_filename.startswith(homes):
                     raised(error)
                 raise
 
