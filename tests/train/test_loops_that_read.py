@@ -133,6 +133,7 @@ def clipped_steps(model: Any, optimizer: Any) -> tuple[list[float], list[list[st
 PLANS = {
     "alone": Plan.of(precision="fp64"),
     "dp": data_parallel(Plan.of(precision="fp64"), 2),
+    "ZeRO-3": data_parallel(Plan.of(precision="fp64"), 3, 3),
     "tp": tensor_parallel(Plan.of(precision="fp64"), 2, "1d"),
 }
 
