@@ -55,6 +55,7 @@ def batch(rows: int, length: int, seed: int) -> Tensor:
     return torch.randn(rows, length, WIDTH, generator=own, dtype=torch.float64)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", ["statements", "checked", "function", "training"])
 def test_a_loop_computes_what_torch_does(form: str) -> None:
     """Parameters have no values in the model that is captured anew: for evaluation and for another length."""
@@ -156,6 +157,7 @@ def test_gradients_of_what_a_step_leaves_out_do_not_count_where_a_loop_clips(nam
         assert left == expected[1]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_what_a_step_leaves_out_takes_a_step_where_its_gradient_is_zero(to_none: bool, name: str) -> None:
