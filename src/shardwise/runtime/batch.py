@@ -296,9 +296,9 @@ class BatchState:
         if self.owner.optional:
             assert self.norms is not None
             unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
-            had = torch.zeros_like(unreached) if self.memory.had is None else self.memory.had
-            self.memory.had = torch.maximum(had, 1 - unreached)
-            unreached = unreached * (1 - had) if self.memory.keeps_zeros else unreached
+            if (had := self.memory.had) is not None:
+                self.memory.had = torch.maximum(had, 1 - unreached)
+                unreached = unreached * (1 - had) if self.memory.keeps_zeros else unreached
             self.unreached = dict(zip(self.owner.optional, unreached, strict=True))
 
     def _skip_if(self, bad: Tensor) -> None:

@@ -364,7 +364,7 @@ class RankMemory:
         self.is_averaged = False  # whether the parameters are the averages of themselves, and the reverse
         # 1 after a non-finite norm, until the host has looked.
         self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)
-        # Whether each optional parameter has had a gradient since they were set to None, and whether that is zero now.
+        # In loops: whether each optional parameter has had a gradient since they were set to None; is that zero now?
         self.had: Tensor | None = None
         self.keeps_zeros = False
         self._device, self._constants = comm.device, dict[int, tuple[Tensor, Tensor]]()

@@ -263,8 +263,8 @@ class Engine:
         """Forget the gradients of the last step.  If they are not ``set_to_none``, those of parameters that the next
         step leaves out are zero, and they take one, as with torch's optimizers."""
         self.interpreter.gradients, self.memory.keeps_zeros = None, not set_to_none
-        if set_to_none:
-            self.memory.had = None
+        if (optional := self.compiled.general.optional) and (set_to_none or self.memory.had is None):
+            self.memory.had = torch.zeros(len(optional), device=self.comm.device)
 
     @torch.no_grad()
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:

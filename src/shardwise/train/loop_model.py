@@ -117,6 +117,7 @@ class Model(Owner):
             with torch.inference_mode(False):
                 example = {name: part.value for name, part in found.fields.items()}
                 self.made = Trainer(self.module, self.choice, self.plan, example, loss=found.script, **self.options)
+                self.made.engine.zero_gradients(set_to_none=True)
             self._compiled[found.key, True] = [self._told(self.made.compiled)]
             self.watch.begin()
             self.renamed = agreed(others, self.made.comm)
