@@ -41,7 +41,7 @@ class NotEager(Uncapturable):
 
     def __init__(self, function: FunctionType, why: str) -> None:
         super().__init__(f"{function.__qualname__} {why}")
-        self.function = function
+        self.function, self.why = function, why
 
 
 class Seen(NamedTuple):

@@ -66,9 +66,9 @@ class PythonState:
         self.values = self._values()
         self.generators = generators()
 
-    def changes(self) -> list[Change]:
-        """Return what has changed since."""
-        found, after = list[Change](), self._values()
+    def changes(self, later: PythonState | None = None) -> list[Change]:
+        """Return what has changed since, until now or until a later state."""
+        found, after = list[Change](), self._values() if later is None else later.values
         for key in {**self.values, **after}:
             one = difference(self.values.get(key), after.get(key))
             if one is not None:

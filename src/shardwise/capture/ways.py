@@ -193,7 +193,7 @@ class Ways:
 def _refused(error: Uncapturable, refused: Sequence[NotEager]) -> Uncapturable:
     """Return what stopped a capture, with why nothing can run as written: the first part that was tried, else the first
     function; most read the parameters of a module, which says little."""
-    told = [one for one in refused if not str(one).endswith(READS)]
+    told = [one for one in refused if one.why != READS]
     first = next((one for one in told if part_of(one.function) is not None), told[0] if told else None)
     return error if first is None else Uncapturable(f"{error}; nor can it run as written, for {first}")
 

@@ -182,9 +182,8 @@ class Settled:
         self.before: PythonState | None = None
 
     def __call__(self) -> bool:
-        settled = self.before is not None and not self.before.changes()
-        self.before = self.wrapped.state()
-        return settled
+        before, self.before = self.before, self.wrapped.state()
+        return before is not None and not before.changes(self.before)
 
 
 class WithOutputs(Watched):
