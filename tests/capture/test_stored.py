@@ -167,6 +167,70 @@ def test_what_has_a_backward_of_its_own_is_not_kept(folder: Path, exported: list
     assert len(exported) == 4
 
 
+class Deciding(nn.Module):
+    """It checks its labels, cuts its batch to a length that is in it, and takes a branch by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        if y.max() >= 3:
+            raise ValueError("a label that is no class")
+        h = x[:, : int(mask.sum(1).max())]
+        h = h * mask[:, : h.shape[1], None] if (mask[:, 0] == 0).any() else h * SCALE
+        h = self.head(h.mean(1))
+        if not torch.isfinite(h).all():
+            raise ValueError("not finite")
+        return F.cross_entropy(h, y)
+
+
+def masked(length: int = 3, first: bool = True) -> dict[str, Tensor]:
+    mask = (torch.arange(5) < length).repeat(4, 1)
+    mask[1, 0] = first
+    return {**batch(), "mask": mask.long()}
+
+
+def read_in(captured: Captured) -> list[tuple[Any, ...]]:
+    return [one[1:] for one in captured.reads]
+
+
+def test_what_reads_its_batch_is_kept_by_what_it_reads(folder: Path, exported: list[str]) -> None:
+    first = {(n, one): capture(Deciding(), masked(n, one)) for n, one in ((3, True), (3, False), (4, True))}
+    before = len(exported)
+    for (n, one), known in first.items():
+        second = capture(Deciding(), masked(n, one))
+        assert read_in(second) == read_in(known)
+        assert texts(second) == texts(known)
+        assert second.notes == known.notes
+    assert len(exported) == before
+    assert len({str(texts(one)) for one in first.values()}) == 3
+    capture(Deciding(), masked(2))
+    assert len(exported) == before + 1
+
+
+def test_what_reads_its_batch_is_told_by_a_changed_global(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(Deciding(), masked())
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    before = len(exported)
+    changed = capture(Deciding(), masked())
+    assert len(exported) == before + 1
+    assert any("3.0" in str(line) for line in texts(changed))
+
+
+@pytest.mark.parametrize("data", [b"", b"-99", b"99", b"\xff", b"0"])
+def test_a_way_that_leads_nowhere_is_not_taken(folder: Path, exported: list[str], data: bytes) -> None:
+    known = capture(Deciding(), masked())
+    for one in folder.iterdir():
+        if one.suffix == stored.WAY:
+            one.write_bytes(data)
+    found = capture(Deciding(), masked())
+    assert texts(found) == texts(known)
+    assert read_in(found) == read_in(known)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

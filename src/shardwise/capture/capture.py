@@ -124,10 +124,6 @@ def capture(
 
     told = known or Known()
     with generators_kept():
-        if kept:
-            for one in keys:
-                if (found := stored.find(one, lambda: bare(trial=True), batch)) is not None:
-                    return found
         ways = Ways(
             bare, forward, batch, drawing, told,
             capture=whole,
@@ -135,6 +131,8 @@ def capture(
             # Numbers of all rows seldom fit fewer: the caller tries these rows alone.
             sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),
         )  # fmt: skip
+        if kept and (found := ways.on_disk(key, keys)) is not None:
+            return found
         captured, trial = ways.first()
     if looped:
         captured.notes.append(NOTE)
@@ -145,6 +143,7 @@ def capture(
         captured.notes.append(CACHES)
     if trial is not None and kept and not eager and not captured.opened:
         stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
+        ways.keep(key)
     return captured
 
 

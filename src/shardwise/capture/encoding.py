@@ -36,9 +36,9 @@ class NotEncoded(Exception):
 
 
 def encoded(captured: Captured) -> dict[str, Any]:
-    """Return a capture as what JSON can write, but for its constants and the values of its buffers."""
-    if captured.functions or captured.outputs is not None or captured.reads:
-        raise NotEncoded("functions, outputs and what is read in Python")
+    """Return a capture as what JSON can write, but for its constants, the values of its buffers and what it reads."""
+    if captured.functions or captured.outputs is not None:
+        raise NotEncoded("functions and outputs")
     writer = _Writer(captured)
     graph = writer.graph(captured.owner)
     facts = [writer.expression(one) for one in captured.assumed.facts if one.free_symbols <= writer.names.keys()]

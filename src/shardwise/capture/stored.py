@@ -1,7 +1,8 @@
 """Captures on disk, so that a second start of a run does not export its model again.
 
 A capture is found by a hash of what it depends on: versions, the sources of the module's classes and of the loss, the
-module's structure, and the shapes of the batch.  It is believed only where one forward without values, in which every
+module's structure, and the shapes of the batch; and by what forward reads of the batch in Python, which is found out
+anew.  It is believed only where one forward without values, in which every
 tensor is named by how it was computed (:mod:`shardwise.capture.trial`), gives the names that it gave when the capture
 was made: so code that no hash sees, a global or an environment variable cannot change what is computed unseen.  Where
 forward changes something in Python, as many forwards as a trial has must do so.
@@ -37,7 +38,8 @@ from shardwise.capture.forms import Dims, Form, form_of, resized
 from shardwise.capture.functions import shown_by_ops
 from shardwise.capture.hooks import tensor_hooks_refused
 from shardwise.capture.in_form import InForm
-from shardwise.capture.known import Tried
+from shardwise.capture.known import AS_IT_IS, Tried, Way
+from shardwise.capture.reads import Read
 from shardwise.capture.trial import runs
 from shardwise.capture.wrapped import Watched
 from shardwise.core.fields import has_rows
@@ -47,6 +49,7 @@ from shardwise.graph.torch_private import function_calls
 FORMAT = 1  # of the files
 KEPT = 200
 SWITCH = "SHARDWISE_CAPTURES"
+WAY = ".way"  # ends the name of a file that says in which way a capture is made
 HEAD = 8  # the bytes of the length of the first part of a file
 
 
@@ -125,11 +128,28 @@ def _own_sources() -> str:
     return found.hexdigest()
 
 
-def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> Captured | None:
-    """Return the capture on disk of a ``key``, if a forward of the model that ``made`` makes gives the names that it
-    gave when it was captured; else None.  ``batch`` is of a form that the key is of."""
+def way_of(key: str, answers: Sequence[tuple[frozenset[Any], bool]]) -> Way:
+    """Return the way in which the last capture of a ``key`` was made, with one of these ``answers``; as it is where
+    nothing is known."""
     place = folder()
-    path = None if place is None else place / key
+    if place is None:
+        return AS_IT_IS
+    try:
+        path = place / f"{key}{WAY}"
+        number = int(path.read_text())
+        os.utime(path)
+        return Way((), *answers[number])
+    except (OSError, ValueError, IndexError):
+        return AS_IT_IS
+
+
+def find(
+    key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor], reads: Sequence[Read] = ()
+) -> Captured | None:  # fmt: skip
+    """Return the capture on disk of a ``key`` for these ``reads``, if a forward of the model that ``made`` makes gives
+    the names that it gave when it was captured; else None.  ``batch`` is of a form that the key is of."""
+    place = folder()
+    path = None if place is None else place / _name(key, reads)
     if path is None or not path.is_file():
         return None
     try:
@@ -143,6 +163,7 @@ def find(key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor]) -> 
         if not _computes(model, tried, written["results"], written["runs"]):
             return None
         found = decoded(written, example, load(data[HEAD + size :]), dict(model.module.named_buffers()))
+        found.reads = tuple(reads)
         os.utime(path)
     except Exception:  # whatever is wrong with a file, the model is captured as if it were not there
         return None
@@ -164,6 +185,21 @@ def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[st
     return not functions and all(dict(one.results) == results for one in found)
 
 
+def _name(key: str, reads: Sequence[Read]) -> str:
+    """Return the name of the file of a capture for what forward reads."""
+    if not reads:
+        return key
+    told = [(str(one.function), *map(repr, one[1:3]), *one[3:]) for one in reads]
+    return f"{key}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}"
+
+
+def keep_way(key: str, way: Way, answers: Sequence[tuple[frozenset[Any], bool]]) -> None:
+    """Write to disk by which of ``answers`` the capture of a ``key`` was made."""
+    place = folder()
+    if place is not None and not way.functions:
+        _write(place / f"{key}{WAY}", str(answers.index(way[1:])).encode())
+
+
 def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
     """Write a capture of batches like ``batch`` to disk, with the names of what its model computes in a ``trial``;
     where that is not possible, do nothing."""
@@ -177,12 +213,17 @@ def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried
         tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
     except (NotEncoded, TypeError, ValueError):
         return
+    _write(place / _name(key, captured.reads), len(head).to_bytes(HEAD, "big") + head + tail)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file at once, where that is possible, and remove those that were not used for longest."""
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".", delete=False) as file:
-            file.write(len(head).to_bytes(HEAD, "big") + head + tail)
-        os.replace(file.name, place / key)
-        for old in sorted(_files(place), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+        for old in sorted(_files(path.parent), key=lambda one: one.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 
 

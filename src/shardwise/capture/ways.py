@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.capture import stored
 from shardwise.capture.assumed import BRANCHES, NUMBERS, Check, Noting, raises
 from shardwise.capture.candidates import candidates
 from shardwise.capture.casts import cast_field, precision_layers
@@ -62,6 +63,34 @@ class Ways:
     capture: Callable[[Watched], Captured]
     trial: Callable[[Captured, Watched, Watched], Tried | None]
     sole: bool = False  # whether the way of earlier captures is the only one
+
+    def on_disk(self, key: str, keys: Sequence[str]) -> Captured | None:
+        """Return a capture on disk: of the first of ``keys`` that has one, by the way that was kept with ``key``, and
+        for what forward reads of the batch in this way; None where there is none to believe."""
+        way, reads = stored.way_of(key, ANSWERS), tuple[Read, ...]()
+        try:
+            if way.reads:
+                reads = self.read(way, None)
+        except Uncapturable:
+            way = AS_IT_IS
+
+        def model() -> Watched:
+            made = self.watched(True, False)
+            if reads:
+                made.reading = Answering(reads, way.reads)
+            return made
+
+        if way.reads:
+            self.known.way = way
+        for one in keys:
+            if (found := stored.find(one, model, self.batch, reads)) is not None:
+                return found
+        return None
+
+    def keep(self, key: str) -> None:
+        """Keep on disk the way that has led to a capture."""
+        if self.known.way != AS_IT_IS:
+            stored.keep_way(key, self.known.way, ANSWERS)
 
     def first(self) -> Made:
         """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
