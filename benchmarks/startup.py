@@ -7,7 +7,8 @@ rows; of the second shape also in multiples of an export with open lengths, as a
 It is CPU time, which other programs on the machine hardly change, or with ``--clock`` time of the clock.  Captures on
 disk are in a folder of the round's own.  "A start" is all that ``Compiled`` does for one rank: capture, trial,
 sharding, units and program.  With a mask it makes a second program, for batches without padding.  A model decides "by
-values" where its forward has a branch by values of the batch; another way is a batch that takes the other branch.
+values" where its forward has a branch by values of the batch; another way is a batch that takes the other branch.  One
+"with a part" is captured around a branch by values that follow from parameters.
 """
 
 from __future__ import annotations
@@ -64,14 +65,30 @@ class ByValues(nn.Module):
         return self.model(input_ids=input_ids, labels=labels)
 
 
+class AroundPart(nn.Module):
+    """A model with a branch, behind its last layer, by values that follow from parameters."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        if hidden.mean() > 1:
+            hidden = -hidden
+        logits = self.model.lm_head(hidden)
+        return self.model.loss_function(logits, labels, WORDS)  # type: ignore[no-any-return]
+
+
 @dataclass
 class Measured:
-    """A model to measure: its class, its options for a number of layers, and batches of a length."""
+    """A model to measure: its class, its options for a number of layers, batches of a length, and what is around it."""
 
     kind: str
     config: Callable[[int], dict[str, Any]]
     batch: Callable[[int], dict[str, Tensor]]
-    by_values: bool = False
+    around: type[nn.Module] | None = None
 
     def exported(self, layers: int) -> nn.Module:
         """Return a model that torch.export takes, with a tenth of the width of a real one, which changes nothing."""
@@ -80,7 +97,8 @@ class Measured:
 
     def made(self, layers: int) -> nn.Module:
         """Return a model that is measured."""
-        return ByValues(self.exported(layers)) if self.by_values else self.exported(layers)
+        model = self.exported(layers)
+        return model if self.around is None else self.around(model)
 
 
 def tokens(length: int) -> dict[str, Tensor]:
@@ -114,7 +132,8 @@ def encoder_decoder(layers: int) -> dict[str, Any]:
 MODELS = {
     "Llama": Measured("LlamaForCausalLM", decoder, tokens),
     "Llama with a mask": Measured("LlamaForCausalLM", decoder, masked),
-    "Llama by values": Measured("LlamaForCausalLM", decoder, tokens, by_values=True),
+    "Llama by values": Measured("LlamaForCausalLM", decoder, tokens, ByValues),
+    "Llama with a part": Measured("LlamaForCausalLM", decoder, tokens, AroundPart),
     "BERT": Measured("BertForMaskedLM", decoder, tokens),
     "GPT-2": Measured(
         "GPT2LMHeadModel", lambda n: {"vocab_size": WORDS, "n_embd": 256, "n_layer": n, "n_head": 8}, tokens
@@ -164,7 +183,7 @@ def round_of(one: Measured, layers: int, clock: bool = False) -> dict[str, float
         for name, batch in zip(("second shape", "third shape"), others, strict=True):
             timed(name, lambda batch=batch: started(made.fitting(batch)))
         timed("second start", lambda: started(Compiled(one.made(layers), Plan.of(), first)))
-        if one.by_values:
+        if one.around is ByValues:
             other = {**first, "labels": first["labels"].masked_fill(first["labels"] < WORDS // 10, -100)}
             timed("another way", lambda: started(made.deciding(other, {})))
     return found

@@ -18,6 +18,7 @@ from shardwise.capture import stored
 from shardwise.capture.capture import capture
 from shardwise.capture.encoding import NotEncoded, _function, decoded, encoded
 from shardwise.capture.forms import Dims
+from shardwise.capture.outputs import Wanted
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Captured
 from shardwise.graph.functional import functionalise
@@ -220,6 +221,7 @@ def test_what_reads_its_batch_is_told_by_a_changed_global(
     assert any("3.0" in str(line) for line in texts(changed))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("data", [b"", b"-99", b"99", b"\xff", b"0"])
 def test_a_way_that_leads_nowhere_is_not_taken(folder: Path, exported: list[str], data: bytes) -> None:
     known = capture(Deciding(), masked())
@@ -229,6 +231,85 @@ def test_a_way_that_leads_nowhere_is_not_taken(folder: Path, exported: list[str]
     found = capture(Deciding(), masked())
     assert texts(found) == texts(known)
     assert read_in(found) == read_in(known)
+
+
+def highest(scores: Tensor, bias: float) -> Tensor:
+    """Return a number for each row, which is found by reading values."""
+    return torch.tensor([bias * row.index(max(row)) for row in scores.tolist()]).to(scores)
+
+
+class Parted(nn.Module):
+    """A statement and a function of it read values that follow from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.other, self.last = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.head(x.mean(1))
+        one, two = (h, self.other(x.mean(1))) if SCALE < 3 else (self.other(x.mean(1)), h)
+        if one.norm() > two.norm():
+            one = 2 * one
+        return F.cross_entropy(self.last(one) * (1 + highest(two.detach(), SCALE)[:, None]), y)
+
+
+def names_in(captured: Captured) -> list[str]:
+    return [one.form() for one in captured.functions]
+
+
+def test_what_is_captured_around_parts_is_kept(folder: Path, exported: list[str]) -> None:
+    first = capture(Parted(), batch())
+    before = len(exported)
+    assert len(first.functions) == 2
+    second = capture(Parted(), batch())
+    assert len(exported) == before
+    assert texts(second) == texts(first)
+    assert names_in(second) == names_in(first)
+    assert second.notes == first.notes
+    rows = torch.rand(4, 3, requires_grad=True)
+    for one, other in zip(first.functions, second.functions, strict=True):
+        tensors = [rows] if one.title == "highest" else [torch.tensor(True), rows]
+        assert all(torch.equal(*pair) for pair in zip(one(*tensors), other(*tensors), strict=True))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scale", [2.5, 3.0])
+def test_other_arguments_of_a_part_are_seen(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    """2.5 is another number that a call takes; with 3 it takes other tensors."""
+    first = capture(Parted(), batch())
+    before = len(exported)
+    monkeypatch.setitem(globals(), "SCALE", scale)
+    second = capture(Parted(), batch())
+    assert len(exported) == before + 1
+    assert (names_in(second), texts(second)) != (names_in(first), texts(first))
+
+
+@pytest.mark.parametrize("change", [
+    lambda one: one["functions"][0].update(name="capture"),
+    lambda one: one["functions"][0].update(module="nowhere"),
+    lambda one: one["functions"][0].update(code="0"),
+    lambda one: one["functions"][-1]["part"].update(path=[["body", 0], ["body", 9]]),
+    lambda one: one["functions"][-1]["part"].update(first=7, last=7),
+    lambda one: one["functions"][-1]["part"].update(taken=["one", "print('!')"]),
+    lambda one: one["functions"][-1]["part"].update(taken=["one"]),
+    lambda one: one.update(answers=9),
+    lambda one: one.clear(),
+])  # fmt: skip
+@pytest.mark.quick(1)
+def test_a_way_that_is_another_one_leads_nowhere(
+    folder: Path, exported: list[str], change: Callable[[Any], Any]
+) -> None:
+    first = capture(Parted(), batch())
+    (path,) = (one for one in folder.iterdir() if one.suffix == stored.WAY)
+    written = json.loads(path.read_text())
+    written["functions"].sort(key=lambda one: "part" in one)
+    change(written)
+    path.write_text(json.dumps(written))
+    second = capture(Parted(), batch())
+    assert sorted(names_in(second)) == sorted(names_in(first))
+    assert texts(second) == texts(first)
 
 
 class Counting(nn.Module):
@@ -315,11 +396,35 @@ def test_a_file_can_call_nothing_but_ops(target: list[str]) -> None:
         _function(target)
 
 
-def test_outputs_are_not_kept(folder: Path) -> None:
-    found = capture(nn.Linear(4, 3), {"input": torch.randn(4, 4)}, loss=lambda out, fields: out.sum(), wanted="both")
-    assert not folder.exists()
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.head(x.mean(1))
+        return {"logits": h, "all": (h.exp() if bool((x > 0).any()) else h, h.sum(), x)}
+
+
+@pytest.mark.parametrize("wanted", ["both", "outputs"])
+def test_outputs_are_kept(folder: Path, exported: list[str], wanted: Wanted) -> None:
+    def loss(out: Any, fields: Any) -> Tensor:
+        return F.cross_entropy(out["logits"], fields["y"])
+
+    first = capture(Pair(), batch(), loss=loss, wanted=wanted)
+    number = len(exported)
+    second = capture(Pair(), batch(), loss=loss, wanted=wanted)
+    assert len(exported) == number
+    assert second.outputs == first.outputs == {"logits": 0, "all": (1, 2)}
+    assert texts(second) == texts(first)
+    assert read_in(second) == read_in(first)
+    capture(Pair(), batch(), loss=loss)
+    assert len(exported) > number
+
+
+def test_a_function_is_not_encoded() -> None:
     with pytest.raises(NotEncoded):
-        encoded(found)
+        encoded(capture(Rounded(), batch()))
 
 
 @pytest.mark.slow
@@ -357,12 +462,14 @@ def test_there_need_be_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 SCRIPT = """
 import torch
-from test_stored import Net, batch
+from test_stored import Deciding, Net, Parted, batch, masked
 from shardwise.capture.capture import capture
 export, exported = torch.export.export, []
 torch.export.export = lambda module, *a, **k: exported.append(type(module).__name__) or export(module, *a, **k)
-capture(Net(), batch())
-print(exported.count("Watched"))
+for model, one in (Net(), batch()), (Deciding(), masked()), (Parted(), batch()):
+    exported.clear()
+    capture(model, one)
+    print("Watched" in exported)
 """
 
 
@@ -376,7 +483,7 @@ def test_another_process_reads_it(folder: Path) -> None:
             [sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True, text=True, timeout=120
         ).stdout.strip()
 
-    assert [run("1"), run("2")] == ["1", "0"]
+    assert [run("1").split(), run("2").split()] == [["True"] * 3, ["False"] * 3]
 
 
 def test_decoding_puts_in_the_buffers_that_are_there_now(folder: Path) -> None:

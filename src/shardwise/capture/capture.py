@@ -20,7 +20,7 @@ from shardwise.capture.assumed import NUMBERS
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall
-from shardwise.capture.example import HINT_ROWS, example_of, shaken_value
+from shardwise.capture.example import example_of, rows_seen, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
 from shardwise.capture.functions import functions_recorded, without_drawn
@@ -83,8 +83,7 @@ def capture(
     refuse_module_hooks(module)
     looped = cached = False
     key = stored.key_of(module, batch, loss, varies, precision, training, wanted)
-    keys = [key if rows is None else f"{key}-{rows}", *([f"{key}-of-{rows_in(batch)}"] if rows is None else [])]
-    kept = wanted == "loss" and key is not None
+    numbers = {key: None, f"{key}-of-{rows_in(batch)}": rows_in(batch)} if rows is None else {f"{key}-{rows}": rows}
 
     def bare(trial: bool, calling: bool = False, values: int | None = None, precision: str = precision) -> Watched:
         """Return a copy of the model; ``calling`` says that functions run as written in it."""
@@ -125,13 +124,13 @@ def capture(
     told = known or Known()
     with generators_kept():
         ways = Ways(
-            bare, forward, batch, drawing, told,
+            module, bare, forward, batch, drawing, told,
             capture=whole,
             trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
             # Numbers of all rows seldom fit fewer: the caller tries these rows alone.
             sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),
         )  # fmt: skip
-        if kept and (found := ways.on_disk(key, keys)) is not None:
+        if key is not None and (found := ways.on_disk(key, numbers)) is not None:
             return found
         captured, trial = ways.first()
     if looped:
@@ -141,9 +140,8 @@ def capture(
     eager = any(isinstance(one, EagerCall) for one in captured.functions)
     if cached and eager:  # forwards with values make none either, whatever way is found
         captured.notes.append(CACHES)
-    if trial is not None and kept and not eager and not captured.opened:
-        stored.keep(keys[0] if rows is not None or captured.rows is None else keys[1], captured, batch, trial)
-        ways.keep(key)
+    if key is not None:
+        ways.keep(key, next(one for one, number in numbers.items() if number == captured.rows), captured, trial)
     return captured
 
 
@@ -179,7 +177,8 @@ def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Ma
     found: list[Found] = []
     number, settled = (RUNS, Settled(again)) if changes or drawn else (RUNS_UNSEEN, bool)
     try:
-        found = runs(again, again.module, example_of(again, batch, captured.rows), bool(drawn), number, settled)
+        example = example_of(again, batch, captured.rows)
+        found = runs(again, again.module, example, bool(drawn), number, settled, again.calling)
         line = apart(found)
     except Exception as error:  # the user's code may do anything with what an earlier forward has left behind
         line = describe(error) if changes or drawn else None
@@ -275,7 +274,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         },)  # fmt: skip
     calls = wrapped.calling if isinstance(wrapped, Watched) else None
     if calls is not None:
-        calls.see((HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,))
+        calls.see(rows_seen(rows))
     with (
         passed_on() as warned, _quiet(), functions_recorded() as recorder, exporting(), tensor_hooks_refused(),
         exports_modules_unhooked(), conversions_skipped(),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.capture.assumed import Noting
+from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import part_of
@@ -51,6 +52,10 @@ has (0), or with others, by number; ``layers`` intercept what it calls."""
 OTHERS = (1, 2)
 
 MOST = 8  # functions of a model that may run as written
+
+
+Told = Callable[["EagerCall", Sequence[Tensor], Sequence[Tensor]], None]
+"""It is told a call in a trial: the tensors that it takes, and its results, which have no values."""
 
 
 class Made(NamedTuple):
@@ -85,6 +90,17 @@ class EagerCall(WholeCall):
 
     def __str__(self) -> str:
         return f"{self.title}, which runs as written"
+
+    def form(self) -> str:
+        """Return all that a capture takes from the call but for its tensors; another start gives the same text."""
+        seen = self.seen
+        given, found = (
+            [repr(one) if isinstance(one, PLAIN) else type(one).__qualname__ for one in each]
+            for each in (seen.given, seen.found)
+        )
+        flags = (seen.gradients, seen.shares, self.by_test, self.skips)
+        name = (seen.function.__module__, self.title)
+        return repr((name, given, seen.given_spec, found, seen.found_spec, flags, self.taken, self.made))
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(one.is_meta or hasattr(one, "fake_mode") for one in tensors):
@@ -202,7 +218,7 @@ class EagerCalls:
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
         self.parameters = parameters
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
-        self.told: Callable[[Tensor], None] = lambda result: None  # hears of each result in a trial
+        self.told: Told | None = None  # hears of each call in a trial
         self.calls: list[EagerCall] = []
         self._seen: list[Seen] = []
         self._inside = False
@@ -293,6 +309,15 @@ class EagerCalls:
             self.ops = None
 
     @contextmanager
+    def telling(self, told: Told) -> Iterator[None]:
+        """Let ``told`` hear of each call in a trial, meanwhile."""
+        self.told = told
+        try:
+            yield
+        finally:
+            self.told = None
+
+    @contextmanager
     def called(self) -> Iterator[None]:
         """Let calls of the functions be those ops, or in a trial their results without values, while forward runs."""
         at = iter(self.calls)
@@ -312,8 +337,8 @@ class EagerCalls:
             tensors = [each for each in given if isinstance(each, Tensor)]
             if self.ops is None:
                 results = one.shaped(tensors)
-                for result in results:
-                    self.told(result)
+                if self.told is not None:
+                    self.told(one, tensors, results)
                 return one.rebuilt(results)
             one.check(tensors)
             self.ops.append(one)

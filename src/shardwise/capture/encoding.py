@@ -26,6 +26,7 @@ from shardwise.graph.torch_private import (
     storage_key,
     written_expression,
 )
+from shardwise.ops.custom_function import WholeCall
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 ENUMS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -37,8 +38,8 @@ class NotEncoded(Exception):
 
 def encoded(captured: Captured) -> dict[str, Any]:
     """Return a capture as what JSON can write, but for its constants, the values of its buffers and what it reads."""
-    if captured.functions or captured.outputs is not None:
-        raise NotEncoded("functions and outputs")
+    if not all(isinstance(one, WholeCall) for one in captured.functions):
+        raise NotEncoded("a function")
     writer = _Writer(captured)
     graph = writer.graph(captured.owner)
     facts = [writer.expression(one) for one in captured.assumed.facts if one.free_symbols <= writer.names.keys()]
@@ -46,13 +47,14 @@ def encoded(captured: Captured) -> dict[str, Any]:
     plain = ("parameters", "buffers", "fields", "rows", "trainable", "notes", "precision", "names", "looped", "draws")
     return {
         **{name: getattr(captured, name) for name in plain},
+        "outputs": writer.argument(captured.outputs, {}), "calls": len(captured.functions),
         "graph": graph, "texts": list(writer.texts), "facts": facts, "ranges": ranges, "symbols": writer.places,
     }  # fmt: skip
 
 
 def decoded(
     written: Mapping[str, Any], example: Mapping[str, Tensor], constants: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
+    values: Mapping[str, Tensor], calls: Sequence[WholeCall] = (),
 ) -> Captured:  # fmt: skip
     """Return a capture as it was encoded.
 
@@ -60,6 +62,7 @@ def decoded(
         example: a batch of the shapes of which it was captured.
         constants: its constants, by placeholder.
         values: what each buffer has, by name.
+        calls: the calls that run as written, which are not encoded.
     """
     reader = _Reader(written, example)
     owner = reader.graph(written["graph"])
@@ -69,7 +72,8 @@ def decoded(
     own = {name: values[buffer] for name, buffer in written["buffers"].items()}
     return Captured(
         graph=owner.graph, owner=owner, constants=dict(constants), values=own, assumed=Assumed(facts, ranges),
-        notes=list(written["notes"]), **{name: written[name] for name in plain},
+        notes=list(written["notes"]), outputs=reader.argument(written["outputs"], ()),
+        functions=list(calls[: written["calls"]]), **{name: written[name] for name in plain},
     )  # fmt: skip
 
 

@@ -15,6 +15,13 @@ from shardwise.core.structure import like
 HINT_ROWS = 6  # the number of rows of the captured example: export would specialise 1
 
 
+def rows_seen(rows: int | None) -> tuple[int, ...]:
+    """Return for which numbers of rows calls that run as written are seen, for a capture of ``rows`` rows (None: any).
+
+    Two tell what follows from the number."""
+    return (HINT_ROWS, HINT_ROWS - 2) if rows is None else (rows,)
+
+
 def example_rows(batch: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
     """Return ``rows`` rows that repeat those of ``batch``, as distinct tensors, since export merges equal ones; a field
     without rows stays what it is."""

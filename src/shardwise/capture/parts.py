@@ -108,7 +108,7 @@ def parts(function: FunctionType, frame: FrameType, line: int, innermost: bool =
     for path, at in reversed(blocks_around(tree, line)):
         block = Part(function, path, at, at, (), (), False, innermost).block(tree)
         for last in range(at, min(at + FOLLOWING + 1, len(block))):
-            ends = any(isinstance(node, ast.Return) for one in block[at : last + 1] for node in inside(one))
+            ends = _ends(block[at : last + 1])
             last = len(block) - 1 if ends else last
             statements = block[at : last + 1]
             if (ends and len(path) > 1) or escapes(statements) or names_in(statements) & _CLASS:
@@ -127,6 +127,29 @@ def parts(function: FunctionType, frame: FrameType, line: int, innermost: bool =
                     yield _made(Part(function, path, at, last, taken, given, ends, innermost, tested, alone), tree)
             if ends:
                 break
+
+
+def part_with(
+    function: FunctionType, path: tuple[tuple[str, int], ...], first: int, last: int, taken: tuple[str, ...],
+    innermost: bool, tested: bool,
+) -> FunctionType:  # fmt: skip
+    """Return again the part of a function that :func:`parts` yielded with these fields; raise :class:`LookupError`
+    where its code has no such statements."""
+    tree = _tree(function.__code__)
+    if tree is None:
+        raise LookupError(f"{function.__qualname__} has no source")
+    part = Part(function, path, first, last, taken, (), False, innermost, tested)
+    statements = part.block(tree)[first : last + 1]
+    own = copy.deepcopy(statements)
+    if tested and hoisted(own[0]) is None:
+        raise LookupError(f"{function.__qualname__} does not decide by one test there")
+    ends, alone = _ends(statements), tested and not decides(own)
+    given = () if ends else given_by(function, tree, path, statements)
+    return _made(part._replace(given=given, ends=ends, alone=alone), tree)
+
+
+def _ends(statements: Iterable[ast.stmt]) -> bool:
+    return any(isinstance(node, ast.Return) for one in statements for node in inside(one))
 
 
 _WHOLE = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Delete)
@@ -284,4 +307,4 @@ def _compiled(
     return code.replace(co_consts=tuple(UNBOUND if one == UNBOUND else one for one in code.co_consts))
 
 
-__all__ = ["UNBOUND", "Part", "part_of", "parts", "with_parts"]
+__all__ = ["UNBOUND", "Part", "part_of", "part_with", "parts", "with_parts"]

@@ -9,6 +9,7 @@ capture that it fits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -288,10 +289,10 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a tensor is as large as values say that it is."""
         return id(tensor) in self._open
 
-    def forget(self, tensor: Tensor) -> None:
-        """Let a tensor have no value."""
-        self._unknown.add(storage_key(tensor))
-        self._held.append(tensor)
+    def forget(self, *tensors: Tensor) -> None:
+        """Let tensors have no values."""
+        self._unknown |= {storage_key(one) for one in tensors}
+        self._held += tensors
 
     def take(self, tensor: Tensor, value: Tensor) -> None:
         """Let a tensor without a value have one."""
@@ -343,9 +344,10 @@ def asked(
     Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
     mode = fake_mode()
     values = _Values(list(module.parameters()), mode)
-    if calls is not None:
-        calls.told = values.forget
+    telling = (
+        contextlib.nullcontext() if calls is None else calls.telling(lambda call, given, made: values.forget(*made))
+    )
     asking, coins = _Asking(values, functions, checks), Coins(drawing, rows, values.of_argument, values.take)
-    with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins):
+    with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins), telling:
         forward(fields)
     return asking.reads, asking.assumed

@@ -32,6 +32,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shardwise.capture.computation import Computation
+from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
 from shardwise.capture.example import example_of
 from shardwise.capture.forms import Dims, Form, form_of, resized
@@ -39,6 +40,7 @@ from shardwise.capture.functions import shown_by_ops
 from shardwise.capture.hooks import tensor_hooks_refused
 from shardwise.capture.in_form import InForm
 from shardwise.capture.known import AS_IT_IS, Tried, Way
+from shardwise.capture.named import name_of, named
 from shardwise.capture.reads import Read
 from shardwise.capture.trial import runs
 from shardwise.capture.wrapped import Watched
@@ -51,6 +53,9 @@ KEPT = 200
 SWITCH = "SHARDWISE_CAPTURES"
 WAY = ".way"  # ends the name of a file that says in which way a capture is made
 HEAD = 8  # the bytes of the length of the first part of a file
+
+Answers = Sequence[tuple[frozenset[Any], bool]]
+"""What a way has beside its functions, in all the ways that are tried."""
 
 
 def folder() -> Path | None:
@@ -128,28 +133,54 @@ def _own_sources() -> str:
     return found.hexdigest()
 
 
-def way_of(key: str, answers: Sequence[tuple[frozenset[Any], bool]]) -> Way:
-    """Return the way in which the last capture of a ``key`` was made, with one of these ``answers``; as it is where
-    nothing is known."""
-    place = folder()
-    if place is None:
+def way_of(key: str, model: nn.Module, answers: Answers) -> Way:
+    """Return the way in which the last capture of a ``key``, of ``model``, was made, with one of these ``answers``; as
+    it is where nothing is known."""
+    path = _path(f"{key}{WAY}")
+    if path is None or not path.is_file():
         return AS_IT_IS
     try:
-        path = place / f"{key}{WAY}"
-        number = int(path.read_text())
+        written = json.loads(path.read_text())
         os.utime(path)
-        return Way((), *answers[number])
-    except (OSError, ValueError, IndexError):
+        return Way(tuple(named(one, model) for one in written["functions"]), *answers[written["answers"]])
+    except Exception:  # whatever is wrong with a file
         return AS_IT_IS
+
+
+def keep_way(key: str, way: Way, model: nn.Module, answers: Answers) -> None:
+    """Write to disk in which way, with one of ``answers``, a capture of a ``key`` was made; raise :class:`NotNamed`
+    where that has no form there."""
+    path = _path(f"{key}{WAY}")
+    if path is not None and (way != AS_IT_IS or path.is_file()):
+        written = {"functions": [name_of(one, model) for one in way.functions], "answers": answers.index(way[1:])}
+        _write(path, json.dumps(written).encode())
+
+
+def name_with(key: str, reads: Sequence[Read]) -> str:
+    """Return the name on disk of the capture of a ``key`` for what forward reads of the batch."""
+    if not reads:
+        return key
+    told = [(one.function.__qualname__, *map(repr, one[1:3]), *one[3:]) for one in reads]
+    return f"{key}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}"
+
+
+def is_kept(name: str) -> bool:
+    """Whether there is a capture of a name on disk."""
+    path = _path(name)
+    return path is not None and path.is_file()
+
+
+def _path(name: str) -> Path | None:
+    place = folder()
+    return None if place is None else place / name
 
 
 def find(
-    key: str, made: Callable[[], Watched], batch: Mapping[str, Tensor], reads: Sequence[Read] = ()
+    name: str, made: Callable[[], Watched], batch: Mapping[str, Tensor], calls: EagerCalls | None = None
 ) -> Captured | None:  # fmt: skip
-    """Return the capture on disk of a ``key`` for these ``reads``, if a forward of the model that ``made`` makes gives
-    the names that it gave when it was captured; else None.  ``batch`` is of a form that the key is of."""
-    place = folder()
-    path = None if place is None else place / _name(key, reads)
+    """Return the capture on disk of a ``name``, if a forward of the model that ``made`` makes, around ``calls``, gives
+    the names that it gave when it was captured; else None.  ``batch`` is of a form that the name is of."""
+    path = _path(name)
     if path is None or not path.is_file():
         return None
     try:
@@ -162,8 +193,8 @@ def find(
         )
         if not _computes(model, tried, written["results"], written["runs"]):
             return None
-        found = decoded(written, example, load(data[HEAD + size :]), dict(model.module.named_buffers()))
-        found.reads = tuple(reads)
+        constants, buffers = load(data[HEAD + size :]), dict(model.module.named_buffers())
+        found = decoded(written, example, constants, buffers, () if calls is None else calls.calls)
         os.utime(path)
     except Exception:  # whatever is wrong with a file, the model is captured as if it were not there
         return None
@@ -181,30 +212,15 @@ def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[st
         return original(*args)
 
     with function_calls(called), tensor_hooks_refused():
-        found = runs(model, model.module, example, False, number)
+        found = runs(model, model.module, example, False, number, calls=model.calling)
     return not functions and all(dict(one.results) == results for one in found)
 
 
-def _name(key: str, reads: Sequence[Read]) -> str:
-    """Return the name of the file of a capture for what forward reads."""
-    if not reads:
-        return key
-    told = [(str(one.function), *map(repr, one[1:3]), *one[3:]) for one in reads]
-    return f"{key}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}"
-
-
-def keep_way(key: str, way: Way, answers: Sequence[tuple[frozenset[Any], bool]]) -> None:
-    """Write to disk by which of ``answers`` the capture of a ``key`` was made."""
-    place = folder()
-    if place is not None and not way.functions:
-        _write(place / f"{key}{WAY}", str(answers.index(way[1:])).encode())
-
-
-def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
+def keep(name: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
     """Write a capture of batches like ``batch`` to disk, with the names of what its model computes in a ``trial``;
     where that is not possible, do nothing."""
-    place = folder()
-    if place is None:
+    path = _path(name)
+    if path is None:
         return
     try:
         forms = {"form": _written(form_of(batch)), "tried": _written(trial.form)}
@@ -213,7 +229,7 @@ def keep(key: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried
         tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
     except (NotEncoded, TypeError, ValueError):
         return
-    _write(place / _name(key, captured.reads), len(head).to_bytes(HEAD, "big") + head + tail)
+    _write(path, len(head).to_bytes(HEAD, "big") + head + tail)
 
 
 def _write(path: Path, data: bytes) -> None:

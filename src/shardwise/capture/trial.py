@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.alike import Alike
+from shardwise.capture.eager_calls import EagerCall, EagerCalls
 from shardwise.capture.running import users_line
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
@@ -108,6 +109,13 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._set(one, _digest(whole, "written", number), constant)
         return found
 
+    def called(self, call: EagerCall, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Name what a call that runs as written returns, by all that it is given."""
+        whole = _digest(call.form(), torch.is_grad_enabled(), *map(self.name, given))
+        self.operations.append((whole, users_line()))
+        for number, one in enumerate(results):
+            self._set(one, _digest(whole, number), False)
+
     def _results(self, found: Any, tensors: Sequence[Tensor], whole: str, constant: bool) -> None:
         shared = {storage_key(one) for one in tensors}
         for number, one in enumerate(tree_leaves(found)):
@@ -153,19 +161,20 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 def runs(
     forward: Callable[[Mapping[str, Tensor]], Tensor], module: nn.Module, fields: Mapping[str, Tensor], drawing: bool,
-    number: int, settled: Callable[[], bool] = bool,
+    number: int, settled: Callable[[], bool] = bool, calls: EagerCalls | None = None,
 ) -> list[Found]:  # fmt: skip
     """Run ``forward`` of ``fields`` ``number`` times, or until all is ``settled`` after a run that is not the first;
-    with ``drawing`` also where generators give extreme numbers."""
+    with ``drawing`` also where generators give extreme numbers.  It makes ``calls`` that run as written."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with fake_mode() as mode:
         names = Names(values | {f"field {key}": one for key, one in fields.items()}, mode)
         found = list[Found]()
-        while len(found) < number and not (settled() and len(found) > 1):
-            found.append(_one(names, forward, module, fields))
-        for word in (0, 0xFFFFFFFF) if drawing else ():
-            with _generators_give(word):
+        with nullcontext() if calls is None else calls.telling(names.called):
+            while len(found) < number and not (settled() and len(found) > 1):
                 found.append(_one(names, forward, module, fields))
+            for word in (0, 0xFFFFFFFF) if drawing else ():
+                with _generators_give(word):
+                    found.append(_one(names, forward, module, fields))
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.capture import stored
 from shardwise.capture.assumed import BRANCHES, NUMBERS, Check, Noting, raises
@@ -20,7 +20,9 @@ from shardwise.capture.candidates import candidates
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
+from shardwise.capture.example import rows_seen
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
+from shardwise.capture.named import NotNamed
 from shardwise.capture.parts import part_of
 from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
@@ -52,9 +54,11 @@ ANSWERS: tuple[tuple[frozenset[Any], bool], ...] = (
 
 @dataclass
 class Ways:
-    """What makes a capture: ``watched`` gives a copy of the model that is captured or tried, in which functions may run
-    as they are written, ``forward`` runs one with values, and ``capture`` and ``trial`` take such copies."""
+    """What makes a capture of a ``module``: ``watched`` gives a copy of it that is captured or tried, in which
+    functions may run as they are written, ``forward`` runs one with values, and ``capture`` and ``trial`` take such
+    copies."""
 
+    module: nn.Module
     watched: Callable[[bool, bool], Watched]
     forward: Forward
     batch: Mapping[str, Tensor]
@@ -64,33 +68,57 @@ class Ways:
     trial: Callable[[Captured, Watched, Watched], Tried | None]
     sole: bool = False  # whether the way of earlier captures is the only one
 
-    def on_disk(self, key: str, keys: Sequence[str]) -> Captured | None:
-        """Return a capture on disk: of the first of ``keys`` that has one, by the way that was kept with ``key``, and
-        for what forward reads of the batch in this way; None where there is none to believe."""
-        way, reads = stored.way_of(key, ANSWERS), tuple[Read, ...]()
-        try:
-            if way.reads:
-                reads = self.read(way, None)
-        except Uncapturable:
-            way = AS_IT_IS
+    def on_disk(self, key: str, numbers: Mapping[str, int | None]) -> Captured | None:
+        """Return a capture on disk by the way that was kept with ``key``: of the first of several keys that has one,
+        each with the ``numbers`` of rows that it is for, and for what forward reads of the batch in this way; None
+        where there is none to believe.
+
+        Other threads wait, as for :meth:`first`."""
+        with process_lock:
+            way = stored.way_of(key, self.module, ANSWERS)
+            if way != AS_IT_IS:
+                self.known.way = way
+            for one in dict.fromkeys((way, AS_IT_IS)):
+                with contextlib.suppress(Exception):  # the user's code may raise anything: the model is captured
+                    if (found := self._on_disk(one, numbers)) is not None:
+                        return found
+            return None
+
+    def _on_disk(self, way: Way, numbers: Mapping[str, int | None]) -> Captured | None:
+        calls = self.calls(way, self.watched(True, False))
+        reads = self.read(way, calls) if way.reads else ()
 
         def model() -> Watched:
-            made = self.watched(True, False)
-            if reads:
-                made.reading = Answering(reads, way.reads)
+            made = self.watched(True, bool(way.functions))
+            made.calling, made.reading = calls, Answering(reads, way.reads) if reads else None
             return made
 
-        if way.reads:
-            self.known.way = way
-        for one in keys:
-            if (found := stored.find(one, model, self.batch, reads)) is not None:
-                return found
+        for key, rows in numbers.items():
+            name = stored.name_with(key, reads)
+            if stored.is_kept(name):
+                if calls is not None:
+                    calls.see(rows_seen(rows))
+                if (found := stored.find(name, model, self.batch, calls)) is not None:
+                    found.reads = reads
+                    return found
         return None
 
-    def keep(self, key: str) -> None:
-        """Keep on disk the way that has led to a capture."""
-        if self.known.way != AS_IT_IS:
-            stored.keep_way(key, self.known.way, ANSWERS)
+    def keep(self, key: str, own: str, captured: Captured, trial: Tried | None) -> None:
+        """Keep on disk for all of ``key`` the way that has led to a capture, and the capture, by its ``own`` key, if
+        its ``trial`` has names."""
+        try:
+            stored.keep_way(key, self.known.way, self.module, ANSWERS)
+        except NotNamed:
+            return
+        if trial is not None and not captured.opened:
+            stored.keep(stored.name_with(own, captured.reads), captured, self.batch, trial)
+
+    def calls(self, way: Way, wrapped: Watched) -> EagerCalls | None:
+        """Return the calls that run as written in a way; None where there are none."""
+        if not way.functions:
+            return None
+        number = sum(one.numel() for one in wrapped.parameters())
+        return EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision), number)
 
     def first(self) -> Made:
         """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
@@ -150,10 +178,7 @@ class Ways:
     def one(self, way: Way) -> Made:
         """Return the capture and the trial of one way; raise :class:`Uncapturable` where it leads to none."""
         wrapped, again = (self.watched(trial, bool(way.functions)) for trial in (False, True))
-        calls = None
-        if way.functions:
-            number = sum(one.numel() for one in wrapped.parameters())
-            calls = EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision), number)
+        calls = self.calls(way, wrapped)
         wrapped.calling = again.calling = calls
         reads: tuple[Read, ...] = ()
         if way.reads:
@@ -183,7 +208,7 @@ class Ways:
         rows = rows_in(self.batch)
         try:
             if calls is not None:
-                calls.see((rows,))
+                calls.see(rows_seen(rows))
             checks = self.checks(calls) if way.assumes else ()
             fields = like(own, self.batch)
             reads, assumed = asked(asking, asking.module, fields, way.reads, rows, self.drawing, calls, checks)

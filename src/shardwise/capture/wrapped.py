@@ -220,9 +220,9 @@ class WithOutputs(Watched):
 class InOneNumber(WithOutputs):
     """The same, whose forward returns one number that depends on the loss and on all outputs."""
 
-    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the number."""
-        return scalar(self.noting(self.results, fields))
+    def forward(self, fields: Mapping[str, Tensor]) -> Any:
+        """Return the number, and after it what forward reads in Python."""
+        return self.with_operands(scalar(self.noting(self.results, fields)))
 
 
 class Resized(ConfigError):
