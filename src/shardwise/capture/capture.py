@@ -22,7 +22,7 @@ from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import EagerCall
 from shardwise.capture.example import example_of, rows_seen, shaken_value
 from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
-from shardwise.capture.forms import NOTHING_VARIES, Dims, form_of
+from shardwise.capture.forms import NOTHING_VARIES, Dims, Form, form_of, other_forms, resized
 from shardwise.capture.functions import functions_recorded, without_drawn
 from shardwise.capture.hooks import refuse_module_hooks, tensor_hooks_refused
 from shardwise.capture.intercept import Intercept, Layer
@@ -34,7 +34,7 @@ from shardwise.capture.outputs import Wanted
 from shardwise.capture.reads import sized
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.row_draws import assign_rows
-from shardwise.capture.seen_calls import NotEager
+from shardwise.capture.seen_calls import NotEager, OpenSize
 from shardwise.capture.state import kept_tensors
 from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
 from shardwise.capture.warned import passed_on
@@ -100,10 +100,10 @@ def capture(
         made.looks = not trial
         return set_mode(made, training)
 
-    def forward(rows: int, values: int, *layers: Layer) -> None:
+    def forward(rows: int, values: int, *layers: Layer, form: Form | None = None) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Intercept(*layers):
             own = bare(trial=True, calling=True, values=values)
-            own(example_of(own, batch, rows))
+            own(example_of(own, batch if form is None else resized(batch, form), rows))
 
     def gradients(values: int, factor: float) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -124,12 +124,13 @@ def capture(
     told = known or Known()
     with generators_kept():
         ways = Ways(
-            module, bare, forward, batch, drawing, told,
+            module, bare, forward, batch, drawing, told, other_forms(form_of(batch), varies, told.forms),
             capture=whole,
             trial=lambda captured, wrapped, again: _trial(captured, wrapped, again, batch, told),
             # Numbers of all rows seldom fit fewer: the caller tries these rows alone.
             sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),
         )  # fmt: skip
+        told.forms += {form_of(batch)}.difference(told.forms)
         if key is not None and (found := ways.on_disk(key, numbers)) is not None:
             return found
         captured, trial = ways.first()
@@ -218,7 +219,7 @@ def _captured(
     if rows is None and reason is None:
         try:
             return _export(wrapped, batch, None, varies)
-        except ConfigError:
+        except (ConfigError, OpenSize):
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
             reason = fixed_rows(error, wrapped.module)
@@ -274,7 +275,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         },)  # fmt: skip
     calls = wrapped.calling if isinstance(wrapped, Watched) else None
     if calls is not None:
-        calls.see(rows_seen(rows))
+        calls.see(rows_seen(rows), forms=bool(varies))
     with (
         passed_on() as warned, _quiet(), functions_recorded() as recorder, exporting(), tensor_hooks_refused(),
         exports_modules_unhooked(), conversions_skipped(),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.capture.assumed import Noting
+from shardwise.capture.forms import Form
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.keyed_calls import RefuseRandom
@@ -32,6 +33,7 @@ from shardwise.capture.redirected import Call, redirected
 from shardwise.capture.seen_calls import (
     Held,
     NotEager,
+    OpenSize,
     Seen,
     alike,
     emptied,
@@ -47,8 +49,9 @@ from shardwise.initial.copies import copied
 from shardwise.ops.custom_function import OP, WholeCall
 
 Forward = Callable[..., None]
-"""``forward(rows, values, *layers)`` runs a forward with values for so many rows: with the parameters that the model
-has (0), or with others, by number; ``layers`` intercept what it calls."""
+"""``forward(rows, values, *layers, form=None)`` runs a forward with values for so many rows, of the form of the batch
+or of another: with the parameters that the model has (0), or with others, by number; ``layers`` intercept what it
+calls."""
 OTHERS = (1, 2)
 
 MOST = 8  # functions of a model that may run as written
@@ -58,10 +61,14 @@ Told = Callable[["EagerCall", Sequence[Tensor], Sequence[Tensor]], None]
 """It is told a call in a trial: the tensors that it takes, and its results, which have no values."""
 
 
-class Made(NamedTuple):
-    """A tensor that a call has returned: its sizes, each with that of the same call in a run of other rows."""
+Sizes = tuple[int, ...]
+"""A size in each of several runs, of other rows and other forms."""
 
-    sizes: tuple[tuple[int, int], ...]
+
+class Made(NamedTuple):
+    """A tensor that a call has returned."""
+
+    sizes: tuple[Sizes, ...]
     dtype: torch.dtype
     learns: bool
 
@@ -71,17 +78,16 @@ class EagerCall(WholeCall):
 
     ``__name__`` tells it apart from all others of a capture, for code is shared between units by its text."""
 
-    def __init__(self, seen: Seen, other: Seen, number: int, layers: Sequence[Layer]) -> None:
-        self.seen, self.layers, self.shares = seen, layers, seen.shares
-        self.by_test, self.title = seen.by_test and other.by_test, seen.function.__qualname__
+    def __init__(self, runs: Sequence[Seen], number: int, layers: Sequence[Layer]) -> None:
+        self.seen = seen = runs[0]
+        self.layers, self.shares = layers, seen.shares
+        self.by_test, self.title = all(one.by_test for one in runs), seen.function.__qualname__
         self.written = False  # whether forward writes to what it returns
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
-        pairs = [(one, two) for one, two in zip(seen.given, other.given, strict=True) if isinstance(one, Tensor)]
-        self.taken = [tuple(zip(one.shape, two.shape, strict=True)) for one, two in pairs]
-        pairs = [(one, two) for one, two in zip(seen.found, other.found, strict=True) if isinstance(one, Tensor)]
-        self.made = [
-            Made(tuple(zip(one.shape, two.shape, strict=True)), one.dtype, one.requires_grad) for one, two in pairs
-        ]
+        self.taken = _in_runs([one.given for one in runs])
+        results = [one for one in seen.found if isinstance(one, Tensor)]
+        made = _in_runs([one.found for one in runs])
+        self.made = [Made(sizes, one.dtype, one.requires_grad) for one, sizes in zip(results, made, strict=True)]
         learning = sum(isinstance(one, Tensor) and one.requires_grad for one in seen.given)
         chooses = learning > 1 or part_of(seen.function) is not None
         self.skips = chooses and any(one.learns for one in self.made)
@@ -174,30 +180,49 @@ class EagerCall(WholeCall):
             results.append(result)
         return tuple(results)
 
-    def _size(self, tensors: Sequence[Tensor], sizes: tuple[int, int]) -> Any:
-        """Return a size of a result: that of both runs, or as an argument's size says, on which it depends linearly."""
-        one, two = sizes
-        if one == two:
-            return one
-        for tensor, known in zip(tensors, self.taken, strict=True):
-            for size, (a, b) in zip(tensor.shape, known, strict=True):
-                if a != b and (one - two) % (a - b) == 0:
-                    factor = (one - two) // (a - b)
-                    return size * factor + (one - factor * a)
-        raise NotEager(self.seen.function, "returns tensors whose sizes do not follow from those of its arguments")
+    def _size(self, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
+        """Return a size of a result: that of all runs, or as an argument's size says, on which it depends linearly."""
+        if len({*sizes}) == 1:
+            return sizes[0]
+        found = [
+            (abs(line[1]), line[0], line[1], size)
+            for tensor, known in zip(tensors, self.taken, strict=True)
+            for size, own in zip(tensor.shape, known, strict=True) if (line := _line(own, sizes)) is not None
+        ]  # fmt: skip
+        if not found:
+            raise NotEager(self.seen.function, "returns tensors whose sizes do not follow from those of its arguments")
+        _, factor, rest, size = min(found, key=lambda one: one[0])
+        return size * factor + rest
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise :class:`NotEager` where sizes are open that did not vary when the calls were seen."""
+        """Raise :class:`OpenSize` where sizes are open that did not vary when the calls were seen."""
         for tensor, known in zip(tensors, self.taken, strict=True):
-            for size, (a, b) in zip(tensor.shape, known, strict=True):
-                if isinstance(size, torch.SymInt) and a == b:
-                    raise NotEager(self.seen.function, "takes a size that is open")
+            for size, own in zip(tensor.shape, known, strict=True):
+                if isinstance(size, torch.SymInt) and len({*own}) == 1:
+                    raise OpenSize(self.seen.function, "takes a size that is open")
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the function returns, with these tensors."""
         feed = iter(tensors)
         leaves = [next(feed) if isinstance(one, Tensor) else one for one in self.seen.found]
         return tree_unflatten(leaves, self.seen.found_spec)
+
+
+def _in_runs(runs: Sequence[Sequence[Any]]) -> list[tuple[Sizes, ...]]:
+    """Return the sizes of the tensors among arguments or results of a call, in each of several runs."""
+    tensors = [[one.shape for one in each if isinstance(one, Tensor)] for each in runs]
+    return [tuple(zip(*shapes, strict=True)) for shapes in zip(*tensors, strict=True)]
+
+
+def _line(given: Sizes, found: Sizes) -> tuple[int, int] | None:
+    """Return the factor and the rest by which a size of a result follows in all runs from one that was given."""
+    for a, b in zip(given[1:], found[1:], strict=True):
+        if a != given[0]:
+            factor = (b - found[0]) // (a - given[0])
+            rest = found[0] - factor * given[0]
+            same = factor and all(factor * x + rest == y for x, y in zip(given, found, strict=True))
+            return (factor, rest) if same else None
+    return None
 
 
 def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -210,13 +235,15 @@ def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tens
 
 class EagerCalls:
     """The calls of ``functions`` in a forward of a model with so many ``parameters`` (elements), which ``forward`` runs
-    with values; inside them ``layers`` intercept what they call, as in all of forward."""
+    with values; inside them ``layers`` intercept what they call, as in all of forward.  Where sizes are open, batches
+    may have the ``forms``, too."""
 
     def __init__(
-        self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer], parameters: int
-    ) -> None:
+        self, functions: Sequence[FunctionType], forward: Forward, layers: Sequence[Layer], parameters: int,
+        forms: Sequence[Form] = (),
+    ) -> None:  # fmt: skip
         self.functions, self.forward, self.layers = tuple(functions), forward, layers
-        self.parameters = parameters
+        self.parameters, self.forms = parameters, tuple(forms)
         self.ops: list[Any] | None = None  # those of the running capture, by number; None in a trial
         self.told: Told | None = None  # hears of each call in a trial
         self.calls: list[EagerCall] = []
@@ -224,9 +251,9 @@ class EagerCalls:
         self._inside = False
         self._stopped: NotEager | None = None
 
-    def see(self, rows: Sequence[int]) -> None:
-        """Run forward with values, once for each of one or two numbers of rows; raise :class:`NotEager` where a
-        function cannot be called so, and what forward raises."""
+    def see(self, rows: Sequence[int], forms: bool = False) -> None:
+        """Run forward with values, once for each of one or two numbers of rows, and with ``forms`` for these; raise
+        :class:`NotEager` where a function cannot be called so, and what forward raises."""
         every = [self._run(number, 0) for number in rows]
         first, other = every[0], every[-1]
         with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
@@ -241,13 +268,32 @@ class EagerCalls:
                 raise NotEager(one.function, "returns something else for other rows")
         if len(first) != len(other) or not first:
             raise NotEager(self.functions[-1], "is called as often as there are rows")
-        pairs = [(emptied(one), emptied(two)) for one, two in zip(first, other, strict=True)]
-        self.calls = [EagerCall(*pair, i, self.layers) for i, pair in enumerate(pairs)]
+        runs = [first, other, *(self._in_form(one, rows[0], first) for one in (self.forms if forms else ()))]
+        self.calls = [
+            EagerCall([*map(emptied, each)], i, self.layers) for i, each in enumerate(zip(*runs, strict=True))
+        ]
 
-    def _run(self, rows: int, values: int) -> list[Seen]:
+    def _in_form(self, form: Form, rows: int, first: Sequence[Seen]) -> list[Seen]:
+        """Return the calls of a batch of another form, which are the ``first`` but for sizes; raise :class:`OpenSize`
+        where they are not."""
+        last = self.functions[-1]
+        try:
+            found = self._run(rows, 0, form)
+        except NotEager as error:
+            raise OpenSize(error.function, error.why) from error
+        except Exception as error:  # the user's code may raise anything for sizes that nobody has given
+            raise OpenSize(last, "was not seen for other sizes") from error
+        for one, other in zip(first, found, strict=False):
+            if not one.like(other):
+                raise OpenSize(one.function, "returns something else for other sizes")
+        if len(found) != len(first):
+            raise OpenSize(last, "is called as often as a size says")
+        return found
+
+    def _run(self, rows: int, values: int, form: Form | None = None) -> list[Seen]:
         self._seen = []
         with self._redirected(self._see):
-            self.forward(rows, values)
+            self.forward(rows, values, form=form)
         return self._seen
 
     @contextmanager

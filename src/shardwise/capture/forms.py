@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -37,6 +37,24 @@ def differing(one: Form, other: Form) -> dict[str, frozenset[int]] | None:
         first = 1 if has_rows(name) else 0
         if dims := frozenset(first + i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b):
             found[name] = dims
+    return found
+
+
+def other_forms(form: Form, varies: Dims, known: Sequence[Form]) -> list[Form]:
+    """Return forms in which all dims that vary have another size than in ``form``: of those ``known`` as many as show
+    some, and for the rest one for each size that there is."""
+    left, found = {(name, dim) for name, dims in varies.items() for dim in dims}, []
+    for one in known:
+        dims = differing(form, one) or {}
+        at = {(name, dim) for name, each in dims.items() for dim in each}
+        if at & left and all(dim in varies.get(name, ()) for name, dim in at):
+            found.append(one)
+            left -= at
+    sizes = {(n, d): size for n, shape, _ in form for d, size in enumerate(shape, 1 if has_rows(n) else 0)}
+    for size in dict.fromkeys(sizes[at] for at in sizes if at in left):
+        other = size - 2 if size > 3 else size + 2  # an even size stays even
+        new = {at: other if at in left and own == size else own for at, own in sizes.items()}
+        found.append(tuple((n, tuple(new[at] for at in new if at[0] == n), dtype) for n, _, dtype in form))
     return found
 
 

@@ -57,9 +57,11 @@ AS_IT_IS = Way()
 @dataclass
 class Known:
     """The ``trials`` of a forward, the ``way`` in which it was captured, why it is captured for fixed numbers of rows
-    (None: for any), and the ``keys`` of its random calls, where these were looked into."""
+    (None: for any), the ``keys`` of its random calls, where these were looked into, and the ``forms`` of batches that
+    have come."""
 
     trials: list[Tried] = field(default_factory=list)
     way: Way = AS_IT_IS
     fixed_rows: str | None = None
     keys: Keys | None = None
+    forms: list[Form] = field(default_factory=list)

@@ -44,6 +44,10 @@ class NotEager(Uncapturable):
         self.function, self.why = function, why
 
 
+class OpenSize(NotEager):
+    """``function`` can be one for the sizes of a batch, but not for any."""
+
+
 class Seen(NamedTuple):
     """A call in a forward with values: its arguments and its results, flat, with their structure.
 
@@ -314,6 +318,7 @@ __all__ = [
     "READS",
     "Held",
     "NotEager",
+    "OpenSize",
     "Seen",
     "alike",
     "emptied",

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.capture.coins import Drawing
 from shardwise.capture.forms import Dims, Form, form_of
 from shardwise.capture.known import Known
+from shardwise.capture.seen_calls import OpenSize
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.specialised import specialised, symbolic_dims
 
@@ -25,6 +26,7 @@ class Varying:
     dims: dict[str, frozenset[int]] = field(default_factory=dict)
     captures: dict[Any, list[Captured]] = field(default_factory=dict)
     asked: set[tuple[Any, Form]] = field(default_factory=set)  # for which a capture with symbolic dims was made
+    closed: set[Any] = field(default_factory=set)  # for which none can be made, whatever the form
     known: dict[Any, Known] = field(default_factory=dict)
     sampled: dict[tuple[int, str, int], int | None] = field(default_factory=dict)
     drawing: Drawing | None = None
@@ -51,10 +53,13 @@ class Varying:
             if (found := specialised(one, shapes)) is not None:
                 return found
         dims = {name: ones for name, ones in self.dims.items() if name in batch}
-        if dims and (key, form) not in self.asked:
+        if dims and (key, form) not in self.asked and key not in self.closed:
             self.asked.add((key, form))
             try:
                 symbolic = capture(dims)
+            except OpenSize:
+                self.closed.add(key)
+                return capture({})
             except Uncapturable:
                 return capture({})  # the reason may be the symbols
             if symbolic_dims(symbolic):

@@ -21,12 +21,13 @@ from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
 from shardwise.capture.example import rows_seen
+from shardwise.capture.forms import Form
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.named import NotNamed
 from shardwise.capture.parts import part_of
 from shardwise.capture.reads import PICKS, Answering, Read, asked
 from shardwise.capture.reasons import not_captured
-from shardwise.capture.seen_calls import READS, NotEager
+from shardwise.capture.seen_calls import READS, NotEager, OpenSize
 from shardwise.capture.wrapped import Watched, rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.core.structure import like
@@ -55,8 +56,8 @@ ANSWERS: tuple[tuple[frozenset[Any], bool], ...] = (
 @dataclass
 class Ways:
     """What makes a capture of a ``module``: ``watched`` gives a copy of it that is captured or tried, in which
-    functions may run as they are written, ``forward`` runs one with values, and ``capture`` and ``trial`` take such
-    copies."""
+    functions may run as they are written, ``forward`` runs one with values, also of batches of other ``forms``, and
+    ``capture`` and ``trial`` take such copies."""
 
     module: nn.Module
     watched: Callable[[bool, bool], Watched]
@@ -64,6 +65,7 @@ class Ways:
     batch: Mapping[str, Tensor]
     drawing: Drawing | None
     known: Known
+    forms: Sequence[Form]
     capture: Callable[[Watched], Captured]
     trial: Callable[[Captured, Watched, Watched], Tried | None]
     sole: bool = False  # whether the way of earlier captures is the only one
@@ -97,7 +99,7 @@ class Ways:
             name = stored.name_with(key, reads)
             if stored.is_kept(name):
                 if calls is not None:
-                    calls.see(rows_seen(rows))
+                    calls.see(rows_seen(rows), forms=True)
                 if (found := stored.find(name, model, self.batch, calls)) is not None:
                     found.reads = reads
                     return found
@@ -118,7 +120,7 @@ class Ways:
         if not way.functions:
             return None
         number = sum(one.numel() for one in wrapped.parameters())
-        return EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision), number)
+        return EagerCalls(way.functions, self.forward, precision_layers(wrapped.precision), number, self.forms)
 
     def first(self) -> Made:
         """Return the capture and the trial of the first way that leads to one, beginning with that of earlier captures;
@@ -132,6 +134,8 @@ class Ways:
         if self.known.way != AS_IT_IS:
             try:
                 return self.one(self.known.way)
+            except OpenSize:
+                raise
             except Uncapturable:
                 if self.sole:
                     raise
@@ -143,6 +147,8 @@ class Ways:
             for one in candidates(stopped, chosen):
                 try:
                     found, another = self.answered((*chosen, one))
+                except OpenSize:
+                    raise
                 except NotEager as why:
                     refused.append(why)
                     if why.function is one:
