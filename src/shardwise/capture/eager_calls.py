@@ -190,7 +190,9 @@ class EagerCall(WholeCall):
             for size, own in zip(tensor.shape, known, strict=True) if (line := _line(own, sizes)) is not None
         ]  # fmt: skip
         if not found:
-            raise NotEager(self.seen.function, "returns tensors whose sizes do not follow from those of its arguments")
+            by_rows = any(_line(own[:2], sizes[:2]) for known in self.taken for own in known) or sizes[0] == sizes[1]
+            why = "returns tensors whose sizes do not follow from those of its arguments"
+            raise (OpenSize if by_rows else NotEager)(self.seen.function, why)
         _, factor, rest, size = min(found, key=lambda one: one[0])
         return size * factor + rest
 
