@@ -120,7 +120,7 @@ def _one_core() -> Iterator[None]:
     Ranks that are threads take turns in Python.  On several cores each op, which lets another thread in, costs them a
     switch: 4 times the CPU time for 8 ranks where nothing else runs.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw"))
     with forked.on_cores({forked.CORES[worker % len(forked.CORES)]} if forked.CORES else set()):
         yield
 

@@ -272,6 +272,34 @@ def test_what_is_captured_around_parts_is_kept(folder: Path, exported: list[str]
         assert all(torch.equal(*pair) for pair in zip(one(*tensors), other(*tensors), strict=True))
 
 
+class Placed(nn.Module):
+    """A function of it reads a value of each place of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.head(x)
+        return F.cross_entropy(self.last(h * highest(h.detach().flatten(0, 1), 1.5).view(*x.shape[:2], 1)).sum(1), y)
+
+
+@pytest.mark.slow
+def test_a_part_that_takes_open_sizes_is_kept_for_all(folder: Path, exported: list[str]) -> None:
+    varies: Dims = {"x": frozenset({1})}
+    first = capture(Placed(), batch(5), varies=varies)
+    before = len(exported)
+    second = capture(Placed(), batch(8), varies=varies)
+    assert len(exported) == before
+    assert names_in(second) == names_in(first)
+    for length in (3, 9):
+        shapes = {name: tuple(value.shape) for name, value in batch(length).items()}
+        of_first, of_second = specialised(first, shapes), specialised(second, shapes)
+        assert of_first is not None
+        assert of_second is not None
+        assert texts(of_second) == texts(of_first)
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", [2.5, 3.0])
 def test_other_arguments_of_a_part_are_seen(

@@ -358,7 +358,7 @@ def test_a_call_on_another_device_is_told_that_device() -> None:
     given, spec = tree_flatten(((torch.ones(2), torch.device("cuda", 3)), {}))
     found, found_spec = tree_flatten(torch.ones(2))
     seen = Seen(placed, tuple(given), spec, tuple(found), found_spec, True, False)  # type: ignore[arg-type]
-    EagerCall(seen, seen, 0, ())(torch.ones(2))
+    EagerCall([seen, seen], 0, ())(torch.ones(2))
     assert told == [torch.device("cpu")]
 
 

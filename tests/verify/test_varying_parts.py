@@ -160,6 +160,33 @@ def test_lengths_that_are_named_need_no_second_capture(exports: list[str]) -> No
         assert len(exports) == 1
 
 
+class Patches(nn.Module):
+    """A net of rows of patches of four numbers; a function of it reads a value of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        if x.shape[1] % 4:
+            raise ValueError("no whole patches")
+        h = self.first(x.view(x.shape[0], -1, 4)).mean(1)
+        return F.cross_entropy(self.head(h * weights(h.detach())), label)
+
+
+@pytest.mark.slow
+def test_a_size_that_forward_does_not_take_shows_nothing(exports: list[str]) -> None:
+    """In place of 12 numbers 10 are tried; the function is given no size that follows from it."""
+
+    def rows(length: int) -> dict[str, Tensor]:
+        return {"x": torch.rand(6, length), "label": torch.arange(6) % 3}
+
+    with apart():
+        made = Compiled(Patches(), Plan.of(), rows(12), varies={"x.1": 16})
+        assert [len(called(made.fitting(rows(length)))) for length in (8, 16)] == [1, 1]
+        assert len(exports) == 1
+
+
 def test_forms_that_show_what_varies() -> None:
     def form(*shapes: tuple[int, ...]) -> Form:
         return form_of({f"f{i}": torch.zeros(2, *shape) for i, shape in enumerate(shapes)})

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.capture.assumed import Noting
+from shardwise.capture.call_sizes import Size, Sizes, evaluated, following, in_runs
 from shardwise.capture.forms import Form
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer
@@ -61,14 +62,10 @@ Told = Callable[["EagerCall", Sequence[Tensor], Sequence[Tensor]], None]
 """It is told a call in a trial: the tensors that it takes, and its results, which have no values."""
 
 
-Sizes = tuple[int, ...]
-"""A size in each of several runs, of other rows and other forms."""
-
-
 class Made(NamedTuple):
     """A tensor that a call has returned."""
 
-    sizes: tuple[Sizes, ...]
+    sizes: tuple[Size, ...]
     dtype: torch.dtype
     learns: bool
 
@@ -84,10 +81,12 @@ class EagerCall(WholeCall):
         self.by_test, self.title = all(one.by_test for one in runs), seen.function.__qualname__
         self.written = False  # whether forward writes to what it returns
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
-        self.taken = _in_runs([one.given for one in runs])
-        results = [one for one in seen.found if isinstance(one, Tensor)]
-        made = _in_runs([one.found for one in runs])
-        self.made = [Made(sizes, one.dtype, one.requires_grad) for one, sizes in zip(results, made, strict=True)]
+        taken, results = in_runs([one.given for one in runs]), [one for one in seen.found if isinstance(one, Tensor)]
+        self.taken = [[own[0] if len({*own}) == 1 else None for own in shape] for shape in taken]  # None: open
+        self.made = [
+            Made(tuple(_follows(own, taken, seen.function) for own in sizes), one.dtype, one.requires_grad)
+            for one, sizes in zip(results, in_runs([one.found for one in runs]), strict=True)
+        ]
         learning = sum(isinstance(one, Tensor) and one.requires_grad for one in seen.given)
         chooses = learning > 1 or part_of(seen.function) is not None
         self.skips = chooses and any(one.learns for one in self.made)
@@ -166,7 +165,7 @@ class EagerCall(WholeCall):
         none was seen."""
         if result.requires_grad and not made.learns:
             return False
-        return list(result.shape) == [self._size(tensors, size) for size in made.sizes]
+        return list(result.shape) == [evaluated(size, tensors) for size in made.sizes]
 
     def shaped(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return results without values, which depend on all tensors where the real ones have gradients."""
@@ -174,33 +173,17 @@ class EagerCall(WholeCall):
         learning = [one for one in tensors if one.requires_grad]
         results = []
         for one in self.made:
-            result = like.new_empty([self._size(tensors, size) for size in one.sizes], dtype=one.dtype)
+            result = like.new_empty([evaluated(size, tensors) for size in one.sizes], dtype=one.dtype)
             if one.learns and torch.is_grad_enabled():
                 result = sum((x.sum().to(one.dtype) for x in learning), result)
             results.append(result)
         return tuple(results)
 
-    def _size(self, tensors: Sequence[Tensor], sizes: Sizes) -> Any:
-        """Return a size of a result: that of all runs, or as an argument's size says, on which it depends linearly."""
-        if len({*sizes}) == 1:
-            return sizes[0]
-        found = [
-            (abs(line[1]), line[0], line[1], size)
-            for tensor, known in zip(tensors, self.taken, strict=True)
-            for size, own in zip(tensor.shape, known, strict=True) if (line := _line(own, sizes)) is not None
-        ]  # fmt: skip
-        if not found:
-            by_rows = any(_line(own[:2], sizes[:2]) for known in self.taken for own in known) or sizes[0] == sizes[1]
-            why = "returns tensors whose sizes do not follow from those of its arguments"
-            raise (OpenSize if by_rows else NotEager)(self.seen.function, why)
-        _, factor, rest, size = min(found, key=lambda one: one[0])
-        return size * factor + rest
-
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise :class:`OpenSize` where sizes are open that did not vary when the calls were seen."""
         for tensor, known in zip(tensors, self.taken, strict=True):
             for size, own in zip(tensor.shape, known, strict=True):
-                if isinstance(size, torch.SymInt) and len({*own}) == 1:
+                if isinstance(size, torch.SymInt) and own is not None:
                     raise OpenSize(self.seen.function, "takes a size that is open")
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
@@ -210,21 +193,14 @@ class EagerCall(WholeCall):
         return tree_unflatten(leaves, self.seen.found_spec)
 
 
-def _in_runs(runs: Sequence[Sequence[Any]]) -> list[tuple[Sizes, ...]]:
-    """Return the sizes of the tensors among arguments or results of a call, in each of several runs."""
-    tensors = [[one.shape for one in each if isinstance(one, Tensor)] for each in runs]
-    return [tuple(zip(*shapes, strict=True)) for shapes in zip(*tensors, strict=True)]
-
-
-def _line(given: Sizes, found: Sizes) -> tuple[int, int] | None:
-    """Return the factor and the rest by which a size of a result follows in all runs from one that was given."""
-    for a, b in zip(given[1:], found[1:], strict=True):
-        if a != given[0]:
-            factor = (b - found[0]) // (a - given[0])
-            rest = found[0] - factor * given[0]
-            same = factor and all(factor * x + rest == y for x, y in zip(given, found, strict=True))
-            return (factor, rest) if same else None
-    return None
+def _follows(sizes: Sizes, taken: Sequence[Sequence[Sizes]], function: FunctionType) -> Size:
+    """Return how a size of a result follows from what is taken; the first two runs differ in their rows alone."""
+    found = following(sizes, taken)
+    if found is None:
+        by_rows = following(sizes[:2], [[own[:2] for own in shape] for shape in taken]) is not None
+        why = "returns tensors whose sizes do not follow from those of its arguments"
+        raise (OpenSize if by_rows else NotEager)(function, why)
+    return found
 
 
 def apart(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -270,26 +246,26 @@ class EagerCalls:
                 raise NotEager(one.function, "returns something else for other rows")
         if len(first) != len(other) or not first:
             raise NotEager(self.functions[-1], "is called as often as there are rows")
-        runs = [first, other, *(self._in_form(one, rows[0], first) for one in (self.forms if forms else ()))]
+        runs = [first, other]
+        for one in self.forms if forms else ():
+            with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
+                runs.append(self._in_form(one, rows[0], first))
         self.calls = [
             EagerCall([*map(emptied, each)], i, self.layers) for i, each in enumerate(zip(*runs, strict=True))
         ]
 
     def _in_form(self, form: Form, rows: int, first: Sequence[Seen]) -> list[Seen]:
         """Return the calls of a batch of another form, which are the ``first`` but for sizes; raise :class:`OpenSize`
-        where they are not."""
-        last = self.functions[-1]
+        where they are not, and what forward raises for such sizes."""
         try:
             found = self._run(rows, 0, form)
         except NotEager as error:
             raise OpenSize(error.function, error.why) from error
-        except Exception as error:  # the user's code may raise anything for sizes that nobody has given
-            raise OpenSize(last, "was not seen for other sizes") from error
         for one, other in zip(first, found, strict=False):
             if not one.like(other):
                 raise OpenSize(one.function, "returns something else for other sizes")
         if len(found) != len(first):
-            raise OpenSize(last, "is called as often as a size says")
+            raise OpenSize(self.functions[-1], "is called as often as a size says")
         return found
 
     def _run(self, rows: int, values: int, form: Form | None = None) -> list[Seen]:
