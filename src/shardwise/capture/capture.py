@@ -131,9 +131,12 @@ def capture(
             sole=rows is not None and rows < rows_in(batch) and bool(told.way.reads & NUMBERS),
         )  # fmt: skip
         told.forms += {form_of(batch)}.difference(told.forms)
-        if key is not None and (found := ways.on_disk(key, numbers)) is not None:
-            return found
-        captured, trial = ways.first()
+        captured = None if key is None else ways.on_disk(key, numbers)
+        if captured is None:
+            captured, trial = ways.first()
+            if key is not None:
+                own = next(one for one, number in numbers.items() if number == captured.rows)
+                ways.keep(key, own, captured, trial)
     if looped:
         captured.notes.append(NOTE)
     if captured.looped:
@@ -141,8 +144,6 @@ def capture(
     eager = any(isinstance(one, EagerCall) for one in captured.functions)
     if cached and eager:  # forwards with values make none either, whatever way is found
         captured.notes.append(CACHES)
-    if key is not None:
-        ways.keep(key, next(one for one, number in numbers.items() if number == captured.rows), captured, trial)
     return captured
 
 
