@@ -250,7 +250,7 @@ class Parted(nn.Module):
         one, two = (h, self.other(x.mean(1))) if SCALE < 3 else (self.other(x.mean(1)), h)
         if one.norm() > two.norm():
             one = 2 * one
-        return F.cross_entropy(self.last(one) * (1 + highest(two.detach(), SCALE)[:, None]), y)
+        return F.cross_entropy(self.last(one) * (1 + highest(two.detach(), SCALE if SCALE < 3 else 2.0)[:, None]), y)
 
 
 def names_in(captured: Captured) -> list[str]:
