@@ -168,6 +168,11 @@ def test_what_has_a_backward_of_its_own_is_not_kept(folder: Path, exported: list
     assert len(exported) == 4
 
 
+def scale() -> float:
+    """Return a number that no look into what forward reads in Python shows."""
+    return float(os.environ.get("SCALE", 2.0))
+
+
 class Deciding(nn.Module):
     """It checks its labels, cuts its batch to a length that is in it, and takes a branch by its values."""
 
@@ -179,7 +184,7 @@ class Deciding(nn.Module):
         if y.max() >= 3:
             raise ValueError("a label that is no class")
         h = x[:, : int(mask.sum(1).max())]
-        h = h * mask[:, : h.shape[1], None] if (mask[:, 0] == 0).any() else h * SCALE
+        h = h * mask[:, : h.shape[1], None] if (mask[:, 0] == 0).any() else h * scale()
         h = self.head(h.mean(1))
         if not torch.isfinite(h).all():
             raise ValueError("not finite")
@@ -210,11 +215,11 @@ def test_what_reads_its_batch_is_kept_by_what_it_reads(folder: Path, exported: l
     assert len(exported) == before + 1
 
 
-def test_what_reads_its_batch_is_told_by_a_changed_global(
+def test_what_reads_its_batch_is_told_by_what_nobody_sees(
     folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture(Deciding(), masked())
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    monkeypatch.setenv("SCALE", "3.0")
     before = len(exported)
     changed = capture(Deciding(), masked())
     assert len(exported) == before + 1
@@ -247,10 +252,12 @@ class Parted(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.head(x.mean(1))
-        one, two = (h, self.other(x.mean(1))) if SCALE < 3 else (self.other(x.mean(1)), h)
+        one, two = (h, self.other(x.mean(1))) if scale() < 3 else (self.other(x.mean(1)), h)
         if one.norm() > two.norm():
             one = 2 * one
-        return F.cross_entropy(self.last(one) * (1 + highest(two.detach(), SCALE if SCALE < 3 else 2.0)[:, None]), y)
+        return F.cross_entropy(
+            self.last(one) * (1 + highest(two.detach(), scale() if scale() < 3 else 2.0)[:, None]), y
+        )
 
 
 def names_in(captured: Captured) -> list[str]:
@@ -270,6 +277,36 @@ def test_what_is_captured_around_parts_is_kept(folder: Path, exported: list[str]
     for one, other in zip(first.functions, second.functions, strict=True):
         tensors = [rows] if one.title == "highest" else [torch.tensor(True), rows]
         assert all(torch.equal(*pair) for pair in zip(one(*tensors), other(*tensors), strict=True))
+
+
+def mean_above(h: Tensor) -> Tensor:
+    return h * (2 if h.detach().mean().item() > 0 else 1)
+
+
+def written_above(h: Tensor) -> Tensor:
+    return mean_above(h) + 1
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], times: float = 1.0) -> None:
+        super().__init__()
+        self.head, self.last, self.function, self.times = nn.Linear(4, 3), nn.Linear(3, 3), function, times
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.head(x.mean(1)) * self.times
+        h = self.function(h)
+        return F.cross_entropy(self.last(h), y)
+
+
+@pytest.mark.slow
+def test_ways_of_a_model_that_reads_something_else_in_python_are_kept_apart(folder: Path) -> None:
+    def ways() -> int:
+        return sum(one.suffix == stored.WAY for one in folder.iterdir())
+
+    for number, one in enumerate([Calling(mean_above), Calling(written_above), Calling(mean_above, 2.0)], 1):
+        capture(one, batch())
+        capture(one, batch())
+        assert ways() == number
 
 
 class Placed(nn.Module):
@@ -301,14 +338,14 @@ def test_a_part_that_takes_open_sizes_is_kept_for_all(folder: Path, exported: li
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("scale", [2.5, 3.0])
+@pytest.mark.parametrize("other", [2.5, 3.0])
 def test_other_arguments_of_a_part_are_seen(
-    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, scale: float
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, other: float
 ) -> None:
     """2.5 is another number that a call takes; with 3 it takes other tensors."""
     first = capture(Parted(), batch())
     before = len(exported)
-    monkeypatch.setitem(globals(), "SCALE", scale)
+    monkeypatch.setenv("SCALE", str(other))
     second = capture(Parted(), batch())
     assert len(exported) == before + 1
     assert (names_in(second), texts(second)) != (names_in(first), texts(first))
@@ -436,7 +473,7 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         h = self.head(x.mean(1))
-        return {"logits": h, "all": (h.exp() if bool((x * SCALE > 0).any()) else h, h.sum(), x)}
+        return {"logits": h, "all": (h.exp() if bool((x * scale() > 0).any()) else h, h.sum(), x)}
 
 
 @pytest.mark.parametrize("wanted", ["both", "outputs"])
@@ -466,7 +503,7 @@ def test_another_read_is_seen_where_its_answer_is_the_same(
     given = batch()
     first = capture(Pair(), given, loss=loss, wanted=wanted)
     number = len(exported)
-    monkeypatch.setitem(globals(), "SCALE", 2.5)
+    monkeypatch.setenv("SCALE", "2.5")
     second = capture(Pair(), given, loss=loss, wanted=wanted)
     assert len(exported) > number
     assert read_in(second) == read_in(first)

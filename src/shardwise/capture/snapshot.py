@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import json
 import random
 import sys
 import weakref
@@ -28,6 +29,7 @@ BASES = ("torch", "builtins", "abc", "typing")  # packages of classes that are n
 DEPTH = 8  # of lists in lists
 LARGE = 10_000  # the most items of a list or dict that are looked at
 SAMPLE = 1 << 16  # of the elements of an array that are looked at
+LARGEST = 1 << 40  # an integer that means something to a forward
 FEW = 1 << 12  # of the elements of a tensor, in each step
 CLOSED = ("torch", "shardwise", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """The packages whose objects (optimizers, loggers, locks) are not looked into."""
@@ -278,6 +280,24 @@ def plain(look: Any) -> Any:
     if isinstance(value, type | ModuleType):
         return value
     return value.__code__ if isinstance(value, FunctionType) else (type(value), state)
+
+
+def told(one: Any) -> Any:
+    """Return a value of :func:`plain` as what JSON can write, which is the same in another process: hashes and
+    addresses, which are not, are told by their size."""
+    if isinstance(one, PLAIN):
+        return "large" if isinstance(one, int) and abs(one) > LARGEST else repr(one)
+    if isinstance(one, (list, tuple)):
+        return [told(item) for item in one]
+    if isinstance(one, dict):
+        return [[told(key), told(value)] for key, value in one.items()]
+    if isinstance(one, frozenset):
+        return sorted(json.dumps(told(item)) for item in one)
+    if isinstance(one, CodeType):
+        return [one.co_filename, one.co_firstlineno, one.co_qualname]
+    if isinstance(one, type):
+        return [one.__module__, one.__qualname__]
+    return one.__name__ if isinstance(one, ModuleType) else told(type(one))
 
 
 def shown(look: Any) -> Any:

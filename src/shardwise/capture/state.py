@@ -7,6 +7,8 @@ forward; where they changed, a trial (``capture/trial.py``) shows whether what f
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from shardwise.capture.snapshot import Look, difference, plain
+from shardwise.capture.snapshot import Look, difference, plain, told
 
 INTERNAL = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of every module that are no state of its forward, beside the dicts of hooks."""
@@ -96,6 +98,10 @@ class PythonState:
             if name.endswith("_hooks") and isinstance(value, dict) for hook in value.values()
         ]  # fmt: skip
         return parts, learn, hooks, {key: plain(one) for key, one in self.values.items()}
+
+    def digest(self) -> str:
+        """Return a hash of all that forward could read, which is the same in another process."""
+        return hashlib.sha256(json.dumps(told(self.plain())).encode()).hexdigest()[:16]
 
     def drawn(self) -> list[str]:
         """Return the names of the generators that have drawn since."""

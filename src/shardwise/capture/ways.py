@@ -77,7 +77,7 @@ class Ways:
 
         Other threads wait, as for :meth:`first`."""
         with process_lock:
-            way = stored.way_of(key, self.module, ANSWERS)
+            way = stored.way_of(self.name(key), self.module, ANSWERS)
             if way != AS_IT_IS:
                 self.known.way = way
             for one in dict.fromkeys((way, AS_IT_IS)):
@@ -109,11 +109,16 @@ class Ways:
         """Keep on disk for all of ``key`` the way that has led to a capture, and the capture, by its ``own`` key, if
         its ``trial`` has names."""
         try:
-            stored.keep_way(key, self.known.way, self.module, ANSWERS)
+            stored.keep_way(self.name(key), self.known.way, self.module, ANSWERS)
         except NotNamed:
             return
         if trial is not None and not captured.opened:
             stored.keep(stored.name_with(own, captured.reads), captured, self.batch, trial)
+
+    def name(self, key: str) -> str:
+        """Return the name under which the way is kept: it may be another where forward could read something else in
+        Python, and ranks have to go the same."""
+        return f"{key}-{self.watched(True, False).state().digest()}"
 
     def calls(self, way: Way, wrapped: Watched) -> EagerCalls | None:
         """Return the calls that run as written in a way; None where there are none."""
