@@ -92,7 +92,7 @@ def capture(
         if values is not None:
             fill(own, dict(module.named_parameters()), values)
         looped = without_loops(own)
-        cached = calling and wanted == "loss" and without_caches(own)
+        cached |= calling and wanted == "loss" and without_caches(own)
         made = (
             Watched(own, loss, precision) if wanted == "loss"
             else (InOneNumber if trial else WithOutputs)(own, loss, precision, wanted)
