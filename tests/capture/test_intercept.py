@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.capture.intercept import Intercept
+from shardwise.capture.intercept import Intercept, _body
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.parallel.tensor import tensor_parallel
@@ -40,6 +41,29 @@ class Grid(nn.Module):
         grid = torch.meshgrid(torch.linspace(0, 1, 3), torch.linspace(0, 1, 2), indexing="ij")
         z = x + self.places(torch.stack(grid, -1).flatten(0, 1).to(x.dtype))
         return F.mse_loss(self.out(F.gelu(self.mix(z))).mean((1, 2)), y)
+
+
+def _functions() -> list[Any]:
+    return [
+        one for module in (torch.functional, F) for one in vars(module).values()
+        if isinstance(one, FunctionType) and one.__module__ == module.__name__
+    ]  # fmt: skip
+
+
+def test_functions_that_name_themselves_end() -> None:
+    """``F.threshold`` is ``_threshold``, which names itself."""
+    for one in _functions():
+        assert _body(one).__code__ is one.__code__
+    seen: list[Any] = []
+
+    def noted(func: Any, args: Any, kwargs: Any, proceed: Any) -> Any:
+        seen.append(func)
+        return proceed(func, args, kwargs)
+
+    x = torch.linspace(-1, 1, 5)
+    with Intercept(noted):
+        assert torch.equal(nn.Threshold(0.1, 0.2)(x), torch.where(x > 0.1, x, 0.2))
+    assert seen.count(F.threshold) == 1
 
 
 def test_a_grid_made_in_forward_is_captured() -> None:

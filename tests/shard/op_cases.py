@@ -185,7 +185,7 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "diff": lambda m, h, b: [
         h.diff(),
         h.diff(2, 1),
-        torch.diff(h, prepend=h[..., :1], append=m.q[None, :, :2].expand(len(h), 3, 2)),
+        torch.diff(h, prepend=h[..., :1], append=m.q[None, :, :2].expand(h.shape[0], 3, 2)),
         b["ids"].diff(dim=-1),
     ],
     "eye": lambda m, h, b: h @ torch.eye(4) + (h @ m.w) * torch.eye(3, 4) + h * torch.eye(3).sum(0)[:, None],
@@ -253,7 +253,6 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "conv_transpose1d groups": lambda m, h, b: F.conv_transpose1d(
         h.transpose(1, 2), m.kernel[:4], m.table[:6, 1], 2, 1, 1, 2, 1
     ),
-    "conv1d groups of one sample": lambda m, h, b: F.conv1d(h.sum(0), m.kernel[:3, :1], groups=3) * h.sum(),
     "conv2d": lambda m, h, b: F.conv2d(h[:, None], m.kernel[:, None, :2], m.table[:6, 1], stride=(1, 2)),
     "conv_transpose1d": lambda m, h, b: F.conv_transpose1d(h, m.kernel[:3].expand(3, 3, 2), stride=2, output_padding=1),
     "conv3d": lambda m, h, b: F.conv3d(h[:, None, None], m.kernel[:2, None, None, :2]),
@@ -399,6 +398,7 @@ def _heads(m: Any, h: Tensor) -> list[Tensor]:
 
 
 MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
+    "conv1d groups of one sample": lambda m, h, b: F.conv1d(h.sum(0), m.kernel[:3, :1], groups=3) * h.sum(),
     "sum over rows": lambda m, h, b: h.sum(0).sum() * 0.01,
     "sum of everything": lambda m, h, b: h.sum() * 0.01 * 2 / 3 + h.mean() - h.sum(0).mean(),
     "mean over rows": lambda m, h, b: h * 1.1 - h.mean(0),

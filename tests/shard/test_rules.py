@@ -28,13 +28,10 @@ STATIC = {
 }  # export fixes their rows
 ONE_ROW_DIFFERS = {"squeeze all", "some rows"}  # plain PyTorch does something else with a single row
 REPLICATED = {
-    "index_add",
-    "index_put",
     "chosen by a mask",
     "targets by another mask",
     "positions of true",
     "where it is true",
-    "two views",
 }
 """Ops whose result no rank can compute from its own rows, or without a rule."""
 

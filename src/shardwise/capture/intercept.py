@@ -60,16 +60,17 @@ def _wrap(layer: Layer, inner: Proceed) -> Proceed:
     return lambda func, args, kwargs: layer(func, args, kwargs, inner)
 
 
-def _body(func: FunctionType) -> FunctionType:
+def _body(func: FunctionType, made: dict[FunctionType, FunctionType] | None = None) -> FunctionType:
     """Return ``func`` without its first question, whether somebody wants to handle the call: the mode just did. A
-    function may leave the question to a helper (``torch.meshgrid`` does), which would ask the mode again and again."""
-    unasked: dict[str, Any] = dict.fromkeys(_CHECKS, lambda *_: False)
+    function may leave the question to a helper (``torch.meshgrid`` does), which would ask the mode again and again;
+    what is ``made`` of it is not made once more where functions name themselves, as ``threshold`` does."""
+    made = {} if made is None else made
+    names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False)}
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    made[func] = body
     for name in func.__code__.co_names:
         helper = func.__globals__.get(name)
         if name.startswith("_") and isinstance(helper, FunctionType) and set(_CHECKS) & {*helper.__code__.co_names}:
-            unasked[name] = _body(helper)
-    body = FunctionType(
-        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
-    )
-    body.__kwdefaults__ = func.__kwdefaults__
+            names[name] = made.get(helper) or _body(helper, made)
     return body
