@@ -457,6 +457,7 @@ SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "database"
 @settings(max_examples=6, derandomize=True, **SLOW)  # type: ignore[arg-type]
 @example(({"wpe.weight": "0/3"}, 2, "1d"))  # rows of a table that are not in one piece
 @example(({"wpe.weight": "0/3@tp_j"}, 4, "2d"))
+@example(({"blocks.0.attention.qkv": "1@tp_i", "wte": "1@tp_j"}, 4, "2d"))  # one dim in two ways
 @given(any_pins())
 def test_any_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, str]) -> None:
     right_or_refused(case)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.pins import PLANS
 from shardwise.graph.functional import Normal
@@ -30,6 +31,7 @@ from shardwise.shard.op_spec import Placement
 from shardwise.shard.recipe.axis_walks import WALKS, recipe
 from shardwise.shard.recipe.pins import read_pins
 from shardwise.shard.recipe.propagation import PinnedWalk
+from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.cost_model import MicrobatchCost
 from shardwise.shard.solver.decisions import decisions_of
 from shardwise.shard.solver.op_cost import Repeats, repeats
@@ -81,9 +83,15 @@ def shard(
         normal, rules, tensor or TensorParallelSpec(), summands=summands, dropout=dropout, device=device,
         over_batch=over_batch, sampled=sampled,
     )  # fmt: skip
-    context, assignments, decisions = choose(context)
-    emitter = Emitter(context, assignments)
-    emitter.run()
+    try:
+        context, assignments, decisions = choose(context)
+        emitter = Emitter(context, assignments)
+        emitter.run()
+    except Unfit as error:
+        if not context.tensor.pins:
+            raise
+        texts = ", ".join(f'"{pattern}" = "{text}"' for pattern, text in context.tensor.pins)
+        raise ConfigError.on("pins", f"{texts}: {error}", "other dims or axes in one of them.") from error
     return Sharded(
         emitter.graph, normal, emitter.replicated, emitter.layouts, emitter.summed, context.decided, context.notes,
         context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
