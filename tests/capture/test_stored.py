@@ -84,6 +84,16 @@ def texts(captured: Captured) -> list[tuple[str, ...]]:
     return [tuple(map(str, one)) for one in lines(captured)]
 
 
+def serve_the_same(first: Captured, second: Captured) -> None:
+    """Assert that two captures with symbolic sizes give the same graphs for other lengths."""
+    for length in (3, 9):
+        shapes = {name: tuple(value.shape) for name, value in batch(length).items()}
+        of_first, of_second = specialised(first, shapes), specialised(second, shapes)
+        assert of_first is not None
+        assert of_second is not None
+        assert texts(of_second) == texts(of_first)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(stored.SWITCH, str(tmp_path / "captures"))
@@ -121,12 +131,7 @@ def test_a_capture_with_symbolic_sizes_serves_other_shapes(folder: Path, exporte
     first = capture(Net(), batch(5), varies=VARIES)
     second = capture(Net(), batch(7), varies=VARIES)
     assert len(exported) == 1
-    for length in (3, 9):
-        shapes = {name: tuple(value.shape) for name, value in batch(length).items()}
-        of_first, of_second = specialised(first, shapes), specialised(second, shapes)
-        assert of_first is not None
-        assert of_second is not None
-        assert texts(of_second) == texts(of_first)
+    serve_the_same(first, second)
 
 
 CHANGES: dict[str, Callable[[Net], object]] = {
@@ -329,12 +334,7 @@ def test_a_part_that_takes_open_sizes_is_kept_for_all(folder: Path, exported: li
     second = capture(Placed(), batch(8), varies=varies)
     assert len(exported) == before
     assert names_in(second) == names_in(first)
-    for length in (3, 9):
-        shapes = {name: tuple(value.shape) for name, value in batch(length).items()}
-        of_first, of_second = specialised(first, shapes), specialised(second, shapes)
-        assert of_first is not None
-        assert of_second is not None
-        assert texts(of_second) == texts(of_first)
+    serve_the_same(first, second)
 
 
 @pytest.mark.quick(1)

@@ -2,10 +2,10 @@
 
 A capture is found by a hash of what it depends on: versions, the sources of the module's classes and of the loss, the
 module's structure, and the shapes of the batch; and by what forward reads of the batch in Python, which is found out
-anew.  It is believed only where one forward without values, in which every
-tensor is named by how it was computed (:mod:`shardwise.capture.trial`), gives the names that it gave when the capture
-was made: so code that no hash sees, a global or an environment variable cannot change what is computed unseen.  Where
-forward changes something in Python, as many forwards as a trial has must do so.
+anew.  It is believed only where one forward without values, in which every tensor is named by how it was computed
+(:mod:`shardwise.capture.trial`), gives the names that it gave when the capture was made: so code that no hash sees, a
+global or an environment variable cannot change what is computed unseen.  Where forward changes something in Python, as
+many forwards as a trial has must do so.
 
 The folder is ``$XDG_CACHE_HOME/shardwise/captures``, else ``~/.cache/shardwise/captures``; ``SHARDWISE_CAPTURES`` names
 another, or is "off".  The :data:`KEPT` files that were used last stay.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -87,7 +88,7 @@ class Ways:
             return None
 
     def _on_disk(self, way: Way, numbers: Mapping[str, int | None]) -> Captured | None:
-        calls = self.calls(way, self.watched(True, False))
+        calls = self.calls(way, self.watched(True, False)) if way.functions else None
         reads = self.read(way, calls) if way.reads else ()
 
         def model() -> Watched:
@@ -118,7 +119,12 @@ class Ways:
     def name(self, key: str) -> str:
         """Return the name under which the way is kept: it may be another where forward could read something else in
         Python, and ranks have to go the same."""
-        return f"{key}-{self.watched(True, False).state().digest()}"
+        return f"{key}-{self.state}"
+
+    @cached_property
+    def state(self) -> str:
+        """A hash of what forward could read in Python before the capture, as another start will find it."""
+        return self.watched(True, False).state().digest()
 
     def calls(self, way: Way, wrapped: Watched) -> EagerCalls | None:
         """Return the calls that run as written in a way; None where there are none."""
