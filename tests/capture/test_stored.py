@@ -1,7 +1,11 @@
 """Captures on disk: a second start does not export again, and never believes a capture of something else."""
 
+import contextlib
+import hashlib
 import json
+import logging
 import os
+import random
 import subprocess
 import sys
 import zlib
@@ -175,7 +179,12 @@ def test_what_has_a_backward_of_its_own_is_not_kept(folder: Path, exported: list
 
 def scale() -> float:
     """Return a number that no look into what forward reads in Python shows."""
-    return float(os.environ.get("SCALE", 2.0))
+    return logging.getLogger("scale").level / 10 or 2.0
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Let :func:`scale` return another number."""
+    monkeypatch.setattr(logging.getLogger("scale"), "level", int(10 * value))
 
 
 class Deciding(nn.Module):
@@ -224,7 +233,7 @@ def test_what_reads_its_batch_is_told_by_what_nobody_sees(
     folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture(Deciding(), masked())
-    monkeypatch.setenv("SCALE", "3.0")
+    hide(monkeypatch, 3.0)
     before = len(exported)
     changed = capture(Deciding(), masked())
     assert len(exported) == before + 1
@@ -345,7 +354,7 @@ def test_other_arguments_of_a_part_are_seen(
     """2.5 is another number that a call takes; with 3 it takes other tensors."""
     first = capture(Parted(), batch())
     before = len(exported)
-    monkeypatch.setenv("SCALE", str(other))
+    hide(monkeypatch, other)
     second = capture(Parted(), batch())
     assert len(exported) == before + 1
     assert (names_in(second), texts(second)) != (names_in(first), texts(first))
@@ -432,7 +441,8 @@ def test_an_op_with_a_registered_backward_is_kept(folder: Path, exported: list[s
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1]])
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1],
+                                    lambda data: data[:-1] + bytes([data[-1] ^ 6])])  # fmt: skip
 def test_a_damaged_file_is_not_believed(folder: Path, exported: list[str], damage: Callable[[bytes], bytes]) -> None:
     capture(Net(), batch())
     (path,) = folder.iterdir()
@@ -445,20 +455,51 @@ def test_a_damaged_file_is_not_believed(folder: Path, exported: list[str], damag
 
 def test_a_file_that_says_it_computes_something_else_is_not_believed(folder: Path, exported: list[str]) -> None:
     capture(Net(), batch())
-    (path,) = folder.iterdir()
-    data = path.read_bytes()
-    size = int.from_bytes(data[: stored.HEAD], "big")
-    written = json.loads(zlib.decompress(data[stored.HEAD : stored.HEAD + size]))
-    written["results"]["the loss"] = "0" * 32
-    head = zlib.compress(json.dumps(written).encode())
-    path.write_bytes(len(head).to_bytes(stored.HEAD, "big") + head + data[stored.HEAD + size :])
+    rewrite(folder, lambda written: written["results"].update({"the loss": "0" * 32}))
     capture(Net(), batch())
     assert len(exported) == 2
+
+
+def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change what is written in the only file of a folder, as somebody would who knows its form."""
+    (path,) = folder.iterdir()
+    data = path.read_bytes()[stored.DIGEST :]
+    size = int.from_bytes(data[: stored.HEAD], "big")
+    written = json.loads(zlib.decompress(data[stored.HEAD : stored.HEAD + size]))
+    change(written)
+    head = zlib.compress(json.dumps(written).encode())
+    data = len(head).to_bytes(stored.HEAD, "big") + head + data[stored.HEAD + size :]
+    path.write_bytes(hashlib.sha256(data).digest() + data)
+
+
+def nodes(written: Any, op: str) -> list[Any]:
+    return [one for one in written["graph"] if one["op"] == op]
+
+
+CODE = "x=open('ran', 'w')"
+
+
+@pytest.mark.parametrize("change", [
+    lambda written: [one.update(target=CODE) for one in nodes(written, "placeholder")],
+    lambda written: [one.update(kwargs={"dict": [[CODE, 1]]}) for one in nodes(written, "call_function")],
+    lambda written: [one.update(op="call_method", target=CODE) for one in nodes(written, "call_function")],
+])  # fmt: skip
+@pytest.mark.quick(1)
+def test_a_file_runs_no_code(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Callable[[Any], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    capture(Net(), batch())
+    rewrite(folder, change)
+    capture(Net(), batch())
+    assert len(exported) == 2
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     "target",
     [["op", "load_library"], ["op", "aten.linear"], ["function", "torch", "load"], ["function", "os", "system"],
+     ["function", "_operator", "methodcaller"], ["function", "_operator", "call"],
      ["higher", "__init__"]],
 )  # fmt: skip
 def test_a_file_can_call_nothing_but_ops(target: list[str]) -> None:
@@ -503,7 +544,7 @@ def test_another_read_is_seen_where_its_answer_is_the_same(
     given = batch()
     first = capture(Pair(), given, loss=loss, wanted=wanted)
     number = len(exported)
-    monkeypatch.setenv("SCALE", "2.5")
+    hide(monkeypatch, 2.5)
     second = capture(Pair(), given, loss=loss, wanted=wanted)
     assert len(exported) > number
     assert read_in(second) == read_in(first)
@@ -524,6 +565,95 @@ def test_the_files_used_last_stay(folder: Path, exported: list[str], monkeypatch
             age = path.stat().st_mtime - 10
             os.utime(path, (age, age))
         assert len(exported) == [1, 2, 2, 3, 3, 4][number]
+
+
+@pytest.mark.slow
+def test_files_that_are_no_captures_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "KEPT", 1)
+    folder.mkdir()
+    names = {"thesis.txt", "0" * 39, "0" * 40 + ".txt"}
+    for one in names:
+        (folder / one).write_text("")
+    for length in 5, 6:
+        capture(Net(), batch(length))
+    assert len({one.name for one in folder.iterdir()} - names) == 1
+    assert all((folder / one).exists() for one in names)
+
+
+class Window(nn.Module):
+    """It treats long sequences and large batches in another way, from sizes on that it reads in Python."""
+
+    def __init__(self, width: int = 16, most: int | None = None) -> None:
+        super().__init__()
+        self.head, self.width, self.most = nn.Linear(4, 3), width, most
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x[:, -self.width :] if x.shape[1] > self.width else x
+        if self.most is not None and x.shape[0] > self.most or x.shape[1] > int(os.environ.get("LONG", 100)):
+            h = h / 2
+        return F.cross_entropy(self.head(h.mean(1)), y)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("other", [{"width": 8}, {"most": 8}, {"LONG": "8"}], ids=str)
+def test_another_size_from_which_on_forward_differs_is_seen(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """The sizes of a trial are smaller."""
+    varies: Dims = {"x": frozenset({1})}
+    capture(Window(), batch(5), varies=varies)
+    if "LONG" in other:
+        monkeypatch.setenv("LONG", "8")
+    else:
+        monkeypatch.setattr(Window.__init__, "__defaults__", tuple({"width": 16, "most": None, **other}.values()))
+    assert len(exported) == 1
+    capture(Window(), batch(5), varies=varies)
+    number = len(exported)
+    capture(Window(), batch(5), varies=varies)
+    assert len(exported) == number > 1
+
+
+class Switched(nn.Module):
+    """It does something in Python if a number says so that no look shows, and which its names do not show either."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.head, self.what, self.count = nn.Linear(4, 4), nn.Linear(4, 3), what, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = x.mean(1)
+        g = self.layer(h)
+        names = ["logits", "other"]
+        if scale() > 2:
+            if self.what == "draws":
+                h = h if random.random() > -1 else 2 * h
+            if self.what == "counts":
+                self.count += 1
+                g = 2 * g if self.count == 2 else g
+            if self.what == "reads":
+                g = 2 * g if 9 in y.tolist() else g
+            if self.what == "asks":
+                g = 2 * g if "NOWHERE" in os.environ else g
+            if self.what == "cuts":
+                g = g.detach().requires_grad_()
+            if self.what == "names":
+                names.reverse()
+        return {"loss": F.cross_entropy(self.head(g), y)} | dict(zip(names, (h, g), strict=True))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("what", ["draws", "counts", "reads", "asks", "cuts", "names"])
+def test_what_no_look_shows_is_seen_in_the_forward(
+    folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    wanted: Wanted = "both" if what == "names" else "loss"
+    capture(Switched(what), batch(), wanted=wanted)
+    capture(Switched(what), batch(), wanted=wanted)
+    assert len(exported) == 1
+    hide(monkeypatch, 3.0)
+    with contextlib.suppress(ConfigError):
+        capture(Switched(what), batch(), wanted=wanted)
+    assert len(exported) > 1
 
 
 class Shy(Net):
@@ -551,6 +681,7 @@ def test_there_need_be_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 SCRIPT = """
 import torch
 from test_stored import Deciding, Net, Parted, batch, masked
+from shardwise import distribute
 from shardwise.capture.capture import capture
 export, exported = torch.export.export, []
 torch.export.export = lambda module, *a, **k: exported.append(type(module).__name__) or export(module, *a, **k)
@@ -558,6 +689,13 @@ for model, one in (Net(), batch()), (Deciding(), masked()), (Parted(), batch()):
     exported.clear()
     capture(model, one)
     print("Watched" in exported)
+exported.clear()
+model = torch.nn.Linear(4, 3)
+model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+optimizer.zero_grad()
+torch.nn.functional.cross_entropy(model(batch()["x"].mean(1)), batch()["y"]).backward()
+optimizer.step()
+print("Watched" in exported)
 """
 
 
@@ -571,7 +709,7 @@ def test_another_process_reads_it(folder: Path) -> None:
             [sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True, text=True, timeout=120
         ).stdout.strip()
 
-    assert [run("1").split(), run("2").split()] == [["True"] * 3, ["False"] * 3]
+    assert [run("1").split(), run("2").split()] == [["True"] * 4, ["False"] * 4]
 
 
 def test_decoding_puts_in_the_buffers_that_are_there_now(folder: Path) -> None:

@@ -1,13 +1,14 @@
 """A captured graph as JSON, and back: nodes, the shapes of their values, and where in the model they come from.
 
 Only what is written in terms of torch's ops, plain numbers and symbolic sizes can be encoded; anything else raises
-:class:`NotEncoded`.  Decoding builds nothing but graphs and tensors without values, so a file from elsewhere can do no
-harm: the worst is a wrong graph, which :mod:`shardwise.capture.stored` finds.
+:class:`NotEncoded`.  Decoding builds nothing but graphs of these ops and tensors without values, so a file from
+elsewhere runs no code; but its graph may be another one.
 """
 
 from __future__ import annotations
 
 import importlib
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ from shardwise.graph.torch_private import (
 from shardwise.ops.custom_function import WholeCall
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
+ARITHMETIC = frozenset({
+    "abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "le", "lt", "mod", "mul", "ne", "neg", "not_", "or_",
+    "pos", "pow", "sub", "truediv",
+})  # fmt: skip
+"""The functions of :mod:`operator` by which graphs compute sizes."""
 ENUMS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -72,7 +79,7 @@ def decoded(
     own = {name: values[buffer] for name, buffer in written["buffers"].items()}
     return Captured(
         graph=owner.graph, owner=owner, constants=dict(constants), values=own, assumed=Assumed(facts, ranges),
-        notes=list(written["notes"]), outputs=reader.argument(written["outputs"], ()),
+        notes=list(written["notes"]), outputs=_structure(written["outputs"]),
         functions=list(calls[: written["calls"]]), **{name: written[name] for name in plain},
     )  # fmt: skip
 
@@ -203,9 +210,13 @@ class _Reader:
         root, new, nodes = nn.Module(), fx.Graph(), list[fx.Node]()
         for one in written:
             op, target = one["op"], one["target"]
+            if op not in OPS:
+                raise KeyError(op)
             if op == "get_attr":
                 target, inner = target
-                setattr(root, target, self.graph(inner))
+                setattr(root, _word(target), self.graph(inner))
+            elif op == "placeholder":
+                _word(target)
             elif op == "call_function":
                 target = _function(target)
             args, kwargs = self.argument(one["args"], nodes), self.argument(one.get("kwargs", {"dict": []}), nodes)
@@ -230,7 +241,7 @@ class _Reader:
             found = [self.argument(one, nodes) for one in value]
             return tuple(found) if kind == "tuple" else found
         if kind == "dict":
-            return {key: self.argument(one, nodes) for key, one in value}
+            return {_word(key): self.argument(one, nodes) for key, one in value}
         if kind == "device":
             return torch.device(value)
         if kind == "tensor":
@@ -291,6 +302,23 @@ def _function(written: Sequence[str]) -> Any:
     return found
 
 
+def _structure(written: Any) -> Any:
+    """Return the structure of outputs, whose names may be any text."""
+    if not isinstance(written, dict):
+        return written
+    ((kind, value),) = written.items()
+    return {name: _structure(one) for name, one in value} if kind == "dict" else tuple(map(_structure, value))
+
+
+def _word(text: Any) -> str:
+    """Return a name that stands in the source of a graph's code; raise :class:`KeyError` for anything else."""
+    if not isinstance(text, str) or not text.isidentifier() or keyword.iskeyword(text):
+        raise KeyError(text)
+    return text
+
+
 def _legal(module: str, name: str) -> bool:
     """Whether a graph may call a function beside torch's ops: one of numbers and sizes."""
-    return module in ("_operator", "math") or (module == "torch" and name.startswith("sym_"))
+    if module == "_operator":
+        return name in ARITHMETIC
+    return module == "math" or (module == "torch" and name.startswith("sym_"))

@@ -6,6 +6,7 @@ is looked into where it is first met.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import hashlib
 import json
@@ -15,7 +16,8 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -294,10 +296,18 @@ def told(one: Any) -> Any:
     if isinstance(one, frozenset):
         return sorted(json.dumps(told(item)) for item in one)
     if isinstance(one, CodeType):
-        return [one.co_filename, one.co_firstlineno, one.co_qualname]
+        return [one.co_filename, one.co_firstlineno, one.co_qualname, file_digest(one.co_filename)]
     if isinstance(one, type):
         return [one.__module__, one.__qualname__]
     return one.__name__ if isinstance(one, ModuleType) else told(type(one))
+
+
+@cache
+def file_digest(path: str) -> str:
+    """Return a hash of what is in a file; "nowhere" where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return "nowhere"
 
 
 def shown(look: Any) -> Any:

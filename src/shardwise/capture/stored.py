@@ -1,14 +1,16 @@
 """Captures on disk, so that a second start of a run does not export its model again.
 
 A capture is found by a hash of what it depends on: versions, the sources of the module's classes and of the loss, the
-module's structure, and the shapes of the batch; and by what forward reads of the batch in Python, which is found out
-anew.  It is believed only where one forward without values, in which every tensor is named by how it was computed
-(:mod:`shardwise.capture.trial`), gives the names that it gave when the capture was made: so code that no hash sees, a
-global or an environment variable cannot change what is computed unseen.  Where forward changes something in Python, as
-many forwards as a trial has must do so.
+module's structure, the shapes of the batch, and all that forward could read in Python; and by what it reads of the
+batch there, which is found out anew.  It is believed only where the environment variables that forward has read are
+what they were, and one forward without values, in which every tensor is named by how it was computed
+(:mod:`shardwise.capture.trial`), gives the names that it gave when the capture was made: so what no hash sees (a file
+that forward reads) cannot change what is computed for such a batch unseen.  Where forward changes something in Python,
+as many forwards as a trial has must do so.
 
-The folder is ``$XDG_CACHE_HOME/shardwise/captures``, else ``~/.cache/shardwise/captures``; ``SHARDWISE_CAPTURES`` names
-another, or is "off".  The :data:`KEPT` files that were used last stay.
+A file begins with a digest of the rest of it, which shows damage.  Its folder is
+``$XDG_CACHE_HOME/shardwise/captures``, else ``~/.cache/shardwise/captures``; ``SHARDWISE_CAPTURES`` names another, or
+is "off".  The :data:`KEPT` files that were used last stay.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 from shardwise.capture.computation import Computation
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
+from shardwise.capture.environment import digests, environment_read, same
 from shardwise.capture.example import example_of
 from shardwise.capture.forms import Dims, Form, form_of, resized
 from shardwise.capture.functions import shown_by_ops
@@ -42,17 +46,21 @@ from shardwise.capture.in_form import InForm
 from shardwise.capture.known import AS_IT_IS, Tried, Way
 from shardwise.capture.named import name_of, named
 from shardwise.capture.reads import Read
+from shardwise.capture.snapshot import file_digest
 from shardwise.capture.trial import runs
-from shardwise.capture.wrapped import Watched
+from shardwise.capture.wrapped import Watched, WithOutputs
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured
 from shardwise.graph.torch_private import function_calls
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 KEPT = 200
 SWITCH = "SHARDWISE_CAPTURES"
 WAY = ".way"  # ends the name of a file that says in which way a capture is made
-HEAD = 8  # the bytes of the length of the first part of a file
+HEAD = 8  # the bytes of the length of the first part of a file, which come behind its digest
+DIGEST = hashlib.sha256().digest_size
+OWN = re.compile(r"[0-9a-f]{40}[-0-9a-z]*(\.way)?|\.capture-\w+")
+"""The names of files that are removed when there are too many; the folder may have others."""
 
 Answers = Sequence[tuple[frozenset[Any], bool]]
 """What a way has beside its functions, in all the ways that are tried."""
@@ -60,11 +68,11 @@ Answers = Sequence[tuple[frozenset[Any], bool]]
 
 def folder() -> Path | None:
     """Return the folder of captures; None where there is to be none."""
-    named = os.environ.get(SWITCH)
-    if named == "off":
+    asked = os.environ.get(SWITCH)
+    if asked == "off":
         return None
-    if named:
-        return Path(named).expanduser()
+    if asked:
+        return Path(asked).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "captures"
 
 
@@ -80,6 +88,7 @@ def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Di
 
 def _hash_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str:
     parts: list[Any] = [FORMAT, sys.version_info[:2], torch.__version__, _own_sources(), *map(str, options)]
+    parts += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.cuda.is_available()]
     for name, shape, dtype in form_of(batch):
         first, symbolic = (1 if has_rows(name) else 0), varies.get(name, ())
         parts.append((name, ["any" if d in symbolic else size for d, size in enumerate(shape, first)], str(dtype)))
@@ -101,10 +110,10 @@ def _loss(loss: Any) -> Any:
         form = loss.form
         return _loss(loss.loss), repr(form.tree), sorted(form.kinds.items()), repr(form.key)
     if isinstance(loss, Computation):
-        return [str(getattr(one, "function", one)) for one in getattr(loss, "calls", ())]
+        return [_loss(getattr(one, "function", one)) for one in getattr(loss, "calls", ())]
     if isinstance(loss, FunctionType):
         return loss.__module__, loss.__qualname__, _source(loss)
-    return str(type(loss))
+    return str(type(loss)), getattr(loss, "__qualname__", "")
 
 
 @cache
@@ -113,14 +122,7 @@ def _source(thing: Any) -> str:
         path = inspect.getsourcefile(thing)
     except TypeError:
         return str(thing)
-    return f"{path} {_digest(path)}" if path is not None else str(thing)
-
-
-@cache
-def _digest(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return "nowhere"
+    return f"{path} {file_digest(path)}" if path is not None else str(thing)
 
 
 @cache
@@ -184,59 +186,77 @@ def find(
     if path is None or not path.is_file():
         return None
     try:
-        data = path.read_bytes()
-        size = int.from_bytes(data[:HEAD], "big")
-        written = json.loads(zlib.decompress(data[HEAD : HEAD + size]))
+        written, constants = _parts(path.read_bytes())
         model = made()
         tried, example = (
             example_of(model, resized(batch, _read(written[form])), written["rows"]) for form in ("tried", "form")
         )
-        if not _computes(model, tried, written["results"], written["runs"]):
+        if not same(written["environment"], ()) or not _computes(model, tried, written):
             return None
-        constants, buffers = load(data[HEAD + size :]), dict(model.module.named_buffers())
+        buffers = dict(model.module.named_buffers())
         found = decoded(written, example, constants, buffers, () if calls is None else calls.calls)
+        if isinstance(model, WithOutputs) and model.outputs.structure != found.outputs:
+            return None
         os.utime(path)
     except Exception:  # whatever is wrong with a file, the model is captured as if it were not there
         return None
     return found
 
 
-def _computes(model: Watched, example: Mapping[str, Tensor], results: Mapping[str, str], number: int) -> bool:
-    """Whether each of a ``number`` of forwards gives results of these names; none of it may have a gradient that its
-    ops do not show."""
-    functions: list[type] = []
+def _parts(data: bytes) -> tuple[Any, dict[str, Tensor]]:
+    """Return what is written in a file, and its constants; raise ValueError where it is damaged."""
+    digest, data = data[:DIGEST], data[DIGEST:]
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError("a digest of something else")
+    size = int.from_bytes(data[:HEAD], "big")
+    return json.loads(zlib.decompress(data[HEAD : HEAD + size])), load(data[HEAD + size :])
+
+
+def _computes(model: Watched, example: Mapping[str, Tensor], written: Mapping[str, Any]) -> bool:
+    """Whether as many forwards as are ``written`` give results of the names that are, read no other environment
+    variables, draw nothing, and change numbers and words alone, where they did.
+
+    None of it may have a gradient that its ops do not show."""
+    functions, before = list[type](), model.state()
 
     def called(original: Any, function: type, args: Sequence[Any]) -> Any:
         if not shown_by_ops(function):
             functions.append(function)
         return original(*args)
 
-    with function_calls(called), tensor_hooks_refused():
-        found = runs(model, model.module, example, False, number, calls=model.calling)
-    return not functions and all(dict(one.results) == results for one in found)
+    with function_calls(called), tensor_hooks_refused(), environment_read() as names:
+        found = runs(model, model.module, example, False, written["runs"], calls=model.calling)
+    changes = before.changes()
+    if functions or before.drawn() or not all(one.plain and written["runs"] > 1 for one in changes):
+        return False
+    return same(written["environment"], names) and all(dict(one.results) == written["results"] for one in found)
 
 
-def keep(name: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried) -> None:
-    """Write a capture of batches like ``batch`` to disk, with the names of what its model computes in a ``trial``;
-    where that is not possible, do nothing."""
+def keep(
+    name: str, captured: Captured, batch: Mapping[str, Tensor], trial: Tried, environment: Iterable[str]
+) -> None:  # fmt: skip
+    """Write a capture of batches like ``batch`` to disk, with the names of what its model computes in a ``trial``, and
+    of the variables of the ``environment`` that it has read; where that is not possible, do nothing."""
     path = _path(name)
     if path is None:
         return
     try:
         forms = {"form": _written(form_of(batch)), "tried": _written(trial.form)}
         written = {**encoded(captured), "results": dict(trial.results), "runs": trial.again, **forms}
+        written["environment"] = digests(environment)
         head = zlib.compress(json.dumps(written).encode(), 1)
         tail = save({name: value.detach().contiguous().clone() for name, value in captured.constants.items()})
     except (NotEncoded, TypeError, ValueError):
         return
-    _write(path, len(head).to_bytes(HEAD, "big") + head + tail)
+    data = len(head).to_bytes(HEAD, "big") + head + tail
+    _write(path, hashlib.sha256(data).digest() + data)
 
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file at once, where that is possible, and remove those that were not used for longest."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".capture-", delete=False) as file:
             file.write(data)
         os.replace(file.name, path)
         for old in sorted(_files(path.parent), key=lambda one: one.stat().st_mtime)[:-KEPT]:
@@ -252,4 +272,4 @@ def _read(written: Any) -> Form:
 
 
 def _files(place: Path) -> Iterator[Path]:
-    return (path for path in place.iterdir() if path.is_file())
+    return (path for path in place.iterdir() if OWN.fullmatch(path.name) and path.is_file())

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.capture.alike import Alike
 from shardwise.capture.eager_calls import EagerCall, EagerCalls
 from shardwise.capture.running import users_line
+from shardwise.core.structure import like
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
     exporting,
@@ -34,6 +35,7 @@ from shardwise.graph.torch_private import (
     schema,
     storage_key,
     without_modes,
+    without_values,
 )
 
 RUNS, RUNS_UNSEEN = 3, 2  # the second where no change was seen, as in most models
@@ -78,7 +80,8 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names[at] = _digest("constant", _content(value))
                 self._constant.add(at)
                 self._held.append(value)
-            geometry = (value.dtype, value.requires_grad, *value.shape, *value.stride(), value.storage_offset())
+            learns = value.requires_grad, value.is_leaf  # a leaf with the memory of another tensor cuts its gradient
+            geometry = (value.dtype, *learns, *value.shape, *value.stride(), value.storage_offset())
             return _digest(self._names[at], *map(self._plain, geometry))
         return self._plain(value)
 
@@ -164,9 +167,11 @@ def runs(
     number: int, settled: Callable[[], bool] = bool, calls: EagerCalls | None = None,
 ) -> list[Found]:  # fmt: skip
     """Run ``forward`` of ``fields`` ``number`` times, or until all is ``settled`` after a run that is not the first;
-    with ``drawing`` also where generators give extreme numbers.  It makes ``calls`` that run as written."""
+    with ``drawing`` also where generators give extreme numbers.  It makes ``calls`` that run as written.  In
+    all of them a read of the values of ``fields`` raises an error."""
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with fake_mode() as mode:
+        fields = like({key: without_values(mode, one) for key, one in fields.items()}, fields)
         names = Names(values | {f"field {key}": one for key, one in fields.items()}, mode)
         found = list[Found]()
         with nullcontext() if calls is None else calls.telling(names.called):

@@ -21,6 +21,7 @@ from shardwise.capture.candidates import candidates
 from shardwise.capture.casts import cast_field, precision_layers
 from shardwise.capture.coins import Drawing
 from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
+from shardwise.capture.environment import environment_read
 from shardwise.capture.example import rows_seen
 from shardwise.capture.forms import Form
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
@@ -70,6 +71,7 @@ class Ways:
     capture: Callable[[Watched], Captured]
     trial: Callable[[Captured, Watched, Watched], Tried | None]
     sole: bool = False  # whether the way of earlier captures is the only one
+    environment: frozenset[str] = frozenset()  # the variables that were read for it
 
     def on_disk(self, key: str, numbers: Mapping[str, int | None]) -> Captured | None:
         """Return a capture on disk by the way that was kept with ``key``: of the first of several keys that has one,
@@ -97,7 +99,7 @@ class Ways:
             return made
 
         for key, rows in numbers.items():
-            name = stored.name_with(key, reads)
+            name = stored.name_with(self.name(key), reads)
             if stored.is_kept(name):
                 if calls is not None:
                     calls.see(rows_seen(rows), forms=True)
@@ -114,11 +116,11 @@ class Ways:
         except NotNamed:
             return
         if trial is not None and not captured.opened:
-            stored.keep(stored.name_with(own, captured.reads), captured, self.batch, trial)
+            stored.keep(stored.name_with(self.name(own), captured.reads), captured, self.batch, trial, self.environment)
 
     def name(self, key: str) -> str:
-        """Return the name under which the way is kept: it may be another where forward could read something else in
-        Python, and ranks have to go the same."""
+        """Return the name under which a capture and its way are kept: they may be others where forward could read
+        something else in Python, for sizes, too, that no trial sees; and ranks have to go the same way."""
         return f"{key}-{self.state}"
 
     @cached_property
@@ -138,8 +140,10 @@ class Ways:
         raise what stopped the first way where none does.
 
         Other threads wait, which would replace code of functions that both of them capture."""
-        with process_lock:
-            return self._first()
+        with process_lock, environment_read() as names:
+            found = self._first()
+        self.environment = frozenset(names)
+        return found
 
     def _first(self) -> Made:
         if self.known.way != AS_IT_IS:

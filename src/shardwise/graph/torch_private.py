@@ -115,6 +115,11 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def without_values(mode: Any, x: Tensor) -> Tensor:
+    """Return a tensor like ``x`` of a :func:`fake_mode`, which nothing can read values of."""
+    return mode.from_tensor(x, static_shapes=True)  # type: ignore[no-any-return]
+
+
 def fake_device(x: Tensor) -> torch.device | None:
     """Return the device that a tensor without values stands for, which ``x.device`` would have to ask its mode for;
     None where it has values, or its mode knows them."""
