@@ -440,7 +440,6 @@ def test_an_op_with_a_registered_backward_is_kept(folder: Path, exported: list[s
     assert texts(second) == texts(first)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1],
                                     lambda data: data[:-1] + bytes([data[-1] ^ 6])])  # fmt: skip
 def test_a_damaged_file_is_not_believed(folder: Path, exported: list[str], damage: Callable[[bytes], bytes]) -> None:
@@ -484,7 +483,6 @@ CODE = "x=open('ran', 'w')"
     lambda written: [one.update(kwargs={"dict": [[CODE, 1]]}) for one in nodes(written, "call_function")],
     lambda written: [one.update(op="call_method", target=CODE) for one in nodes(written, "call_function")],
 ])  # fmt: skip
-@pytest.mark.quick(1)
 def test_a_file_runs_no_code(
     folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Callable[[Any], object]
 ) -> None:
@@ -567,7 +565,6 @@ def test_the_files_used_last_stay(folder: Path, exported: list[str], monkeypatch
         assert len(exported) == [1, 2, 2, 3, 3, 4][number]
 
 
-@pytest.mark.slow
 def test_files_that_are_no_captures_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "KEPT", 1)
     folder.mkdir()
@@ -594,7 +591,6 @@ class Window(nn.Module):
         return F.cross_entropy(self.head(h.mean(1)), y)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("other", [{"width": 8}, {"most": 8}, {"LONG": "8"}], ids=str)
 def test_another_size_from_which_on_forward_differs_is_seen(
     folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
@@ -641,7 +637,6 @@ class Switched(nn.Module):
         return {"loss": F.cross_entropy(self.head(g), y)} | dict(zip(names, (h, g), strict=True))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("what", ["draws", "counts", "reads", "asks", "cuts", "names"])
 def test_what_no_look_shows_is_seen_in_the_forward(
     folder: Path, exported: list[str], monkeypatch: pytest.MonkeyPatch, what: str
