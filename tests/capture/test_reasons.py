@@ -115,6 +115,28 @@ def test_a_hook_that_forward_registers() -> None:
     assert (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook) == before
 
 
+class NodeHooked(Hooked):
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * self.scale
+        assert h.grad_fn is not None and h.grad_fn.name() == "MulBackward0"
+        h.grad_fn.register_prehook(lambda g: (2 * g[0],))
+        return h
+
+
+class SavedHooked(Hooked):
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: 2 * saved, lambda saved: saved):
+            return h * self.scale
+
+
+def test_hooks_on_what_autograd_has() -> None:
+    entered = torch.autograd.graph.saved_tensors_hooks.__enter__
+    assert "forward registers a hook on a tensor" in note(NodeHooked())
+    assert "forward has hooks on what autograd saves" in note(SavedHooked())
+    assert "grad_fn" not in vars(Tensor)
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__ is entered
+
+
 def test_hooks_that_other_threads_register_meanwhile() -> None:
     with tensor_hooks_refused(), ThreadPoolExecutor(1) as pool:
         x = torch.ones(3, requires_grad=True)

@@ -399,7 +399,7 @@ class Counting(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.count += 1
         h = x.mean(1)
-        return F.cross_entropy(self.head(2 * h if SCALE > 2 and self.count > 1 else h), y)
+        return F.cross_entropy(self.head(2 * h if scale() > 2 and self.count > 1 else h), y)
 
 
 def test_what_changes_a_number_is_tried_again(
@@ -410,7 +410,7 @@ def test_what_changes_a_number_is_tried_again(
     assert texts(second) == texts(first)
     assert second.notes == first.notes
     assert "count" in second.notes[0]
-    monkeypatch.setitem(globals(), "SCALE", 3.0)  # only a second forward depends on it
+    hide(monkeypatch, 3.0)  # only a second forward depends on it
     with pytest.raises(ConfigError, match="count"):
         capture(Counting(), batch())
     assert len(exported) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -154,15 +155,21 @@ def test_verify_sees_hooks_that_the_plan_does_not(monkeypatch: pytest.MonkeyPatc
     assert not verify(hooked("masked"), [batch()] * 2, PLANS["ddp"]).passed
 
 
-@pytest.mark.parametrize("where", ["module", "tensor"])
+@pytest.mark.parametrize("where", ["module", "tensor", "node", "saved"])
 def test_hooks_inside_the_model(where: str) -> None:
-    """What sees gradients inside the model trains as one unit, whose own backward calls it."""
+    """What sees gradients inside the model trains as one unit, or is in a part that runs as written: its own backward
+    calls it."""
 
     class Inside(Model):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             hidden = self.first(x)
             if where == "tensor" and hidden.requires_grad:
                 hidden.register_hook(lambda g: g * 2)
+            if where == "node" and hidden.grad_fn is not None:
+                hidden.grad_fn.register_prehook(lambda g: (g[0] * 2,))
+            saved = torch.autograd.graph.saved_tensors_hooks(lambda one: one * 2, lambda one: one)
+            with saved if where == "saved" else nullcontext():
+                hidden = hidden * hidden
             return F.cross_entropy(self.second(hidden.tanh()), y)
 
     def model() -> Model:
@@ -176,7 +183,7 @@ def test_hooks_inside_the_model(where: str) -> None:
     truth = model().double()
     truth(given["x"].double(), given["y"]).backward()
     subject = Subject(model(), given)
-    assert subject.trace.opaque is not None and "hook" in subject.trace.opaque
+    assert where == "saved" or subject.trace.opaque is not None and "hook" in subject.trace.opaque
     for dp in (1, 2, 3):
         found = sharded_run(subject, dp).gradients
         for name, p in truth.named_parameters():

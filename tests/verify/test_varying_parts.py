@@ -41,6 +41,12 @@ def halves(scores: Tensor) -> Tensor:
     return weights(scores)[:, ::2]
 
 
+def paired(scores: Tensor) -> Tensor:
+    """Return a weight for each pair of places: two lengths alone show no difference from a line."""
+    found = weights(scores)
+    return (found[:, :, None] * found[:, None]).flatten(1)
+
+
 class Reading(nn.Module):
     """A net of tokens; ``by`` says what reads values in it."""
 
@@ -64,6 +70,8 @@ class Reading(nn.Module):
             h = h * highest(scores.flatten()).view(*tokens.shape, 1)
         elif self.by == "one of halves":
             h = torch.cat([h[:, ::2] * halves(scores)[..., None], h[:, 1::2]], 1)
+        elif self.by == "one of pairs":
+            h = h * (1 + paired(scores).mean(1)[:, None, None])
         elif self.by == "one that takes a length":
             h = h * repeated(scores, tokens.shape[1])[..., None]
         else:
@@ -92,7 +100,7 @@ def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
 
 SIZES = [(6, 7), (6, 10), (6, 5), (4, 8), (6, 7)]
 OPEN = ["a function", "one of rows in one dim", "a statement"]
-CLOSED = ["one of all rows", "one of halves", "one that takes a length"]
+CLOSED = ["one of all rows", "one of halves", "one of pairs", "one that takes a length"]
 PLANS: Mapping[str, Callable[[Plan], Plan]] = {
     "dp": lambda plan: data_parallel(plan, 2),
     "zero3": lambda plan: data_parallel(plan, 2, zero=3),
@@ -193,7 +201,13 @@ def test_forms_that_show_what_varies() -> None:
 
     here, varies = form((5, 3), (5,), (4,)), {"f0": frozenset({1}), "f1": frozenset({1}), "f2": frozenset({1})}
     assert other_forms(here, {}, []) == []
-    assert other_forms(here, varies, []) == [form((3, 3), (3,), (4,)), form((5, 3), (5,), (2,))]
-    assert other_forms(form((3, 1)), {"f0": frozenset({1, 2})}, []) == [form((5, 1)), form((3, 3))]
+    assert other_forms(here, varies, []) == [
+        form((3, 3), (3,), (4,)), form((5, 3), (5,), (2,)), form((7, 3), (7,), (4,)), form((5, 3), (5,), (6,)),
+    ]  # fmt: skip
+    assert other_forms(form((3, 1)), {"f0": frozenset({1, 2})}, []) == [
+        form((5, 1)), form((3, 3)), form((7, 1)), form((3, 5)),
+    ]  # fmt: skip
     known = [here, form((9, 4), (9,), (4,)), form((9, 3), (9,), (4,)), form((8, 3), (8,), (4,))]
-    assert other_forms(here, varies, known) == [known[2], form((5, 3), (5,), (2,))]
+    assert other_forms(here, varies, known) == [
+        known[2], form((5, 3), (5,), (2,)), form((13, 3), (13,), (4,)), form((5, 3), (5,), (6,)),
+    ]  # fmt: skip

@@ -41,8 +41,9 @@ def differing(one: Form, other: Form) -> dict[str, frozenset[int]] | None:
 
 
 def other_forms(form: Form, varies: Dims, known: Sequence[Form]) -> list[Form]:
-    """Return forms in which all dims that vary have another size than in ``form``: of those ``known`` as many as show
-    some, and for the rest one for each size that there is."""
+    """Return forms in which all dims that vary have another size than in ``form``, of each dim two: of those ``known``
+    as many as show some, for the rest one for each size that there is, and then as many in which these dims have a
+    third size."""
     left, found = {(name, dim) for name, dims in varies.items() for dim in dims}, []
     for one in known:
         dims = differing(form, one) or {}
@@ -55,7 +56,21 @@ def other_forms(form: Form, varies: Dims, known: Sequence[Form]) -> list[Form]:
         other = size - 2 if size > 3 else size + 2  # an even size stays even
         new = {at: other if at in left and own == size else own for at, own in sizes.items()}
         found.append(tuple((n, tuple(new[at] for at in new if at[0] == n), dtype) for n, _, dtype in form))
-    return found
+    return [*found, *(_third(form, one) for one in found)]
+
+
+def _third(form: Form, other: Form) -> Form:
+    """Return a form in which the dims that differ in two of them have another size, as far from them as they are from
+    each other: two sizes alone would seem to follow from each other by any rule."""
+    return tuple(
+        (name, tuple(map(_further, here, there)), dtype)
+        for (name, here, dtype), (_, there, _) in zip(form, other, strict=True)
+    )
+
+
+def _further(one: int, other: int) -> int:
+    less = 2 * min(one, other) - max(one, other)
+    return less if less > 1 else 2 * max(one, other) - min(one, other)
 
 
 def resized(batch: Mapping[str, Tensor], form: Form) -> Mapping[str, Tensor]:

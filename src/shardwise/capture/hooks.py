@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, has_backward_hooks, hooks_of
 
+HOOKED = "forward registers a hook on a tensor, which sees a gradient inside the model"
 REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 
 Watch = Callable[[Tensor], AbstractContextManager[Any]]
@@ -146,28 +148,55 @@ def draws(name: str, generator: str) -> ConfigError:
 
 @contextmanager
 def tensor_hooks_refused() -> Iterator[None]:
-    """Raise :class:`Uncapturable` where forward, in this thread, registers a hook on the gradient of a tensor.
+    """Raise :class:`Uncapturable` where forward, in this thread, registers a hook on the gradient of a tensor, or on
+    what autograd saves.
 
     A mode would be asked about every other function, too, which takes as long as a fourth of an export.  What this
     changes holds for all threads, so it has to be inside of what lets one export at a time."""
     thread, originals = threading.get_ident(), {name: getattr(Tensor, name) for name in REGISTER}
+    enter, getter = saved_tensors_hooks.__enter__, Tensor.grad_fn
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def register(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
-                raise Uncapturable("forward registers a hook on a tensor, which sees a gradient inside the model")
+                raise Uncapturable(HOOKED)
             return original(*args, **kwargs)
 
         return register
 
+    def node(tensor: Tensor) -> Any:
+        found = getter.__get__(tensor)
+        return found if found is None or threading.get_ident() != thread else _Unhooked(found)
+
+    def saving(hooks: saved_tensors_hooks) -> None:
+        of_torch = type(hooks) is save_on_cpu or type(hooks).__module__.startswith("torch.utils.")  # checkpoint
+        if threading.get_ident() == thread and not of_torch:
+            raise Uncapturable("forward has hooks on what autograd saves, which may change a gradient")
+        enter(hooks)
+
     for name, original in originals.items():
         setattr(Tensor, name, refusing(original))
+    Tensor.grad_fn, saved_tensors_hooks.__enter__ = property(node), saving
     try:
         yield
     finally:
         for name, original in originals.items():
             setattr(Tensor, name, original)
+        del Tensor.grad_fn
+        saved_tensors_hooks.__enter__ = enter
+
+
+class _Unhooked:
+    """A node of autograd that takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self.__node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise Uncapturable(HOOKED)
+        return getattr(self.__node, name)
 
 
 def refuse_module_hooks(module: nn.Module) -> None:
