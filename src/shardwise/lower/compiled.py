@@ -365,7 +365,7 @@ class Compiled:
             if self.training:
                 self._check_learning(found.general, fewer=True)
             self._check_meeting(found)
-            self._decided = [*self._decided[-FORMS:], found]
+            self._decided = [*self._decided[1 - FORMS :], found]
             if len(self._decided) == MANY:
                 warnings.warn(
                     f"model: forward has decided by values of the batch in {MANY} ways beside the first; each is "
