@@ -80,6 +80,19 @@ class ByPosition(Body):
         return self.loss(x, y)
 
 
+class OfDict(Body):
+    """It takes the batch itself, whatever is in it."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        assert type(batch) is dict
+        return self.loss(batch["x"], batch["y"])
+
+
+class OutputOfDict(Body):
+    def forward(self, batch: dict[str, Tensor], double: bool = False) -> Tensor:
+        return self.output(batch["x"]) * (2 if double else 1)
+
+
 class OutputAlone(Body):
     def forward(self, x: Tensor) -> Tensor:
         return self.output(x)
@@ -124,7 +137,7 @@ class Scaled(Body):
 
 
 def square(output: Tensor, batch: Any) -> Tensor:
-    return (output - batch[1]).square().mean()
+    return (output - batch["y" if isinstance(batch, dict) else 1]).square().mean()
 
 
 def text(index: int) -> str:
@@ -198,7 +211,7 @@ def as_it_is(model: Any, batch: Any) -> Tensor:
 
 
 def through_loss(model: Any, batch: Any) -> Tensor:
-    return square(model(batch[0]), batch)
+    return square(model(batch if isinstance(batch, dict) else batch[0]), batch)
 
 
 def nested(index: int) -> Any:
@@ -207,6 +220,8 @@ def nested(index: int) -> Any:
 
 
 KINDS = {
+    "dict": Kind(lambda i: {"x": x_of(i), "y": y_of(i)}, OfDict, as_it_is),
+    "dict and loss": Kind(lambda i: {"x": x_of(i), "y": y_of(i)}, OutputOfDict, through_loss, loss=square),
     "tuple": Kind(lambda i: (x_of(i), y_of(i)), ByPosition, by_position),
     "tuple and loss": Kind(lambda i: (x_of(i), y_of(i)), OutputAlone, through_loss, loss=square),
     "named tuple": Kind(lambda i: Pair(x_of(i), y_of(i)), WholeBatch, as_it_is),
@@ -507,7 +522,7 @@ def test_a_window_of_one_program_has_one_word() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["tuple and loss", "nested", "text that is read", "ragged"])
+@pytest.mark.parametrize("name", ["tuple and loss", "dict", "dict and loss", "nested", "text that is read", "ragged"])
 def test_verify_takes_them(name: str) -> None:
     kind, plan = KINDS[name], PLANS["dp and microbatches"](Plan.of())
     batches = [

@@ -108,9 +108,17 @@ class InForm:
         ]
 
 
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of forward by name; one that does not say them, as of ``torch.jit.trace``, takes any."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except ValueError:
+        return {"fields": inspect.Parameter("fields", inspect.Parameter.VAR_KEYWORD)}
+
+
 def _positional(module: nn.Module) -> tuple[list[str], list[str]]:
     """Return the names of the parameters of forward that go by position: those that it requires, and the others."""
-    known = [one for one in inspect.signature(module.forward).parameters.values() if one.kind in POSITIONAL]
+    known = [one for one in parameters_of(module).values() if one.kind in POSITIONAL]
     required = [one.name for one in known if one.default is one.empty]
     return required, [one.name for one in known if one.default is not one.empty]
 
@@ -120,17 +128,17 @@ def arguments(module: nn.Module, batch: Any, every: bool) -> tuple[tuple[Any, ..
 
     Parts with names go by name where they have all that forward requires; parts of a list or tuple go by position. With
     a loss function (not ``every``) it gets those that it takes by name, and of a tuple as many as it requires. A
-    forward that takes one argument gets the whole batch where that does not fit, and a batch without parts."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    forward that requires one argument, by position, gets the whole batch where that does not fit, if it could take no
+    part by name; and a batch without parts."""
+    parameters = parameters_of(module).values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     parts = parts_of(batch)
     if parts is None:
         return (batch,), {}
     named = not isinstance(batch, list | tuple) or hasattr(batch, "_fields")
+    known, takes_any = {one.name for one in parameters}, any(one.kind is one.VAR_KEYWORD for one in parameters)
     if named and all(name in parts for name in required):
-        known = {one.name for one in parameters}
-        takes = every or any(one.kind is one.VAR_KEYWORD for one in parameters)
-        return (), {str(name): part for name, part in parts.items() if takes or name in known}
+        return (), {str(name): part for name, part in parts.items() if every or takes_any or name in known}
     if not named:
         args = tuple(parts.values())
         least, more = (len(one) for one in _positional(module))
@@ -139,7 +147,8 @@ def arguments(module: nn.Module, batch: Any, every: bool) -> tuple[tuple[Any, ..
             return args[: max(least, 1)], {}
         if every and least <= len(args) <= most:
             return args, {}
-    if len(required) == 1:
+    by_name = named and (takes_any or not known.isdisjoint(parts))
+    if len(required) == 1 and required == _positional(module)[0] and not by_name:
         return (batch,), {}
     found = ", ".join(str(name) for name in parts) if named else f"{len(parts)} parts"
     legal = "the parts that it requires, by name or by position, or a forward that takes the batch alone"

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.in_form import InForm
+from shardwise.capture.in_form import InForm, parameters_of
 from shardwise.core.errors import ConfigError
 from shardwise.graph.sizes import expression
 
@@ -116,7 +116,7 @@ def unlabelled(form: InForm, module: nn.Module) -> InForm:
 
 def _check_optional(module: nn.Module, names: Collection[Any]) -> None:
     """Raise :class:`ConfigError` unless the module can be called without the labels that are among these names."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = parameters_of(module)
     known = parameters.get(LABELS)
     optional = known is None or known.default is not inspect.Parameter.empty
     if LABELS not in names or not optional:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from shardwise.capture.computation import Computation
 from shardwise.capture.ctc import CtcLosses
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.expert_loops import ExpertLoops
-from shardwise.capture.in_form import InForm, UserLoss
+from shardwise.capture.in_form import InForm, UserLoss, arguments
 from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.outputs import Found, Wanted, flatten, is_one_number, no_rows, scalar, unlabelled, without_labels
 from shardwise.capture.reads import Answering
@@ -33,10 +32,11 @@ LossFunction = UserLoss | InForm
 class WithLoss(nn.Module):
     """Run ``module`` and then its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
 
-    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
-    With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.  A
-    :class:`Computation` calls the module itself, and ``forward`` returns all that it does.  Under :class:`InForm` both
-    get the batch in the form that it had before it was fields.
+    Without a loss function the module gets every field, by keyword or as one dict
+    (:func:`~shardwise.capture.in_form.arguments`), and returns the loss or an output with ``.loss``.  With one, it gets
+    the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.  A :class:`Computation` calls
+    the module itself, and ``forward`` returns all that it does.  Under :class:`InForm` both get the batch in the form
+    that it had before it was fields.
     """
 
     captured = False  # whether what runs is captured, and may read no values
@@ -80,9 +80,9 @@ class WithLoss(nn.Module):
         if self.form is not None:
             form = self.form if labels else unlabelled(self.form, self.module)
             return form.call(self.module, form.batch(seen, self.captured, self.fields_in))
-        if not labels:
-            return self.module(**without_labels(self.module, seen))
-        return self.module(**(seen if self.loss is None else _accepted(self.module, seen)))
+        fields = dict(seen) if labels else without_labels(self.module, seen)
+        args, kwargs = arguments(self.module, fields, self.loss is None or not labels)
+        return self.module(*args, **kwargs)
 
     def loss_in(self, output: Any, seen: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of what the module returned."""
@@ -272,14 +272,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         return "a number that is no tensor: nothing can be differentiated"
     return "None" if value is None else f"an object of type {type(value).__name__}"
-
-
-def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(fields)
-    names = {p.name for p in parameters}
-    return {k: v for k, v in fields.items() if k in names}
 
 
 def set_mode(wrapped: Wrapped, training: bool) -> Wrapped:
