@@ -9,11 +9,16 @@ from typing import Any
 from torch import Tensor, uint8
 
 from shardwise.core.structure import objects_of, parts_of, structure_of
+from shardwise.graph.layouts import is_sparse, parts_of_sparse
 from shardwise.graph.torch_private import without_torch_functions
 
 
 def checksum(tensor: Tensor, word: int = 0) -> int:
     """Return the checksum of a tensor's bytes, on from ``word``."""
+    if is_sparse(tensor):
+        for part in parts_of_sparse(tensor):
+            word = checksum(part, word)
+        return word
     with without_torch_functions():
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(uint8)
     return zlib.crc32(raw.numpy().data, word)

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.fields import WHOLE, has_rows
 from shardwise.core.structure import Fields, Structure, flatten
+from shardwise.graph.layouts import check_layout
 
 CONSTANT = (str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device, type)
 """What may be in a graph: of another value another graph is captured."""
@@ -58,6 +59,8 @@ def formed(batch: Any, whole: Collection[str] = ()) -> Mapping[str, Tensor]:
     flat = isinstance(batch, Mapping) and not whole and all(isinstance(name, str) for name in batch)
     if not flat or not all(isinstance(one, Tensor) for one in batch.values()):
         return fields_of(batch, whole=whole)
+    for name, one in batch.items():
+        check_layout("batch", f'"{name}"', one, not has_rows(name))
     sizes = {one.shape[:1] for name, one in batch.items() if has_rows(name)}
     return batch if len(sizes) == 1 and sizes != {()} else fields_of(batch)
 
@@ -98,7 +101,9 @@ class _Made:
             self.without[f"{WHOLE}{name}"] = numbers_of([leaf], self.objects)[0]
 
     def _tensor(self, name: str, leaf: Tensor, rows: int, whole: bool, where: str) -> None:
-        if whole or not leaf.dim():
+        whole = whole or not leaf.dim()
+        check_layout(where, f'"{name}"', leaf, whole)
+        if whole:
             self.kinds[name], self.without[f"{WHOLE}{name}"] = "whole", leaf
             return
         if leaf.shape[0] != rows:
@@ -135,13 +140,18 @@ def _plain_list(part: Any) -> bool:
     return isinstance(part, list | tuple) and not hasattr(part, "_fields")
 
 
+def _length(value: Tensor | np.ndarray) -> int:
+    """Return the size of the first dim, also of a nested tensor, which has no shape."""
+    return value.size(0) if isinstance(value, Tensor) else len(value)
+
+
 def _rows_in(batch: Any, whole: Collection[str], where: str) -> int:
     """Return the number of rows of the first tensor that is not inside a list, or else the length of the first list."""
     if isinstance(batch, str | bytes):
         raise ConfigError.on(where, f"it is {kind_of(batch)}", ROWS)
     _, leaves = flatten(batch, lambda part, name: part is not batch and _plain_list(part))
     found = [one for name, one in leaves.items() if name not in whole]
-    tensors = [one.shape[0] for one in found if isinstance(one, Tensor | np.ndarray) and one.ndim]
+    tensors = [_length(one) for one in found if isinstance(one, Tensor | np.ndarray) and one.ndim]
     lists = [len(one) for one in found if _plain_list(one)]
     if not tensors and not lists:
         kinds = ", ".join(f"{name}: {kind_of(one)}" for name, one in leaves.items()) or "nothing"
@@ -153,7 +163,7 @@ def _is_leaf(part: Any, name: str, rows: int, where: str) -> bool:
     """Whether a container is a leaf: a list of as many objects as there are rows, but for the parts of a batch."""
     if not _plain_list(part) or len(part) != rows or name == "batch":
         return False
-    tensors = [one for one in part if isinstance(one, Tensor) and one.dim() and one.shape[0] == rows]
+    tensors = [one for one in part if isinstance(one, Tensor) and one.dim() and _length(one) == rows]
     nested = all(_plain_list(one) and len(one) == rows for one in part)
     if nested or len(tensors) == rows and len({(one.dtype, one.dim()) for one in tensors}) == 1:
         wrong = f'"{name}" is a list of {rows}, as many as there are rows, of which each part has {rows} too'

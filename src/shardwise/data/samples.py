@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.structure import Fields, Structure, flatten, same
+from shardwise.graph.layouts import check_layout
 
 from .forming import kind_of, numbers_of, tensor_of
 
@@ -122,6 +123,7 @@ class Samples:
 def _tensor(value: object, where: str, objects: dict[int, Any]) -> Tensor:
     """Return what stands for a part of a sample: itself, or the number of an object, a tensor without dims."""
     if isinstance(value, Tensor):
+        check_layout(where, "it", value)
         return value.detach()
     return tensor_of(value, where) if isinstance(value, NUMBERS) else numbers_of([value], objects)[0]
 

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.core.errors import ConfigError
+from shardwise.graph.layouts import check_layout
 
 NESTED = 4  # how deep lists and dicts of an attribute are searched for what cannot be copied
 
@@ -31,7 +31,8 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def refuse_unready(module: nn.Module) -> None:
-    """Raise :class:`ConfigError` for parameters and buffers of which nobody knows the shape, or that are sparse."""
+    """Raise :class:`ConfigError` for parameters and buffers of which nobody knows the shape, or that are sparse,
+    nested or quantized."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             path = name.rpartition(".")[0] or "the model"
@@ -40,11 +41,7 @@ def refuse_unready(module: nn.Module) -> None:
                 f"model: {name} has no shape yet, for {path} is a {kind} that has not run; legal: one forward of the "
                 "model on a batch first, or a module that is given its sizes"
             )
-        if tensor.layout is not torch.strided:
-            raise ConfigError(
-                f"model: {name} is a sparse tensor ({tensor.layout}); legal: a dense one, or buffers of its indices "
-                "and values, of which forward makes the sparse one"
-            )
+        check_layout("model", name, tensor)
 
 
 def _culprit(module: nn.Module, memo: dict[int, Any]) -> tuple[str, Any] | None:

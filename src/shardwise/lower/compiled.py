@@ -45,6 +45,7 @@ from shardwise.core.rates import Rates, SolverObjective, rates
 from shardwise.core.structure import Fields, changed_constant, check_alike, like, structure_of
 from shardwise.core.tensor_options import tensor_axes
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.layouts import check_layout
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower import named_sizes
@@ -131,6 +132,8 @@ class Compiled:
 
     def __post_init__(self) -> None:
         refuse_unready(self.module)
+        for name, value in self.example.items():
+            check_layout("batch", f'field "{name}"', value, not has_rows(name))
         self.loss = InForm.of(self.loss, self.example)
         if self.training:
             named_sizes.check_fields(self.varies, self.example)

@@ -60,7 +60,8 @@ class Boxes:
         """Return the arguments with boxes in place of dataclasses and of lists of text and other objects, one for each
         row: as many as the first tensor has rows."""
         leaves = tree_leaves(self._box((tuple(args), dict(kwargs)), None))
-        sizes = [one.shape[self.dim] for one in leaves if isinstance(one, Tensor) and one.dim() > self.dim]
+        tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_nested]
+        sizes = [one.shape[self.dim] for one in tensors if one.dim() > self.dim]
         found: tuple[tuple[Any, ...], dict[str, Any]]
         found = self._box((tuple(args), dict(kwargs)), sizes[0] if sizes else None)
         return found

@@ -25,6 +25,7 @@ from shardwise.core.layout import rank_rows
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch
+from shardwise.graph.layouts import check_layout
 from shardwise.initial.copies import copied
 from shardwise.lower.compiled import FORMS, MANY, Compiled
 from shardwise.parallel.pipeline import PIPELINE
@@ -203,6 +204,9 @@ class Model(Owner):
                 return self._evaluate(
                     [one._value.get() if isinstance(one, Deferred) else one for one in leaves], spec, names
                 )
+        for one, name in zip(leaves, names, strict=True):
+            if isinstance(one, Tensor) and not isinstance(one, Deferred):
+                check_layout("model(...)", f'"{name}"' if name else "an argument", one, whole=True)
         values = [value_of(one) if isinstance(one, Tensor) else one for one in leaves]
         source = Source(Arguments(names), spec.unflatten(values), self, True, frozen)
         self.open.append(source)

@@ -17,6 +17,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.structure import like, structure_of
 from shardwise.data.checksum import checksum_of
 from shardwise.data.loader import AXES, Batch
+from shardwise.graph.layouts import check_layout
 from shardwise.runtime.communicator import Communicator, host_gather, host_sum
 
 
@@ -28,6 +29,7 @@ def check_fields(batch: Mapping[str, Any]) -> None:
         if not isinstance(value, Tensor) or value.dim() == 0:
             what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
             raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
+        check_layout("batch", f'field "{name}"', value)
     sizes = {name: value.shape[0] for name, value in batch.items() if has_rows(name)}
     if len(set(sizes.values())) != 1:
         raise ConfigError(

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from shardwise.capture.computation import Computation
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fields import WHOLE
+from shardwise.graph.layouts import check_layout
 from shardwise.train.values import Owner, Source, Value
 
 
@@ -252,6 +253,7 @@ class _Plotter:
         dims = [d for d in dict.fromkeys((self.dim, 0)) if tensor.dim() > d and tensor.shape[d] == self.rows]
         number = len(self.fields)
         if dims:
+            check_layout("model(...)", f'"{name}"' if name else "an argument", tensor)
             name = name if name and name not in self.fields else f"input {number}"
             tensor = tensor.movedim(dims[0], 0) if dims[0] else tensor
             self.fields[name] = FieldPart(tensor, (True, dims[0], tensor.dtype, tensor.dim()))

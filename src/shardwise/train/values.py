@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.capture.running import at_line, users_line
 from shardwise.core.errors import ShardwiseError
+from shardwise.graph.layouts import check_layout, is_sparse
 from shardwise.graph.torch_private import version
 
 _numbers = count()  # in the order in which the loop computes
@@ -125,6 +126,7 @@ class Value:
     @staticmethod
     def of(tensor: Tensor, copied: bool) -> Value:
         """Return what the loop brought: its values now."""
+        check_layout("the loop", "a tensor that it gives", tensor, whole=True)
         found = Value(like(tensor))
         found.brought, found.key = tensor, (id(tensor), version(tensor))
         found.known = Plain(tensor.detach().clone() if copied else tensor.detach())
@@ -186,5 +188,7 @@ class Value:
 
 
 def like(tensor: Tensor) -> Tensor:
-    """Return a tensor without values that has the same shape, strides and dtype."""
+    """Return a tensor without values that has the same shape, strides and dtype; a sparse one has no strides."""
+    if is_sparse(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
