@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.train.distribute import distribute
 from shardwise.train.trainer import Trainer
 
 STEPS = 3
@@ -133,3 +136,89 @@ class OnlyByName(Net):
 def test_a_forward_that_could_take_parts_by_name_gets_no_dict(kind: type[Net], more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="batch: it has x, labels.*, and forward requires batch.*; legal: the parts"):
         alone(model_of(kind), {**batch_of(0), **more})
+
+
+class OfMapping(OfDict):
+    def forward(self, batch: Any) -> Tensor:
+        assert type(batch) is UserDict
+        return super().forward(batch)
+
+
+def test_a_mapping_keeps_its_class() -> None:
+    """Also without its labels, and where a later batch is another mapping."""
+    trainer = alone(model_of(OfMapping), UserDict(batch_of(0)))
+    expected = model_of(OfDict)
+    assert float(trainer.evaluate_batch(batch_of(1)).loss) == pytest.approx(expected(batch_of(1)).item(), rel=1e-10)
+    found = trainer.evaluate(iter([UserDict(batch_of(2)), batch_of(2)]), mean_of_output)
+    output = expected.output(batch_of(2)["x"])
+    assert found.metrics["mean_of_output"] == pytest.approx(output.mean().item(), rel=1e-10)
+
+
+def mean_of_output(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.mean(1).sum(), len(output)
+
+
+class Pairs(UserDict[str, Tensor]):
+    def __init__(self, x: Tensor, labels: Tensor) -> None:
+        super().__init__(x=x, labels=labels)
+
+
+def test_a_mapping_that_no_dict_makes_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"batch: no Pairs is made of a dict \(.*'labels'\); legal: dict\(...\) of it"
+    ):
+        alone(model_of(OfDict), Pairs(**batch_of(0)))
+
+
+class Thing:
+    """An object with tensors."""
+
+    def __init__(self, step: int) -> None:
+        self.x, self.labels, self.size = *batch_of(step).values(), 4
+
+
+class OfThing(Net):
+    def forward(self, thing: Thing) -> Tensor:
+        return self.loss(thing.x, thing.labels) * thing.size
+
+
+def test_a_loop_of_objects_has_one_program() -> None:
+    model = model_of(OfThing)
+    ours, optimizer = wrapped(OfThing)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        losses = []
+        for one, by in ((model, plain), (ours, optimizer)):
+            by.zero_grad()
+            loss = one(Thing(step))
+            loss.backward()
+            by.step()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert ours._steps._captures == 0  # beside the first
+
+
+class OfThings(Net):
+    """It reads an object for each row."""
+
+    def forward(self, things: list[Thing], x: Tensor) -> Tensor:
+        weight = torch.tensor([float(one.x.mean()) for one in things], dtype=torch.float64)
+        return (weight[:, None] * self.output(x).square()).mean()
+
+
+def test_objects_of_a_list_are_those_of_its_rows() -> None:
+    """They hold tensors of other sizes than the batch, and each microbatch has its own of them."""
+    things, x = [Thing(step) for step in range(6)], batch_of(8, 6)["x"]
+    model = model_of(OfThings)
+    ours, optimizer = wrapped(OfThings, Plan.of(precision="fp64", microbatches=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the model is one unit
+        loss = ours(things, x)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() == pytest.approx(model(things, x).item(), rel=1e-10)
+
+
+def wrapped(kind: type[Net], plan: Plan = P64) -> tuple[Any, Any]:
+    model = model_of(kind)
+    return distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +51,34 @@ class Record:
     name: str = ""
 
 
+class Thing:
+    """It is no container of anybody's, and a copy of it is all that its class allows."""
+
+    def __init__(self, x: Any, y: Any, name: Any) -> None:
+        self.x, self.y, self.name, self.kind = x, y, name, "thing"
+
+    def both(self) -> tuple[Any, Any]:
+        return self.x, self.y
+
+
+class Stored:
+    """It keeps its tensors elsewhere, beside what no copy may have, and gives and takes them as a dict."""
+
+    def __init__(self, store: dict[str, Any]) -> None:
+        self._store, self._own = store, weakref.ref(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._store)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Stored:
+        return cls(found)
+
+    def both(self) -> tuple[Any, Any]:
+        assert self._own() is self
+        return self._store["x"], self._store["y"]
+
+
 class Body(nn.Module):
     """Two blocks of a shape, so that stages can be cut."""
 
@@ -86,6 +116,18 @@ class OfDict(Body):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         assert type(batch) is dict
         return self.loss(batch["x"], batch["y"])
+
+
+class OfMapping(Body):
+    def forward(self, batch: UserDict[str, Tensor]) -> Tensor:
+        assert type(batch) is UserDict
+        return self.loss(batch["x"], batch["y"])
+
+
+class OfThing(Body):
+    def forward(self, batch: Thing | Stored) -> Tensor:
+        assert isinstance(batch, Stored) or type(batch) is Thing and batch.kind == "thing"
+        return self.loss(*batch.both())
 
 
 class OutputOfDict(Body):
@@ -153,6 +195,12 @@ def stacked(samples: list[Any]) -> Any:
         return torch.tensor(samples)
     if isinstance(first, dict):
         return {name: stacked([one[name] for one in samples]) for name in first}
+    if isinstance(first, UserDict):
+        return UserDict(stacked([dict(one) for one in samples]))
+    if isinstance(first, Thing):
+        return Thing(*(stacked([getattr(one, name) for one in samples]) for name in ("x", "y", "name")))
+    if isinstance(first, Stored):
+        return Stored(stacked([one.to_dict() for one in samples]))
     if isinstance(first, Record):
         return Record(*(stacked([getattr(one, name) for one in samples]) for name in ("image", "target", "name")))
     if isinstance(first, Pair):
@@ -227,6 +275,9 @@ KINDS = {
     "named tuple": Kind(lambda i: Pair(x_of(i), y_of(i)), WholeBatch, as_it_is),
     "named tuple by name": Kind(lambda i: Pair(x_of(i), y_of(i)), ByPosition, by_position),
     "dataclass": Kind(lambda i: Record(x_of(i), {"values": y_of(i)}, text(i)), WholeBatch, as_it_is),
+    "mapping": Kind(lambda i: UserDict(x=x_of(i), y=y_of(i)), OfMapping, as_it_is),
+    "object": Kind(lambda i: Thing(x_of(i), y_of(i), text(i)), OfThing, as_it_is, stacked),
+    "stored": Kind(lambda i: Stored({"x": x_of(i), "y": y_of(i)}), OfThing, as_it_is),
     "nested": Kind(nested, Nested, by_name),
     "text": Kind(lambda i: {"x": x_of(i), "y": y_of(i), "name": text(i)}, Named, by_name),
     "text that is read": Kind(lambda i: {"x": x_of(i), "y": y_of(i), "name": text(i)}, Reading, by_name),
@@ -364,6 +415,9 @@ def test_own_rows_in_any_form() -> None:
 LOOPS: dict[str, Callable[[int], Any]] = {
     "dataclass": lambda step: (WholeBatch, (Record(*pair(step)[:1], {"values": pair(step)[1]}, "a"),), {}),
     "named tuple": lambda step: (WholeBatch, (Pair(*pair(step)),), {}),
+    "mapping": lambda step: (OfMapping, (UserDict(zip("xy", pair(step), strict=True)),), {}),
+    "object": lambda step: (OfThing, (), {"batch": Thing(*pair(step), ["a"] * ROWS)}),
+    "stored": lambda step: (OfThing, (Stored(dict(zip("xy", pair(step), strict=True))),), {}),
     "nested": lambda step: (
         Nested, ({"image": pair(step)[0], "more": {"scale": pair(step)[0][:, 0]}}, [pair(step)[1]] * 2), {}
     ),
@@ -522,7 +576,9 @@ def test_a_window_of_one_program_has_one_word() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["tuple and loss", "dict", "dict and loss", "nested", "text that is read", "ragged"])
+@pytest.mark.parametrize(
+    "name", ["tuple and loss", "dict", "dict and loss", "mapping", "stored", "nested", "text that is read", "ragged"]
+)
 def test_verify_takes_them(name: str) -> None:
     kind, plan = KINDS[name], PLANS["dp and microbatches"](Plan.of())
     batches = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from shardwise.capture.casts import cast_field
 from shardwise.capture.computation import Computation
 from shardwise.core.errors import ConfigError
 from shardwise.core.fields import WHOLE
-from shardwise.core.structure import Fields, Node, Structure, objects_of, parts_of, rebuilt
+from shardwise.core.structure import Fields, Node, Structure, objects_of, opened, parts_of, rebuilt
 
 UserLoss = Callable[[Any, Any], Tensor] | Computation
 """What makes the loss of what the model returned and of the batch, or calls the model too."""
@@ -81,7 +82,10 @@ class InForm:
         if isinstance(tree, str) or name not in tree.keys:
             return self
         pairs = [(key, part) for key, part in zip(tree.keys, tree.parts, strict=True) if key != name]
-        smaller = type(tree)(dict, tuple(key for key, _ in pairs), tuple(part for _, part in pairs))
+        fixed = issubclass(tree.kind, tuple) or is_dataclass(tree.kind)
+        smaller = type(tree)(
+            dict if fixed else tree.kind, tuple(key for key, _ in pairs), tuple(part for _, part in pairs)
+        )
         kinds = {one: kind for one, kind in self.form.kinds.items() if one.partition(".")[0] != name}
         constants = {one: value for one, value in self.form.constants.items() if one in kinds}
         found = InForm(self.loss, Structure(smaller, kinds, constants), self.objects)
@@ -133,6 +137,7 @@ def arguments(module: nn.Module, batch: Any, every: bool) -> tuple[tuple[Any, ..
     parameters = parameters_of(module).values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in VARIABLE]
     parts = parts_of(batch)
+    parts = opened(batch) if parts is None else parts
     if parts is None:
         return (batch,), {}
     named = not isinstance(batch, list | tuple) or hasattr(batch, "_fields")

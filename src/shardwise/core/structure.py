@@ -40,14 +40,38 @@ def parts_of(value: Any) -> dict[Any, Any] | None:
     return None
 
 
+def opened(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of an object of a user's class that holds arrays: what its ``to_dict`` gives, if the class has
+    ``from_dict`` too, and else its attributes; None for any other object."""
+    if isinstance(value, type) or _is_array(value):
+        return None
+    if hasattr(type(value), "to_dict") and hasattr(type(value), "from_dict"):
+        parts = value.to_dict()
+    else:  # what can be called is no batch, but a module or a function
+        parts = {} if callable(value) else getattr(value, "__dict__", {})
+    return dict(parts) if isinstance(parts, Mapping) and _has_array(parts) else None
+
+
+def _has_array(parts: Mapping[Any, Any]) -> bool:
+    return any(_is_array(one) or isinstance(one, dict) and _has_array(one) for one in parts.values())
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is a tensor or an array, by the protocol that all libraries of arrays share."""
+    return hasattr(type(value), "__dlpack__")
+
+
 def flatten(value: Any, is_leaf: Callable[[Any, str], bool]) -> tuple[Tree, dict[str, Any]]:
     """Return the tree of ``value`` and its leaves by name, such as ``target.boxes`` or ``1``.
 
-    ``is_leaf(part, name)`` may say of a container that it is a leaf.  ConfigError where two leaves have one name."""
+    ``is_leaf(part, name)`` may say of a container that it is a leaf.  An object (:func:`opened`) is a container where
+    it is the whole batch.  ConfigError where two leaves have one name."""
     leaves: dict[str, Any] = {}
 
     def walk(part: Any, name: str) -> Tree:
         inner = None if is_leaf(part, name or ONLY) else parts_of(part)
+        if inner is None and part is value:
+            inner = opened(part)
         if inner is not None:
             below = [walk(one, f"{name}.{key}" if name else str(key)) for key, one in inner.items()]
             return Node(type(part), tuple(inner), tuple(below))
@@ -60,16 +84,17 @@ def flatten(value: Any, is_leaf: Callable[[Any, str], bool]) -> tuple[Tree, dict
     return walk(value, ""), leaves
 
 
-def same(one: Tree, other: Tree) -> bool:
+def same(one: Tree, other: Tree, any_mapping: bool = False) -> bool:
     """Whether two trees are the same, but for the order of the keys of mappings; lists are as good as tuples, for
-    torch's collator makes one of the other."""
+    torch's collator makes one of the other, and with ``any_mapping`` mappings of one class as good as of another."""
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     here, there = (dict(zip(node.keys, node.parts, strict=True)) for node in (one, other))
-    ordered = issubclass(one.kind, Mapping) or one.keys == other.keys
-    alike = one.kind is other.kind or {one.kind, other.kind} == {list, tuple}
+    mappings = issubclass(one.kind, Mapping) and issubclass(other.kind, Mapping)
+    ordered = mappings or one.keys == other.keys
+    alike = (mappings and any_mapping) or one.kind is other.kind or {one.kind, other.kind} == {list, tuple}
     return alike and ordered and here.keys() == there.keys() and all(
-        same(part, there[key]) for key, part in here.items()
+        same(part, there[key], any_mapping) for key, part in here.items()
     )  # fmt: skip
 
 
@@ -79,16 +104,27 @@ def rebuilt(tree: Tree, leaves: Mapping[str, Any]) -> Any:
         return leaves[tree]
     parts = [rebuilt(one, leaves) for one in tree.parts]
     if issubclass(tree.kind, Mapping):
-        named = dict(zip(tree.keys, parts, strict=True))
-        return named if tree.kind in (dict, defaultdict) else tree.kind(named)
+        return _mapping(tree.kind, dict(zip(tree.keys, parts, strict=True)))
     if issubclass(tree.kind, tuple) and hasattr(tree.kind, "_fields"):
         return tree.kind(*parts)
     if issubclass(tree.kind, list | tuple):
         return tree.kind(parts)
-    made = object.__new__(tree.kind)  # without __post_init__: this is what it has made
+    if not dataclasses.is_dataclass(tree.kind) and hasattr(tree.kind, "from_dict"):
+        return tree.kind.from_dict(dict(zip(tree.keys, parts, strict=True)))
+    made = tree.kind.__new__(tree.kind)  # without __init__ and __post_init__: this is what they have made
     for name, part in zip(tree.keys, parts, strict=True):
         object.__setattr__(made, name, part)
     return made
+
+
+def _mapping(kind: Any, named: dict[Any, Any]) -> Any:
+    """Return a mapping of a class."""
+    if kind in (dict, defaultdict):
+        return named
+    try:
+        return kind(named)
+    except TypeError as error:
+        raise ConfigError.on("batch", f"no {kind.__name__} is made of a dict ({error})", "dict(...) of it") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +188,11 @@ def objects_of(fields: Mapping[str, Any]) -> Mapping[int, Any]:
     return fields.objects if isinstance(fields, Fields) else {}
 
 
-def check_alike(fields: Mapping[str, Any], first: Mapping[str, Any], where: str, what: str = "the first batch") -> None:
+def check_alike(fields: Mapping[str, Any], first: Mapping[str, Any], where: str, example: bool = False) -> None:
     """Raise :class:`ConfigError` unless a batch has the form of the first one, and fields of the same dtypes and
-    numbers of dims: it names the part, what it is and what it was."""
+    numbers of dims: it names the part, what it is and what it was.  If the first is the ``example``, any mapping may
+    stand for one of its: forward gets those of the example."""
+    what = "the example" if example else "the first batch"
     here, there = structure_of(fields), structure_of(first)
     if here is None or there is None:
         return
@@ -162,7 +200,7 @@ def check_alike(fields: Mapping[str, Any], first: Mapping[str, Any], where: str,
         now, before = _described(name, fields, here), _described(name, first, there)
         if now != before:
             raise ConfigError.on(where, f'"{name}" is {now}', f"{before}, as in {what}")
-    if not same(here.tree, there.tree):
+    if not same(here.tree, there.tree, any_mapping=example):
         raise ConfigError.on(where, "its containers are of other types", f"those of {what}")
 
 

@@ -26,7 +26,7 @@ def fields_of(batch: Any, rows: int | None = None, whole: Collection[str] = (), 
 
     Args:
         batch: containers (:func:`~shardwise.core.structure.parts_of`) of tensors, numpy arrays, numbers, lists of
-            something for each row, text and other objects.
+            something for each row, text and other objects; or an object (:func:`~shardwise.core.structure.opened`).
         rows: the number of rows, where it is known; by default that of the first tensor.
         whole: the names of tensors that have no rows.
         where: what to call the batch in errors.
@@ -56,7 +56,7 @@ def fields_of(batch: Any, rows: int | None = None, whole: Collection[str] = (), 
 def formed(batch: Any, whole: Collection[str] = ()) -> Mapping[str, Tensor]:
     """Return the fields of a batch, which are the batch itself if it is a dict of tensors with as many rows each; of
     those of a loop under ``distribute`` names say which have none."""
-    flat = isinstance(batch, Mapping) and not whole and all(isinstance(name, str) for name in batch)
+    flat = type(batch) in (dict, Fields) and not whole and all(isinstance(name, str) for name in batch)
     if not flat or not all(isinstance(one, Tensor) for one in batch.values()):
         return fields_of(batch, whole=whole)
     for name, one in batch.items():

@@ -457,7 +457,7 @@ class Compiled:
         form = structure_of(fields)
         if form is None or not isinstance(self.loss, InForm) or form.key == self.loss.form.key:
             return self
-        check_alike(fields, self.example, "batch", "the example")
+        check_alike(fields, self.example, "batch", example=True)
         with self._lock:
             if form.key not in self._constants:
                 if len(self._constants) + 1 >= MOST_CONSTANTS:

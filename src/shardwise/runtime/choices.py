@@ -119,7 +119,7 @@ class Choices:
     def check(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled) -> None:
         """Raise :class:`ConfigError` where ``fields`` are not this rank's part of a batch of ``rows`` rows."""
         expected = compiled.example
-        check_alike(fields, expected, "batch", "the example")
+        check_alike(fields, expected, "batch", example=True)
         compiled.check_constants(fields)
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")

@@ -1,5 +1,5 @@
-"""Arguments of a user's model that are more than tensors in containers of torch's: dataclasses, and lists that have
-something for each row, of which each rank takes its own."""
+"""Arguments of a user's model that are more than tensors in containers of torch's: dataclasses, mappings, objects that
+hold tensors, and lists that have something for each row, of which each rank takes its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.in_form import Unread
-from shardwise.core.structure import Node, parts_of, rebuilt
+from shardwise.core.structure import Node, opened, parts_of, rebuilt
 from shardwise.data.checksum import checksum_of_object
 
 
 class Boxed(NamedTuple):
-    """A container that stands for another: an object of the dataclass ``kind`` with these parts by name, or, where that
-    is :class:`Held`, a list whose objects have the numbers ``parts``."""
+    """A container that stands for another: an object of the class ``kind`` with these parts by name, or, where that is
+    :class:`Held`, a list whose objects have the numbers ``parts``."""
 
     kind: Any
     parts: Any
@@ -57,23 +57,31 @@ class Boxes:
         self._numbers, self._first = count(1), Held([])
 
     def boxed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with boxes in place of dataclasses and of lists of text and other objects, one for each
-        row: as many as the first tensor has rows."""
-        leaves = tree_leaves(self._box((tuple(args), dict(kwargs)), None))
+        """Return the arguments with boxes in place of what torch does not walk into, and of lists of text and other
+        objects, one for each row: as many as the first tensor has rows."""
+        leaves = tree_leaves(self._boxed(args, kwargs, None))
         tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_nested]
         sizes = [one.shape[self.dim] for one in tensors if one.dim() > self.dim]
-        found: tuple[tuple[Any, ...], dict[str, Any]]
-        found = self._box((tuple(args), dict(kwargs)), sizes[0] if sizes else None)
-        return found
+        return self._boxed(args, kwargs, sizes[0] if sizes else None)
 
-    def _box(self, value: Any, rows: int | None) -> Any:
+    def _boxed(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._box(one, rows) for one in args), {name: self._box(one, rows) for name, one in kwargs.items()}
+
+    def _box(self, value: Any, rows: int | None, listed: bool = False) -> Any:
         parts = _parts(value)
+        if parts is None and not listed:  # of a list, each row may have an object
+            parts = _unknown(value)
+            if parts is not None:
+                return Boxed(type(value), {name: self._box(part, rows) for name, part in parts.items()})
         if parts is None:
             return value
         if rows and type(value) in (list, tuple) and len(value) == rows and not any(map(_is_number, value)):
             return Boxed(*self._numbered(value))
         names, node = _node(value, parts)
-        found = {name: self._box(part, rows) for name, part in zip(names, parts.values(), strict=True)}
+        listed = listed or type(value) in (list, tuple)
+        found = {name: self._box(part, rows, listed) for name, part in zip(names, parts.values(), strict=True)}
         if hasattr(type(value), "__dataclass_fields__"):
             return Boxed(type(value), dict(zip(parts, found.values(), strict=True)))
         return rebuilt(node, found)
@@ -108,6 +116,14 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     named = isinstance(value, tuple) and hasattr(value, "_fields")
     dataclass = hasattr(type(value), "__dataclass_fields__") and not isinstance(value, Mapping)
     return parts_of(value) if named or dataclass or type(value) in (list, tuple, dict) else None
+
+
+def _unknown(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a mapping or an object with tensors that torch would not walk into; None for others."""
+    leaves = tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return None
+    return dict(value) if isinstance(value, Mapping) else opened(value)
 
 
 def _node(value: Any, parts: Mapping[Any, Any]) -> tuple[tuple[str, ...], Node]:
