@@ -6,6 +6,7 @@ import warnings
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -217,6 +218,43 @@ def test_objects_of_a_list_are_those_of_its_rows() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() == pytest.approx(model(things, x).item(), rel=1e-10)
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor, labels: Tensor, scale: Any = 1.0) -> Tensor:
+        return self.loss(x, labels) * scale
+
+
+def arrays(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: one.numpy() if isinstance(one, Tensor) else one for name, one in batch.items()}
+
+
+@pytest.mark.parametrize("more", [{}, {"scale": 2.0}, {"scale": np.float64(2.0)}, {"scale": np.array(2.0)}])
+@pytest.mark.parametrize("first", [0, 1])
+def test_arrays_and_numbers_are_tensors(first: int, more: dict[str, Any]) -> None:
+    """As the example and in steps, in turn with tensors, and in evaluations."""
+    ways = [arrays, dict][first:] + [arrays, dict][:first]
+    model, losses = model_of(Scaled), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch_of(step), scale=float(more.get("scale", 1.0)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trainer = alone(model_of(Scaled), ways[0]({**batch_of(0), **more}))
+    found = [float(trainer.step(ways[step % 2]({**batch_of(step), **more})).loss) for step in range(STEPS)]
+    assert found == pytest.approx(losses, rel=1e-10, abs=1e-10)
+    after = model(**batch_of(9), scale=float(more.get("scale", 1.0))).item()
+    assert trainer.evaluate(iter([ways[1]({**batch_of(9), **more})])).loss == pytest.approx(after, rel=1e-10)
+
+
+def test_an_array_that_is_no_tensor_is_named() -> None:
+    trainer = alone(model_of(Scaled), arrays(batch_of(0)))
+    with pytest.raises(ConfigError, match='batch: field "x" is no tensor'):
+        trainer.step({**batch_of(0), "x": np.array(["a"] * 4)})
+    with pytest.raises(ConfigError, match='batch: "x" is no tensor'):
+        alone(model_of(Scaled), {**batch_of(0), "x": np.array(["a"] * 4)})
 
 
 def wrapped(kind: type[Net], plan: Plan = P64) -> tuple[Any, Any]:

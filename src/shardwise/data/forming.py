@@ -65,6 +65,16 @@ def formed(batch: Any, whole: Collection[str] = ()) -> Mapping[str, Tensor]:
     return batch if len(sizes) == 1 and sizes != {()} else fields_of(batch)
 
 
+def with_tensors(batch: Any) -> Any:
+    """Return a batch with tensors in place of the numpy arrays of a mapping."""
+    if not isinstance(batch, Mapping) or not any(isinstance(one, np.ndarray) for one in batch.values()):
+        return batch
+    return {
+        name: tensor_of(one, f'batch: field "{name}"') if isinstance(one, np.ndarray) else one
+        for name, one in batch.items()
+    }
+
+
 class _Made:
     """What the leaves of a batch become."""
 

@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.local_options import ISLANDS
 from shardwise.core.structure import like
 from shardwise.core.tensor_options import NON_TENSOR_AXES
-from shardwise.data.forming import formed
+from shardwise.data.forming import formed, with_tensors
 from shardwise.data.loader import Batch
 from shardwise.data.stream_loader import part_of
 from shardwise.graph.torch_private import version
@@ -217,6 +217,6 @@ def _fields(engine: Engine, whole: Any) -> Mapping[str, Tensor]:
     """Return the fields of a whole batch; a model that trains on dicts of tensors is evaluated on such ones."""
     if isinstance(engine.compiled.loss, InForm):
         return formed(whole)
-    _rows_of(whole)
-    fields: Mapping[str, Tensor] = whole
+    fields: Mapping[str, Tensor] = with_tensors(whole)
+    _rows_of(fields)
     return fields

@@ -23,7 +23,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.forming import fields_of, formed
+from shardwise.data.forming import fields_of, formed, with_tensors
 from shardwise.data.loader import Batch
 from shardwise.data.samples import Samples
 from shardwise.data.stream_loader import AnyLoader, open_loader, open_pass
@@ -320,7 +320,7 @@ class Trainer:
         if not isinstance(given, Mapping):
             legal = "a batch of trainer.loader(...), or one like the example, a dict of tensors: this rank's rows"
             raise ShardwiseError(f"Trainer.{use}(...) of a {type(given).__name__}; legal: {legal}")
-        return self._own_rows.batch(given, use)
+        return self._own_rows.batch(with_tensors(given), use)
 
     def evaluate(
         self, data: Any, metrics: Any = (), *, batch_size: int | None = None, batches: int | None = None
