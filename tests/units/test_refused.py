@@ -108,19 +108,3 @@ def test_random_numbers_that_nobody_could_draw_again(name: str) -> None:
     with pytest.raises(ShardwiseError, match="draws random numbers|random call|generator") as error:
         trace(Model(DRAWS[name]), BATCH)
     assert "legal" in str(error.value)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=dropout, batch_first=True)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.lstm(x[:, None])[0].square().mean()
-
-
-@pytest.mark.slow
-def test_dropout_between_the_layers_of_an_lstm() -> None:
-    assert trace(Recurrent(0.0), BATCH).opaque is None
-    with pytest.raises(ShardwiseError, match="draws random numbers"):
-        trace(Recurrent(0.5), BATCH)

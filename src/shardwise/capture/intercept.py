@@ -1,7 +1,8 @@
 """See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
 
 A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls
-in turn would go unseen.  :class:`Intercept` runs the body of such a function with the mode on.
+in turn would go unseen.  :class:`Intercept` runs the body of such a function with the mode on; recurrent networks that
+drop elements between their layers have one in :mod:`shardwise.capture.recurrent`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from types import FunctionType
 from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
+
+from shardwise.capture import recurrent
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
@@ -45,6 +48,9 @@ class Intercept(TorchFunctionMode):
         return self._call(func, args, dict(kwargs or {}))
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in recurrent.FUNCTIONS and (by_layers := recurrent.dropped_between(func, args, kwargs)) is not None:
+            with self:
+                return by_layers()
         if not isinstance(func, FunctionType) or func.__module__ not in _OPENED or func.__closure__:
             return func(
                 *args, **kwargs
