@@ -240,6 +240,11 @@ RANDOM: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "uniform_": ((3, 4), lambda x: x * torch.empty_like(x).uniform_(-1, 2)),
     "normal_": ((3, 4), lambda x: x * torch.empty_like(x).normal_(1, 2)),
     "exponential_": ((3, 4), lambda x: x * torch.empty_like(x).exponential_(2.5)),
+    "geometric_": ((3, 4), lambda x: x * torch.empty_like(x).geometric_(0.3)),
+    "log_normal_": ((3, 4), lambda x: x * torch.empty_like(x).log_normal_(0.2, 0.3)),
+    "cauchy_": ((3, 4), lambda x: x * torch.empty_like(x).cauchy_(0.5, 2.0).atan()),
+    "rrelu": ((3, 4), lambda x: F.rrelu(x - 2, 0.1, 0.7, training=True)),
+    "rrelu_": ((3, 4), lambda x: F.rrelu(x - 2, training=True, inplace=True)),
     "gumbel_softmax": ((3, 4), lambda x: x * F.gumbel_softmax(x, 0.5)),
     "rand": ((3, 4), lambda x: x * torch.rand(x.shape)),
     "rand sizes": ((3, 4), lambda x: x * torch.rand(x.shape[0], 3, 4, device=x.device)),
@@ -382,9 +387,11 @@ def test_attention_spelled_out_equals_torchs() -> None:
     [
         ("poisson", lambda x: x * torch.poisson(x.detach().sigmoid())),
         ("randperm", lambda x: x[torch.randperm(x.shape[0])]),
-        ("cauchy", lambda x: x * torch.empty_like(x).cauchy_()),
+        ("binomial", lambda x: x * torch.binomial(torch.full_like(x, 5), x.detach().sigmoid())),
+        ("gamma", lambda x: x * torch.distributions.Gamma(torch.full_like(x, 2), 1.0).sample()),
+        ("dirichlet", lambda x: x * torch.distributions.Beta(torch.full_like(x, 2), 1.0).sample()),
+        ("trunc_normal_", lambda x: x * nn.init.trunc_normal_(torch.empty_like(x))),
         ("normal_", lambda x: x * nn.init.normal_(torch.empty_like(x))),
-        ("rrelu", lambda x: F.rrelu(x, training=True)),
     ],
 )
 def test_what_cannot_be_keyed_is_refused_by_name(name: str, function: Callable[[Tensor], Tensor]) -> None:

@@ -84,6 +84,13 @@ def _once(x: Tensor, keep: Tensor) -> Tensor:
     return x[:, torch.randperm(LENGTH)[:2]].sum(1) + x[:, torch.multinomial(torch.ones(LENGTH), 2)].mean(1)
 
 
+def _of_other_distributions(x: Tensor, keep: Tensor) -> Tensor:
+    x = F.rrelu(x, training=True) + F.rrelu(x.clone(), 0.2, 0.9, training=True, inplace=True)
+    far = torch.empty_like(x).cauchy_(0.5, 2.0).atan() + torch.empty_like(x).log_normal_(0.1, 0.4)
+    often = torch.zeros(len(x), 1, WIDTH, dtype=torch.int64).geometric_(0.3)
+    return (x * far / often + torch.empty_like(x).exponential_(0.7)).mean(1)
+
+
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "parts": _parts,
     "pairs": _pairs,
@@ -94,6 +101,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "as many as there are": _as_many_as_there_are,
     "batched": _batched,
     "once": _once,
+    "of other distributions": _of_other_distributions,
 }
 
 

@@ -1,8 +1,8 @@
 """See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
 
 A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls
-in turn would go unseen.  :class:`Intercept` runs the body of such a function with the mode on; recurrent networks that
-drop elements between their layers have one in :mod:`shardwise.capture.recurrent`.
+in turn would go unseen.  :class:`Intercept` runs the body of such a function with the mode on.  Some random functions
+have a body in :mod:`shardwise.capture.composed`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
 
-from shardwise.capture import recurrent
+from shardwise.capture.composed import composed, refuse_redrawn
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
@@ -45,12 +45,13 @@ class Intercept(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        refuse_redrawn(func)
         return self._call(func, args, dict(kwargs or {}))
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func in recurrent.FUNCTIONS and (by_layers := recurrent.dropped_between(func, args, kwargs)) is not None:
+        if (others := composed(func, args, kwargs)) is not None:
             with self:
-                return by_layers()
+                return others()
         if not isinstance(func, FunctionType) or func.__module__ not in _OPENED or func.__closure__:
             return func(
                 *args, **kwargs
