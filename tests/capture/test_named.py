@@ -70,7 +70,7 @@ def functions(one: nn.Module) -> dict[str, Any]:
 
 
 def part(function: FunctionType, taken: tuple[str, ...] = ("h",)) -> FunctionType:
-    return part_with(function, (("body", 0),), 0, 0, taken, True, True)
+    return part_with(function, (("body", 0),), 0, 0, taken, True, True, ())
 
 
 @pytest.mark.parametrize("what", functions(model()))
@@ -100,6 +100,15 @@ def test_a_name_brings_no_code(taken: str) -> None:
     one = model()
     name = name_of(part(functions(one)["a method"]), one)
     name["part"]["taken"] = ["h", taken]
+    with pytest.raises(NotNamed):
+        named(name, one)
+
+
+@pytest.mark.parametrize("written", ["x", "self.h", "h; h", ""])
+def test_a_name_writes_to_nothing_else(written: str) -> None:
+    one = model()
+    name = name_of(part(functions(one)["a method"]), one)
+    name["part"].update(taken=["h", "self.h"], written=[written])
     with pytest.raises(NotNamed):
         named(name, one)
 

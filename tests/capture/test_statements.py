@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.capture.parts import Part, part_of, parts, with_parts
 from shardwise.capture.redirected import redirected
+from shardwise.capture.statements import written_by
 
 SHIFT = 3
 
@@ -235,6 +238,23 @@ def test_several_parts_of_a_function_at_once() -> None:
         assert branches(2, 1) == expected
     assert [one.__qualname__ for one in called][0] == outer.__qualname__ and inner not in called
     assert len(with_parts((inner, outer, loop, straight))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a *= 2", "a"), ("a[0][1] = b", "a"), ("a[0] += b[1]", "a"), ("a.mul_(2).add_(b)", "a"),
+        ("a[1:].zero_()", "a"),
+        ("if a > 0: b -= a\nelse: a /= b", "a b"), ("while a: a += 1", "a"), ("with c: a += 1", "a"),
+        ("a = b; a *= 2", ""), ("a *= 2; a = a + 1", ""), ("for a in b: a *= 2", ""), ("[a for a in b]; a *= 2", ""),
+        ("with c as a: a *= 2", ""), ("a.x *= 2", ""), ("a.data[0] = 1", ""), ("number += 1", ""), ("other *= 2", ""),
+        ("a.unsqueeze_(0)", ""), ("a.__init__()", ""), ("a.mul(2)", ""), ("b = a * 2", ""), ("f(a)[0] = 1", ""),
+        ("try: a += 1\nexcept E as b: b += 1", "a"), ("lambda a: 1; a *= 2", ""),
+    ],
+)  # fmt: skip
+def test_names_to_which_statements_write_in_place(text: str, names: str) -> None:
+    known = {"a": torch.ones(2), "b": torch.ones(2), "number": 1}
+    assert " ".join(written_by(ast.parse(text).body, known)) == names
 
 
 def generating(a: int, b: int) -> Any:

@@ -274,15 +274,26 @@ class Parted(nn.Module):
         )
 
 
+class Writing(Parted):
+    """The same, in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, two = self.head(x.mean(1)), self.other(x.mean(1))
+        if one.norm() > two.norm():
+            one *= 2
+        return F.cross_entropy(self.last(one) * (1 + highest(two.detach(), 2.0)[:, None]), y)
+
+
 def names_in(captured: Captured) -> list[str]:
     return [one.form() for one in captured.functions]
 
 
-def test_what_is_captured_around_parts_is_kept(folder: Path, exported: list[str]) -> None:
-    first = capture(Parted(), batch())
+@pytest.mark.parametrize("model", [Parted, Writing])
+def test_what_is_captured_around_parts_is_kept(folder: Path, exported: list[str], model: type[nn.Module]) -> None:
+    first = capture(model(), batch())
     before = len(exported)
     assert len(first.functions) == 2
-    second = capture(Parted(), batch())
+    second = capture(model(), batch())
     assert len(exported) == before
     assert texts(second) == texts(first)
     assert names_in(second) == names_in(first)
@@ -361,7 +372,8 @@ def test_other_arguments_of_a_part_are_seen(
 
 
 LARGER = {
-    "path": [["body", 0]], "first": 0, "last": 2, "taken": ["self", "x"], "innermost": True, "tested": False
+    "path": [["body", 0]], "first": 0, "last": 2, "taken": ["self", "x"], "innermost": True, "tested": False,
+    "written": [],
 }  # fmt: skip
 """A part of other statements, as if they had stood there once."""
 

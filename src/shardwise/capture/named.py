@@ -32,7 +32,7 @@ def name_of(function: FunctionType, model: nn.Module) -> dict[str, Any]:
         raise NotNamed(whole.__qualname__)
     if part is not None:
         place = {"path": part.path, "first": part.first, "last": part.last, "taken": part.taken}
-        name["part"] = {**place, "innermost": part.innermost, "tested": part.tested}
+        name["part"] = {**place, "innermost": part.innermost, "tested": part.tested, "written": part.written}
     return name
 
 
@@ -47,7 +47,10 @@ def named(name: Mapping[str, Any], model: nn.Module) -> FunctionType:
         raise NotNamed(f"the names {taken}")
     path = tuple((str(block), int(at)) for block, at in part["path"])
     first, last, innermost, tested = part["first"], part["last"], bool(part["innermost"]), bool(part["tested"])
-    return part_with(whole, path, int(first), int(last), taken, innermost, tested)
+    written = tuple(map(str, part["written"]))
+    if not all(one in taken and one.isidentifier() for one in written):
+        raise NotNamed(f"the names {written}")
+    return part_with(whole, path, int(first), int(last), taken, innermost, tested, written)
 
 
 def _whole(name: Mapping[str, Any], model: nn.Module) -> FunctionType:

@@ -6,6 +6,8 @@ which returns those that they set; the function that had them calls it in their 
 smallest part comes first: the statement that read, then with those that follow it, then the statement around them.
 Where a statement decides by one test, which reads nothing itself, that is computed before the part, which is given it:
 so the test stays in the graph, and all that the part decides by is an argument.
+Where statements write to a tensor in place, their part writes to a copy, and the function writes that to the tensor: so
+the write is in the graph, and all that has memory of the tensor sees it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from shardwise.capture.statements import (
     DEFINES,
@@ -37,11 +41,13 @@ from shardwise.capture.statements import (
     names_set,
     private,
     taken_by,
+    written_by,
 )
 
 UNBOUND = "<unbound>"
 """It stands for a name that has no value."""
 ATTRIBUTE = "<attribute>"  # stands for what reads one
+COPY, WRITE = "<copy>", "<write>"  # stand for what copies a tensor, and what writes to one
 FOLLOWING = 3  # the most statements after one that are put into its part
 _PART = "part"
 _FRAME = {"locals", "vars", "eval", "exec", "dir"}  # they see all names of the function that calls them
@@ -53,7 +59,8 @@ class Part(NamedTuple):
     names and attributes that they use, ``given`` the names that they set and are used elsewhere.  With ``ends`` they
     are the last ones of the function, and return what it returns.  The ``innermost`` function is the one that reads
     values; others call it.  ``tested`` says that the part is given the test by which its first statement decides, and
-    ``alone`` that it compares nothing else, and has no other branch."""
+    ``alone`` that it compares nothing else, and has no other branch.  The names ``written`` are of tensors to which the
+    statements write in place, and are among those ``given``."""
 
     function: FunctionType
     path: tuple[tuple[str, int], ...]
@@ -65,6 +72,7 @@ class Part(NamedTuple):
     innermost: bool
     tested: bool = False
     alone: bool = False
+    written: tuple[str, ...] = ()
 
     def block(self, tree: ast.FunctionDef) -> list[ast.stmt]:
         """Return the block of statements in a tree of the function's code."""
@@ -115,37 +123,46 @@ def parts(function: FunctionType, frame: FrameType, line: int, innermost: bool =
                 break
             if any(isinstance(node, DEFINES) for one in statements for node in ast.walk(one)):
                 break  # a function inside would see the names of the part
-            if names_set(statements) & closed(tree):
+            written = () if ends else written_by(statements, frame.f_locals)
+            if names_set(statements).union(written) & closed(tree):
                 break  # and one outside those of the whole
             if changes_objects(statements, frame.f_locals):
                 break  # a branch that is seen later may do so, of which nothing would be left
-            given = () if ends else given_by(function, tree, path, statements)
+            given = () if ends else _given(function, tree, path, statements, written)
             for tested in (True, False):
                 own = copy.deepcopy(statements)
                 if not tested or hoisted(own[0]) is not None:
                     taken, alone = tuple(taken_by(function, own, given, frame.f_locals)), tested and not decides(own)
-                    yield _made(Part(function, path, at, last, taken, given, ends, innermost, tested, alone), tree)
+                    part = Part(function, path, at, last, taken, given, ends, innermost, tested, alone, written)
+                    yield _made(part, tree)
             if ends:
                 break
 
 
 def part_with(
     function: FunctionType, path: tuple[tuple[str, int], ...], first: int, last: int, taken: tuple[str, ...],
-    innermost: bool, tested: bool,
+    innermost: bool, tested: bool, written: tuple[str, ...],
 ) -> FunctionType:  # fmt: skip
     """Return again the part of a function that :func:`parts` yielded with these fields; raise :class:`LookupError`
     where its code has no such statements."""
     tree = _tree(function.__code__)
     if tree is None:
         raise LookupError(f"{function.__qualname__} has no source")
-    part = Part(function, path, first, last, taken, (), False, innermost, tested)
+    part = Part(function, path, first, last, taken, (), False, innermost, tested, written=written)
     statements = part.block(tree)[first : last + 1]
     own = copy.deepcopy(statements)
     if tested and hoisted(own[0]) is None:
         raise LookupError(f"{function.__qualname__} does not decide by one test there")
     ends, alone = _ends(statements), tested and not decides(own)
-    given = () if ends else given_by(function, tree, path, statements)
+    given = () if ends else _given(function, tree, path, statements, written)
     return _made(part._replace(given=given, ends=ends, alone=alone), tree)
+
+
+def _given(
+    function: FunctionType, tree: ast.FunctionDef, path: tuple[tuple[str, int], ...], statements: list[ast.stmt],
+    written: Iterable[str],
+) -> tuple[str, ...]:  # fmt: skip
+    return tuple(sorted({*given_by(function, tree, path, statements), *written}))
 
 
 def _ends(statements: Iterable[ast.stmt]) -> bool:
@@ -191,14 +208,15 @@ def _made(part: Part, tree: ast.FunctionDef) -> FunctionType:
         hoisted(body[0])
     body = [renamed.visit(one) for one in body]
     names = [TEST] * part.tested + [name_for(one) for one in part.taken]
-    start = [_parsed(f"if {name} is {UNBOUND!r}: del {name}", body[0]) for name in names]
+    copies = {name: f"\nelse: {name} = {COPY!r}({name})" for name in part.written}
+    start = [_parsed(f"if {name} is {UNBOUND!r}: del {name}{copies.get(name, '')}", body[0]) for name in names]
     given = ", ".join(_get(name) for name in part.given)
     end = [] if part.ends else [_parsed(f"return ({given}{',' * bool(part.given)})", body[-1])]
     code = _compiled(function, f"def {function.__name__}_part({', '.join(names)}): pass", [*start, *body, *end])
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     first, last = part.lines(tree)
     where = f"line {first}" if first == last else f"lines {first} to {last}"
-    code = code.replace(co_qualname=f"{function.__qualname__} ({where})")
+    code = _filled(code, {COPY: _copy}).replace(co_qualname=f"{function.__qualname__} ({where})")
     found = FunctionType(
         code, function.__globals__, code.co_name, None, tuple(cells[name] for name in code.co_freevars)
     )  # fmt: skip
@@ -225,26 +243,44 @@ def _calling(function: FunctionType, made: Mapping[Part, FunctionType]) -> CodeT
         if not any(i != j and p.within(q) and (i < j or not q.within(p)) for j, q in enumerate(every))
     ]  # fmt: skip
     blocks = [(part.block(tree), part) for part in outer]
-    constants: dict[str, Any] = {ATTRIBUTE: _attribute}
+    constants: dict[str, Any] = {ATTRIBUTE: _attribute, WRITE: _write}
     for block, part in sorted(blocks, key=lambda one: -one[1].first):
         key = f"<part {len(constants)}>"
         constants[key] = made[part]
-        given = ", ".join(part.given)
+        given = ", ".join(_new(name) if name in part.written else name for name in part.given)
         test = hoisted(copy.deepcopy(block[part.first])) if part.tested else None
         arguments = [*([] if test is None else [ast.unparse(test)]), *map(_get, part.taken)]
         text = f"{key!r}({', '.join(arguments)})"
         text = f"return {text}" if part.ends else f"({given},) = {text}" if part.given else text
         calls = [_parsed(one, block[part.first]) for one in (
-            text, *(f"if {name} is {UNBOUND!r}: del {name}" for name in part.given)
+            text, *(f"{name} = {WRITE!r}({_get(name)}, {_new(name)})" for name in part.written),
+            *(f"if {name} is {UNBOUND!r}: del {name}" for name in part.given),
         )]  # fmt: skip
         block[part.first : part.last + 1] = calls
     code = _compiled(function, None, tree.body, tree)
-    code = code.replace(co_consts=tuple(
-        constants.get(one, one) if isinstance(one, str) else one for one in code.co_consts
-    ))  # fmt: skip
+    code = _filled(code, constants)
     if code.co_freevars != function.__code__.co_freevars:
         raise AssertionError(f"{function.__qualname__} with its parts closes over other names")
     return code.replace(co_qualname=function.__code__.co_qualname)
+
+
+def _filled(code: CodeType, constants: Mapping[str, Any]) -> CodeType:
+    """Return code with objects in place of the texts that stand for them."""
+    filled = (constants.get(one, one) if isinstance(one, str) else one for one in code.co_consts)
+    return code.replace(co_consts=tuple(filled))
+
+
+def _new(name: str) -> str:
+    """Return the name of what a part has made of a tensor to which it writes."""
+    return f"_shardwise_new_{name}"
+
+
+def _copy(one: Any) -> Any:
+    return one.clone() if isinstance(one, Tensor) else one
+
+
+def _write(one: Any, new: Any) -> Any:
+    return one.copy_(new) if isinstance(one, Tensor) else new
 
 
 def _get(taken: str) -> str:

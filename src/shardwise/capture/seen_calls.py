@@ -7,6 +7,7 @@ has to be as good.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from shardwise.capture.assumed import BRANCHES, NUMBERS, SINGLE, Noting
 from shardwise.capture.functions import PLAIN
 from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.keyed_calls import RefuseRandom
-from shardwise.capture.parts import part_of
+from shardwise.capture.parts import Part, part_of
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
 from shardwise.capture.state import generators
 from shardwise.core.errors import ConfigError
@@ -214,6 +215,8 @@ def seen_call(
         if not isinstance(one, (Tensor, *PLAIN)):
             raise NotEager(function, f"returns an object of {type(one).__name__}, which no graph can hold")
     if part is not None:
+        if part.written and (call.shares or _shared(part, args)):
+            raise NotEager(function, "writes to a tensor whose memory it uses in another way, too")
         if not found:
             raise NotEager(function, "sets nothing")
         if not part.ends and not all(isinstance(one, Tensor) for one in found):
@@ -229,6 +232,19 @@ def seen_call(
     gradients = torch.is_grad_enabled()
     seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, gradients, call.shares, by_test)
     return seen, result
+
+
+def _shared(part: Part, args: Sequence[Any]) -> bool:
+    """Whether a tensor to which a part writes has memory of something else that the part is given."""
+    memory = Counter(storage_key(one) for one in _tensors(args))
+    own = dict(zip(part.taken, args[part.tested :], strict=True))
+    return any(memory[storage_key(one)] > 1 for name in part.written if isinstance(one := own[name], Tensor))
+
+
+def _tensors(objects: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among objects, and those of modules among them."""
+    leaves = tree_leaves(objects)
+    return [*(one for one in leaves if isinstance(one, Tensor)), *tensors_of(leaves)]
 
 
 class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]

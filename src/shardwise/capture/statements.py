@@ -97,6 +97,12 @@ def names_set(statements: Sequence[ast.AST], inner: bool = True) -> set[str]:
         every = [node for one in statements for node in ast.walk(one)]
         own = {id(name) for node in every if isinstance(node, ast.comprehension) for name in ast.walk(node.target)}
         found = names_in([node for node in every if isinstance(node, ast.Name) and id(node) not in own], ast.Store)
+    return found | _bound(statements)
+
+
+def _bound(statements: Iterable[ast.AST]) -> set[str]:
+    """Return the names that statements set in other ways than by storing: by imports, by ``except``, as arguments."""
+    found = set[str]()
     for node in (each for one in statements for each in ast.walk(one)):
         name = getattr(node, "name", None) or getattr(node, "rest", None) or getattr(node, "asname", None)
         if isinstance(node, ast.alias):
@@ -211,6 +217,35 @@ def changes_objects(statements: Sequence[ast.stmt], tensors: Mapping[str, Any]) 
     return False
 
 
+SHAPING = {
+    "requires_grad_", "detach_", "resize_", "resize_as_", "set_", "as_strided_", "t_", "transpose_", "swapaxes_",
+    "swapdims_", "squeeze_", "unsqueeze_", "rename_",
+}  # fmt: skip
+"""Methods whose names end as those of in-place ops do, and that change more than values."""
+
+
+def written_by(statements: Sequence[ast.stmt], known: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of tensors to which statements write in place, and which they do not set to others."""
+    found, nodes = set[str](), [node for one in statements for node in ast.walk(one)]
+    augmented = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    for node in nodes:
+        goal: ast.AST | None = None
+        if isinstance(node, ast.AugAssign):
+            goal = node.target
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            goal = node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            goal = node.func.value if name[-1] == "_" != name[-2:-1] and name not in SHAPING else None
+        while isinstance(goal, ast.Subscript):
+            goal = goal.value
+        if isinstance(goal, ast.Name) and isinstance(known.get(goal.id), Tensor):
+            found.add(goal.id)
+    plain = [node for node in nodes if isinstance(node, ast.Name) and id(node) not in augmented]
+    others = names_in(plain, ast.Store) | _bound(statements)
+    return tuple(sorted(found - others))
+
+
 def decides(statements: Sequence[ast.stmt]) -> bool:
     """Whether statements compare or branch, but for the test of the first that is put before them."""
     found = [node for one in statements for node in ast.walk(one)]
@@ -250,4 +285,5 @@ def hoisted(statement: ast.stmt) -> ast.expr | None:
 __all__ = [
     "DEFINES", "TEST", "Renamed", "blocks_around", "changes_objects", "closed", "decides", "escapes", "given_by",
     "hoisted", "inside", "name_for", "names_in", "names_set", "private", "taken_by",
+    "written_by",
 ]  # fmt: skip

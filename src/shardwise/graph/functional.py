@@ -67,6 +67,7 @@ class _Walker:
         self.passed: set[fx.Node] = set()  # nodes that are their source, such as outputs of wrapped sub-graphs
         self.tracked = Tracked(captured)
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
+        self.lent: dict[fx.Node, list[fx.Node]] = {}  # base → the calls of functions that were given its memory
         self.ordinal = 0
         self.loss: fx.Node | None = None
         self.kept: list[fx.Node] = []  # what is kept beside the loss
@@ -246,6 +247,8 @@ class _Walker:
             self.bind(old, self.read(old.args[0]))
         elif target is custom_function.OP:
             tensors, number = old.args
+            for one in tensors:
+                self.lent.setdefault(self.base(one), []).append(old)
             function = self.captured.functions[number]
             self.bind(old, self.call(function, tuple(self.map(tensors)), old))
             self.value[old].meta["val"] = tuple(old.meta["val"])
@@ -338,9 +341,11 @@ class _Walker:
         self.passed.add(old)
 
     def refuse_shared(self, base: fx.Node) -> None:
-        """Raise :class:`Uncapturable` about a write to what a call has returned of its arguments' memory."""
-        call = base.args[0] if base.target is operator.getitem else None
-        if isinstance(call, fx.Node) and call.target is custom_function.OP:
+        """Raise :class:`Uncapturable` about a write to what a call has returned of its arguments' memory, by way of the
+        result or of the argument."""
+        made = base.args[0] if base.target is operator.getitem else None
+        results = [made] if isinstance(made, fx.Node) and made.target is custom_function.OP else []
+        for call in (*results, *self.lent.get(base, ())):
             function = self.captured.functions[call.args[1]]
             if hasattr(function, "written"):
                 function.written = True
