@@ -89,12 +89,12 @@ def test_rates_fall_by_layer() -> None:
         ({"groups": (ParameterGroup.of("head.weigth", lr=1.0),)}, 'Did you mean "head.weight"'),
         ({"groups": (ParameterGroup.of("head.*", rate=1.0),)}, 'rate of the group of head.* is not legal with "adamw"'),
         ({"groups": (ParameterGroup.of("head.*", momentum=0.5),)}, "momentum of the group"),
-        ({"groups": (ParameterGroup.of("head.*", amsgrad=True),)}, "amsgrad of the group"),
-        ({"groups": (ParameterGroup.of(["a", "b"], lr=-1.0),)}, "the group of a and 1 more: optimizer.lr: -1.0"),
+        ({"groups": (ParameterGroup.of("head.*", amsgrad=2),)}, "the group of head.*: optimizer.amsgrad: 2"),
         (
-            {"name": "sgd", "momentum": 0.9, "groups": (ParameterGroup.of("head.*", momentum=0.0),)},
-            "momentum = 0.0 of the group of head.* beside 0.9 of other parameters; legal: more than 0 in all groups",
+            {"name": "sgd", "groups": (ParameterGroup.of("head.*", nesterov=True),)},
+            "the group of head.*: optimizer.nesterov: True is not legal with momentum = None",
         ),
+        ({"groups": (ParameterGroup.of(["a", "b"], lr=-1.0),)}, "the group of a and 1 more: optimizer.lr: -1.0"),
         ({"layer_decay": 1.5}, "optimizer.layer_decay: 1.5.*at most 1"),
     ],
 )

@@ -63,6 +63,9 @@ OF_WHOLE_TENSORS = (
     OptimizerChoice("lamb", weight_decay=0.1), OptimizerChoice("shampoo", groups=(ParameterGroup.of("head.*",
     name="lamb"),)), OptimizerChoice("adamw", groups=(ParameterGroup.of("layers.*", name="rmsprop", centered=True),
     ParameterGroup.of("head.*", name="rmsprop"), ParameterGroup.of("norm.*", name="rmsprop", momentum=0.9))),
+    OptimizerChoice("sgd", momentum=0.9, groups=(ParameterGroup.of("layers.*", momentum=0.0), ParameterGroup.of(
+    "norm.*", dampening=0.1))), OptimizerChoice("adamw", groups=(ParameterGroup.of("layers.1.*", amsgrad=True),
+    ParameterGroup.of("head.*", maximize=True))),
 )  # fmt: skip
 
 

@@ -352,7 +352,7 @@ def test_what_an_optimizer_must_not_do() -> None:
     optimizer.zero_grad()
     theirs.param_groups[0]["momentum"] = 0
     model(**batch(1)).backward()
-    with pytest.raises(ShardwiseError, match="momentum changed after distribute.* whose lr, betas, momentum"):
+    with pytest.raises(ShardwiseError, match="momentum changed after the first step; legal: the same groups"):
         optimizer.step()
     used = net()
     old = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.5)
@@ -375,18 +375,8 @@ def test_calls_that_plain_torch_refuses() -> None:
 
 def test_optimizers_that_cannot_be_said() -> None:
     model = net()
-    first, second = model.first.parameters(), model.second.parameters()
-    parts = [list(first), list(second)]
     for optimizer, message in (
-        (
-            torch.optim.AdamW([{"params": parts[0]}, {"params": parts[1], "amsgrad": True}]),
-            "amsgrad = True in the group",
-        ),
-        (
-            torch.optim.SGD([{"params": parts[0]}, {"params": parts[1], "momentum": 0.5}], 0.1),
-            "momentum = 0.5 of the group",
-        ),
-        (torch.optim.AdamW(parts[0]), "parameters of the model that require gradients, and no others"),
+        (torch.optim.AdamW(model.first.parameters()), "parameters of the model that require gradients, and no others"),
         (torch.optim.LBFGS(model.parameters()), "LBFGS: its step needs a closure"),
     ):
         with pytest.raises(ConfigError, match=message):

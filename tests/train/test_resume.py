@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint import Checkpoint, latest
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
@@ -126,8 +127,8 @@ def run(
     made = compiled(model, ranks, precision, zero, schedule, pp, tp, tensor)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
-        numbers = {"schedule": "cosine", "warmup_steps": 2, "total_steps": STEPS, **OF_WHOLE_TENSORS.get(name, {})}
-        choice = OptimizerChoice(name, lr=1e-2, **numbers)  # type: ignore[arg-type]
+        schedule = {"schedule": "cosine", "warmup_steps": 2, "total_steps": STEPS}
+        choice = OptimizerChoice(**{"name": name, "lr": 1e-2, **schedule, **OPTIONS.get(name, {})})
         trainer = Trainer(made, choice, made.plan, {}, clip_norm=0.5, seed=3, comm=comm)
         positions = []
         with trainer.loader(Rows(rows), BATCH) as loader, Checkpoints(trainer, folder, **options) as checkpoints:
@@ -145,9 +146,12 @@ def run(
     return run_ranks(made.plan.mesh, rank, timeout=60)[0]
 
 
-OF_WHOLE_TENSORS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"beside": (("eps", 1e-4),)}, "adafactor": {"eps": (1e-4, 1e-3)}, "lamb": {"eps": 1e-4},
     "shampoo": {"eps": 1e-2},
+    "some with momentum": {"name": "sgd", "momentum": 0.9, "nesterov": True, "groups": (
+        ParameterGroup.of("blocks.0.*", momentum=0.0), ParameterGroup.of("*bias", nesterov=False, dampening=0.3))},
+    "some with amsgrad": {"name": "adamw", "groups": (ParameterGroup.of(["blocks.1.*", "*norm*"], amsgrad=True),)},
 }  # fmt: skip
 
 
@@ -221,6 +225,23 @@ def test_state_of_whole_tensors_goes_from_plan_to_plan(tmp_path: Path, name: str
     run(tmp_path / "sharded", stop=3, name=name, **LAYERS[before])
     state, _ = run(tmp_path / "sharded", stop=STEPS, name=name, **LAYERS[after])
     assert worst(state, truth) <= 1e-11
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [(name, *pair) for name in ("some with momentum", "some with amsgrad") for pair in ((5, 2), (2, 0), (4, 1))],
+)
+def test_state_that_some_parameters_have_goes_from_plan_to_plan(
+    tmp_path: Path, name: str, before: int, after: int
+) -> None:
+    truth, _ = run(tmp_path / "whole", 1, STEPS, name=name)
+    run(tmp_path / "parts", stop=3, name=name, **PIPELINES[before])
+    state, _ = run(tmp_path / "parts", stop=STEPS, name=name, **PIPELINES[after])
+    assert worst(state, truth) <= 1e-12
+    run(tmp_path / "sharded", stop=3, name=name, **LAYERS[before])
+    state, _ = run(tmp_path / "sharded", stop=STEPS, name=name, **LAYERS[after])
+    assert worst(state, truth) <= 1e-12
 
 
 @pytest.mark.slow

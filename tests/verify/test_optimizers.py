@@ -58,7 +58,25 @@ CHOICES: dict[str, OptimizerChoice] = {name: choice_of(name) for name in OPTIMIZ
         ),
     ),
     "adagrad begun": choice_of("adagrad", initial_accumulator_value=0.1, lr_decay=0.1),
-}
+    "some with momentum": choice_of(
+        "sgd", nesterov=True, groups=(
+            ParameterGroup.of("blocks.0.*", momentum=0.0), ParameterGroup.of("*bias", nesterov=False, maximize=True),
+            ParameterGroup.of("blocks.1.mlp.*", momentum=0.5, nesterov=False, dampening=0.3),
+        ),
+    ),
+    "some without": choice_of("sgd", momentum=0.0, groups=(ParameterGroup.of("*.mlp.*", momentum=0.9, nesterov=True),)),
+    "some with amsgrad": choice_of(
+        "adamw", groups=(ParameterGroup.of("blocks.0.*", amsgrad=True), ParameterGroup.of("*bias", maximize=True)),
+    ),
+    "some centered": choice_of(
+        "rmsprop", groups=(
+            ParameterGroup.of("blocks.0.*weight", centered=True, momentum=0.0),
+            ParameterGroup.of("*bias", momentum=0.0),
+        ),
+    ),
+    "some decoupled": choice_of("nadam", groups=(ParameterGroup.of("blocks.*", decoupled_weight_decay=True),)),
+    "some begun": choice_of("adagrad", groups=(ParameterGroup.of("blocks.0.*", initial_accumulator_value=0.1),)),
+}  # fmt: skip
 
 
 def check(name: str, plan: Plan, choice: OptimizerChoice) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count, check_value
 from shardwise.core.learning_rates import LearningRates
-from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
+from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, OF_MOMENTUM, OF_STATE, OPTIMIZERS, OWN
 from shardwise.core.options import check_number
 from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths, in_a_block
 
@@ -141,6 +141,8 @@ class OptimizerChoice(LearningRates, Averaging):
     def _changed(self, changes: Mapping[str, Any]) -> OptimizerChoice:
         """Return the same with other hyperparameters; another optimizer has the rate and the schedule alone."""
         if changes.get("name", self.name) == self.name:
+            if not changes.get("momentum", True):  # then torch ignores what goes with it
+                changes = {**{k: v for k, v in OF_MOMENTUM.items() if self.name in APPLIES[k]}, **changes}
             return replace(self, **changes)
         return OptimizerChoice(**{**{name: getattr(self, name) for name in SHARED}, **changes})
 
@@ -154,6 +156,10 @@ class OptimizerChoice(LearningRates, Averaging):
             group, own = len(self.parts) - 1, False
         return 2 * group + (not own and self.decay == "matrices" and len(shape) < 2)
 
+    def part_of(self, name: str, shape: tuple[int, ...]) -> OptimizerChoice:
+        """Return the one of :attr:`parts` that updates this parameter."""
+        return self.parts[self.group_of(name, shape) // 2]
+
     def _is_hidden(self, name: str, group: int) -> bool:
         """Return whether a matrix is in a numbered module, or in a group that says so."""
         return in_a_block(name) or (group > 0 and self.groups[group - 1].named)
@@ -164,8 +170,8 @@ class OptimizerChoice(LearningRates, Averaging):
 
     @cached_property
     def _kind(self) -> tuple[Any, ...]:
-        options = (*(getattr(self, one) for one in NOT_BY_GROUP), *(bool(getattr(self, one)) for one in SAME_KIND))
-        return (self.name, self.own, *options)
+        options = (bool(getattr(self, one)) for one in OF_STATE)
+        return (self.name, self.own, self.initial_accumulator_value, *options)
 
     @property
     def whole(self) -> bool:
@@ -394,13 +400,6 @@ class OptimizerChoice(LearningRates, Averaging):
         for group in self.groups:
             group.check(self.name)
             try:
-                part = replace(self, groups=(), layer_decay=None, beside=())._changed(dict(group.changes))
+                replace(self, groups=(), layer_decay=None, beside=())._changed(dict(group.changes))
             except ConfigError as error:
                 raise ConfigError(f"{group}: {error}") from None
-            if part.name != self.name:
-                continue
-            for field in SAME_KIND:
-                here, others = getattr(part, field), getattr(self, field)
-                if bool(here) != bool(others):
-                    wrong = f"{field} = {here} of {group} beside {others} of other parameters"
-                    raise ConfigError.on("optimizer.groups", wrong, "more than 0 in all groups, or in none.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -133,13 +133,14 @@ MORE_STATE: Mapping[str, str] = {
 FIRST_RATE = frozenset({"eta", "step_size"})
 """The state that begins with the learning rate of the first step."""
 
-NOT_BY_GROUP = (
-    "amsgrad", "centered", "nesterov", "maximize", "decoupled_weight_decay", "initial_accumulator_value",
-)  # fmt: skip
-"""Groups of parameters do not differ in these options."""
+OF_STATE = (*MORE_STATE, "dampening")
+"""What state there is depends on whether these options are zero, or false."""
 
-SAME_KIND = ("momentum", "dampening")
-"""In these options groups differ only where they are more than 0 in all: what state there is depends on that."""
+OF_MOMENTUM: Mapping[str, Any] = {"nesterov": False, "dampening": 0.0}
+"""Without momentum torch ignores these options, as if they had these values."""
+
+MOVES_ROWS = ("weight_decay", "lr_decay", "maximize")
+"""With these options an optimizer of tables by rows has no such step."""
 
 APPLIES: Mapping[str, tuple[str, ...]] = {
     option: tuple(name for name, facts in OPTIMIZERS.items() if option in facts.options)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.core.errors import ConfigError, check_text, check_value, did_you_mean
-from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, OWN
+from shardwise.core.optimizers import OPTIMIZERS, OWN
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -39,14 +39,14 @@ class ParameterGroup:
             check_text("optimizer.groups.match", one)
 
     def check(self, optimizer: str) -> None:
-        """Raise :class:`ConfigError` where this optimizer has no hyperparameter of a name, or one for all groups."""
+        """Raise :class:`ConfigError` where this optimizer has no hyperparameter of a name."""
         own = dict(self.changes).get("name", optimizer)
         if own == OWN:  # it says itself what it has
             return
         if own not in OPTIMIZERS:
             wrong = f"name = {own!r} of {self} is not legal"
             raise ConfigError.on("optimizer.groups", wrong, f"{', '.join(OPTIMIZERS)}.", did_you_mean(own, OPTIMIZERS))
-        legal = ["lr", *(one for one in OPTIMIZERS[own].options if own != optimizer or one not in NOT_BY_GROUP)]
+        legal = ["lr", *OPTIMIZERS[own].options]
         for name, _ in self.changes:
             if name not in legal and name != "name":
                 wrong = f'{name} of {self} is not legal with "{own}"'

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.capture.running import at_line
 from shardwise.core.averaging import Averaging
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -28,9 +28,9 @@ from shardwise.parallel.local import refuse_islands
 from shardwise.parallel.tables import table_gradients
 from shardwise.train.habits import Watch
 from shardwise.train.optimizer_state import load_optimizer_state, optimizer_state
-from shardwise.train.optimizers import Several, choice_of, fixed_numbers, note_steps, settings_of
+from shardwise.train.optimizers import MAY_CHANGE, Followed, Several, choice_of, note_steps
 from shardwise.train.own_loop import Steps
-from shardwise.train.shown import ShownGroup
+from shardwise.train.shown import Fixed, ShownGroup
 from shardwise.train.trainer import Trainer
 
 
@@ -67,16 +67,20 @@ def distribute(
     """
     if not isinstance(optimizer, torch.optim.Optimizer | OptimizerChoice):
         optimizer = Several(optimizer)
-    choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
-    choice = replace(choice, **{one.name: options.pop(one.name) for one in fields(Averaging) if one.name in options})
+    average = {one.name: options.pop(one.name) for one in fields(Averaging) if one.name in options}
+
+    def choose() -> OptimizerChoice:
+        found = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
+        return replace(found, **average)
+
     if plan is None:
         floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
         precision = "fp64" if floats == {torch.float64} else "fp32"
         plan = Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1"))), precision=precision)
-        plan = table_gradients(plan, choice)
+        plan = table_gradients(plan, choose())
     refuse_islands(plan, "distribute")
-    steps = Steps(model, choice, plan, options, Watch(model, theirs, options.get("loss")), rows)
+    steps = Steps(model, choose, plan, options, Watch(model, theirs, options.get("loss")), rows)
     return DistributedModel(steps), Optimizer(steps, theirs)
 
 
@@ -218,8 +222,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, steps: Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
-        self._numbers = {} if theirs is None else fixed_numbers(theirs)
+        self._followed: Followed | None = None
         self._loaded: Mapping[str, Any] | None = None  # a state for the next step
+        steps.when_made.append(self._follow)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run forward, backward and update for the losses since the last step whose ``backward()`` was called."""
@@ -245,9 +250,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take such a state, with its hyperparameters, before the next step."""
-        for group, given in zip(self._given("load_state_dict").param_groups, state_dict["param_groups"], strict=True):
+        groups = self._given("load_state_dict").param_groups
+        sizes = [[len(one["params"]) for one in every] for every in (state_dict["param_groups"], groups)]
+        if sizes[0] != sizes[1]:
+            wrong = f"groups of {sizes[0]} parameters"
+            raise ConfigError.on("optimizer.load_state_dict", wrong, f"the {sizes[1]} of this optimizer")
+        for group, given in zip(groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in given.items() if key != "params"})
         self._loaded = state_dict if state_dict["state"] else None
+
+    def _follow(self, trainer: Trainer) -> None:
+        if self._theirs is not None:
+            self._followed = Followed(self._theirs, trainer.compiled.buckets)
 
     def _prepare(self, trainer: Trainer) -> None:
         if self._theirs is None:
@@ -255,25 +269,36 @@ class Optimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             load_optimizer_state(trainer.engine, self._theirs, self._steps.module, self._loaded)
             self._loaded = None
-        now = fixed_numbers(self._theirs)
-        changed = [key for key in {**now, **self._numbers} if now.get(key) != self._numbers.get(key)]
-        if changed:
-            raise ShardwiseError(
-                f"optimizer: {', '.join(changed)} changed after distribute(); legal: the same groups, whose lr, "
-                "betas, momentum and weight_decay may change"
-            )
-        trainer.engine.settings = settings_of(self._theirs)
+        assert self._followed is not None
+        trainer.engine.settings = self._followed.settings()
         note_steps(self._theirs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Say that the gradients of the last step are no longer needed; every step computes its own anew."""
         self._steps.zero_grad(set_to_none)
 
-    @property
-    def param_groups(self) -> list[ShownGroup]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[ShownGroup]:
         """The groups of the optimizer that was given: a learning rate that is changed there acts, and what is done to
-        its parameters acts as it does for ``model.parameters()``."""
-        return [ShownGroup(group, self._shown) for group in self._given("param_groups").param_groups]
+        its parameters acts as it does for ``model.parameters()``.  Groups are added by :meth:`add_param_group`."""
+        every = self._given("param_groups").param_groups
+        return Fixed("optimizer.param_groups", (ShownGroup(group, self._shown) for group in every))
+
+    @param_groups.setter
+    def param_groups(self, value: object) -> None:
+        Fixed("optimizer.param_groups").refuse()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the optimizer a further group, before the first step."""
+        theirs, seen = self._given("add_param_group"), self._steps.seen
+        if self._steps.made is not None:
+            raise ShardwiseError(f"optimizer.add_param_group(...){at_line()} after the first step; legal: {MAY_CHANGE}")
+        if isinstance(theirs, Several):
+            _refuse("optimizer", "add_param_group", "that of one of the optimizers that distribute() was given")
+        own = {id(seen[name]): one for name, one in self._steps.module.named_parameters()}
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        theirs.add_param_group({**param_group, "params": [own.get(id(one), one) for one in members]})
 
     def _shown(self, parameter: Tensor) -> Tensor:
         names = {id(one): name for name, one in self._steps.module.named_parameters()}

@@ -16,7 +16,7 @@ from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import step_hooks, without_torch_functions
 from shardwise.train.awaited import changed_parts, parts_of, tensors_of
-from shardwise.train.optimizers import optimizers_in
+from shardwise.train.optimizers import MAY_CHANGE, optimizers_in
 
 INSTEAD = {
     "grad": "gradients are in the engine; legal: distribute(..., clip_norm=...), hooks on parameters (register_hook), "
@@ -64,7 +64,7 @@ class Watch:
         self._state: PythonState | None = None
         self._modes: dict[bool, list[bool]] = {}  # of all modules, in training and in evaluation
         self._parts: dict[str, Any] = {}
-        self._groups = [] if optimizer is None else _groups(optimizer)
+        self._groups: list[list[int]] | None = None  # of the optimizer, once the model is captured
         self.check_optimizer()
 
     def check_optimizer(self) -> None:
@@ -73,8 +73,9 @@ class Watch:
             return
         if any(map(step_hooks, optimizers_in(self.optimizer))):
             raise ShardwiseError("optimizer: hooks on its step are not called; legal: calls before and after step()")
-        if _groups(self.optimizer) != self._groups:
-            raise ShardwiseError("optimizer: its parameters changed after distribute(); legal: a change before")
+        if self._groups not in (None, _groups(self.optimizer)):
+            what = "its groups of parameters changed after the first step"
+            raise ShardwiseError(f"optimizer: {what}; legal: {MAY_CHANGE}")
         if any(float(state.get("step", 1)) for state in self.optimizer.state.values()):  # Adagrad's begins with step 0
             what = "a state was loaded after distribute(), but the state is in the engine"
             raise ShardwiseError(
@@ -89,6 +90,7 @@ class Watch:
         for p in self.module.parameters():
             if type(p) is nn.Parameter:
                 p.__class__ = KeptParameter
+        self._groups = None if self.optimizer is None else _groups(self.optimizer)
         for b in self.module.buffers():
             if type(b) is Tensor:
                 b.__class__ = KeptBuffer

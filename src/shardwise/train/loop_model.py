@@ -56,10 +56,12 @@ class Model(Owner):
 
     def __init__(
         self,
-        module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any], watch: Watch, rows: int
+        module: nn.Module, choose: Callable[[], OptimizerChoice], plan: Plan, options: Mapping[str, Any], watch: Watch,
+        rows: int,
     ) -> None:  # fmt: skip
         self.module, self.plan, self.watch, self.dim = module, plan, watch, rows
-        self.choice, self.options = choice, dict(options)
+        # What the loop's optimizer is; until the model is captured the loop may change that.
+        self.choose, self.choice, self.options = choose, choose(), dict(options)
         self.loss = self.options.pop("loss", None)
         self.awaited = Awaited(module, self.loss)
         self.version = 0
@@ -112,6 +114,7 @@ class Model(Owner):
         if self.made is None:
             self.awaited.check()
             self.awaited.forget()
+            self.choice = self.choose()
             others = self._others()
             _ = self.shapes.template  # what the module is now
             self.with_states(found)

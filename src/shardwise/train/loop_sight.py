@@ -25,6 +25,7 @@ class Sight(Model, Look):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self._learn: dict[str, bool] = {}  # requires_grad of the parameters at the last calls before the first step
         self._counts: dict[str, int] = {}  # how often what it sees had been written to, at the last calls
 
     @abstractmethod
@@ -40,6 +41,7 @@ class Sight(Model, Look):
         """Parameters and buffers as the loop sees them, by name."""
         if self._seen is None:
             self._seen = shown(self.module, self)
+            self._learn = {name: one.requires_grad for name, one in self.module.named_parameters()}
         return self._seen
 
     def show(self, buffers: bool) -> None:
@@ -130,6 +132,10 @@ class Sight(Model, Look):
             return False
         self._count()
         own = dict(self.module.named_parameters())
+        with without_torch_functions():
+            for name, learnt in self._learn.items():  # what the loop has done to the module itself counts as well
+                if self._seen[name].requires_grad == learnt != own[name].requires_grad and self.made is None:
+                    self._seen[name].requires_grad_(not learnt)
         flags = {name: one.requires_grad for name, one in self._seen.items() if name in own}
         other = [name for name, flag in flags.items() if flag != own[name].requires_grad]
         if other and any(flags.values()):
@@ -139,6 +145,8 @@ class Sight(Model, Look):
             for name in other:
                 own[name].requires_grad_(flags[name])
             self.shapes.forget()
+        if self.made is None:
+            self._learn = flags
         return bool(other) and not any(flags.values())
 
     def show_gradients(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.engine import Engine
-from shardwise.train.optimizers import optimizers_in
+from shardwise.runtime.optimizer import CLASSES
+from shardwise.train.optimizers import HOW
 from shardwise.train.state import fill_state, held, owned
 
 
@@ -23,12 +23,12 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _keys(optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (1,)) -> dict[str, Tensor]:
-    """Return what such an optimizer keeps of a parameter of this shape."""
-    own = {k: v for k, v in optimizer.param_groups[0].items() if k in signature(type(optimizer).__init__).parameters}
+def _keys(name: str, group: Mapping[str, Any], shape: tuple[int, ...] = (1,)) -> dict[str, Tensor]:
+    """Return what the optimizer called ``name`` keeps in torch of a parameter of this shape in this group."""
     dummy = nn.Parameter(torch.zeros(shape))
     dummy.grad = torch.zeros(shape)
-    made = type(optimizer)([dummy], **{k: v for k, v in own.items() if k != "params"})
+    make: Any = CLASSES[name]
+    made = make([{**{k: v for k, v in group.items() if k not in HOW}, "params": [dummy]}])
     made.step()
     return {key: value for key, value in made.state[dummy].items() if isinstance(value, Tensor)}
 
@@ -42,17 +42,17 @@ def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn
     found: dict[int, dict[str, Any]] = {}
     wide = torch.float64 if engine.compiled.plan.numeric.precision == "fp64" else torch.float32
     choice = engine.optimizer
-    owners = [one for one in optimizers_in(optimizer) for group in one.param_groups for _ in group["params"]]
-    for number, (name, own) in enumerate(zip(_names(optimizer, module), owners, strict=True)):
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    for number, (name, group) in enumerate(zip(_names(optimizer, module), groups, strict=True)):
         if name not in shapes:
             continue
-        part = choice.parts[choice.group_of(name, shapes[name]) // 2]
+        part = choice.part_of(name, shapes[name])
         by_whole, kept = part.whole, {}
         if part.own is not None:
             kept = part.own.kept(shapes[name])
             keys = {key: one.empty(torch.zeros(())) for key, one in kept.items()}
         else:
-            keys = _keys(own, shapes[name] if by_whole else (1,))
+            keys = _keys(part.name, group, shapes[name] if by_whole else (1,))
         for key, like in keys.items():
             shape = like.shape if by_whole or not like.dim() else shapes[name]
             whole = torch.zeros(shape, dtype=torch.float64)
@@ -78,11 +78,15 @@ def load_optimizer_state(
 
 
 def _load(engine: Engine, values: Mapping[str, Any]) -> None:
+    # torch does not count the steps of an optimizer with dampening
+    uncounted = {
+        f"optimizer.{p.name}.step" for bucket in engine.compiled.buckets for p in bucket.parameters
+        if bucket.learns and engine.optimizer.part_of(p.name, tuple(p.shape)).dampening
+    }  # fmt: skip
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
-            dampens = any(part.dampening for part in engine.optimizer.parts)
-            if piece.name not in values and piece.name.endswith(".step") and dampens:
-                piece.tensor.fill_(1)  # torch does not count the steps of such an optimizer
+            if piece.name in uncounted - values.keys():
+                piece.tensor.fill_(1)
                 continue
             if piece.name not in values:
                 legal = "the state_dict() of the same optimizer over the same parameters, after a step"

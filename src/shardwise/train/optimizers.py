@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import NOT_BY_GROUP, OPTIMIZERS, OWN, SAME_KIND
+from shardwise.core.optimizers import MOVES_ROWS, OF_MOMENTUM, OF_STATE, OPTIMIZERS, OWN
 from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.graph.torch_private import note_step
 from shardwise.runtime.optimizer import CLASSES, Settings
 from shardwise.runtime.own_optimizer import own_optimizers
+from shardwise.units.trace import Bucket
+
+MAY_CHANGE = (
+    "the same groups of the same parameters, whose options such as lr may change, but not those that add to the state; "
+    "all may change before the first step, groups by add_param_group()"
+)
+"""What a loop may do to its optimizer, in words."""
 
 HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that change no number
 KINDS = ("adamw", *(name for name in CLASSES if name != "adamw"))  # AdamW is a subclass of Adam
@@ -28,7 +35,14 @@ class Several(torch.optim.Optimizer):
     def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
         self.each = tuple(each)
         super().__init__([{"params": [torch.zeros(())]}], {})
-        self.param_groups = [group for one in each for group in one.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self.each for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: object) -> None:
+        pass  # what torch's own constructor makes
 
     @property
     def state(self) -> Any:
@@ -79,20 +93,22 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
         one: own_optimizers(one) for one in dict.fromkeys(group.optimizer for group in groups if group.name == OWN)
     }
     groups = [
-        group._replace(numbers={"own": theirs[group.optimizer][group.number]}) if group.name == OWN else group
+        group._replace(numbers={"own": theirs[group.optimizer][group.number]} if group.name == OWN else _begun(group))
         for group in groups
     ]
     names, first = {id(p): n for n, p in model.named_parameters()}, groups[0]
-    for group in groups[1:]:
-        differ = [key for key in NOT_BY_GROUP if group.numbers.get(key) != first.numbers.get(key)]
-        if differ and group.name == first.name:
-            wrong = f"{differ[0]} = {group.numbers[differ[0]]!r} in the group of {names[id(group.params[0])]}"
-            raise ConfigError.on("optimizer", wrong, f"{first.numbers[differ[0]]!r}, as in the first group")
     different = [
         ParameterGroup(tuple(names[id(p)] for p in group.params), tuple(_changes(group, first).items()))
         for group in groups[_shared(groups) :]
     ]
     return OptimizerChoice(name=first.name, decay="all", groups=tuple(different), **first.numbers)  # type: ignore[arg-type]
+
+
+def _begun(group: _Group) -> dict[str, Any]:
+    """Return the numbers of a group with what its state begins with, which Adagrad has made already."""
+    made = [group.optimizer.state[p]["sum"] for p in group.params if "sum" in group.optimizer.state.get(p, ())]
+    first = [float(one.flatten()[0].real) for one in made if one.numel() and not one.is_meta]
+    return group.numbers if not first else {**group.numbers, "initial_accumulator_value": first[0]}
 
 
 def _shared(groups: Sequence[_Group]) -> int:
@@ -103,25 +119,23 @@ def _shared(groups: Sequence[_Group]) -> int:
 def _changes(group: _Group, first: _Group) -> dict[str, Any]:
     if group.name != first.name:
         return {"name": group.name, **group.numbers}
-    own = {"name": "muon"} if group.name == "muon" else {}
-    return {**own, **{key: value for key, value in group.numbers.items() if key not in NOT_BY_GROUP}}
+    return {"name": "muon", **group.numbers} if group.name == "muon" else group.numbers
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[_Group]:
     """Return the groups that have parameters, as they are now."""
     found = []
     for one in optimizers_in(optimizer):
-        name = _name(one) if any(group["params"] for group in one.param_groups) else ""
-        found += [
-            _Group(name, group["params"], _numbers(name, group), one, number)
-            for number, group in enumerate(one.param_groups) if group["params"]
-        ]  # fmt: skip
+        for number, group in enumerate(one.param_groups):
+            if group["params"]:
+                name = _name(one, group)
+                found.append(_Group(name, group["params"], _numbers(name, group), one, number))
     return found
 
 
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of what an optimizer computes; AdamW is Adam with decoupled weight decay."""
-    kind, groups = type(optimizer), optimizer.param_groups
+def _name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """Return the name of what an optimizer computes for a group; AdamW is Adam with decoupled weight decay."""
+    kind = type(optimizer)
     name = next((name for name in KINDS if isinstance(optimizer, CLASSES[name])), OWN)
     for part in ("step", "_init_group") if name != OWN else ():
         ours, theirs = (inspect.unwrap(getattr(one, part, None) or len) for one in (CLASSES[name], kind))
@@ -129,10 +143,7 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
             return OWN
     if name not in ("adam", "adamw"):
         return name
-    decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups if group["params"]}
-    if len(decoupled) > 1:
-        raise ConfigError.on("optimizer", "decoupled_weight_decay in some groups of parameters", "in all, or in none")
-    return "adamw" if decoupled == {True} else "adam"
+    return "adamw" if group.get("decoupled_weight_decay", name == "adamw") else "adam"
 
 
 def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,27 +151,39 @@ def _numbers(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     if name == OWN:
         return {key: value for key, value in group.items() if key != "params"}
     found = {key: group[key] for key in ("lr", *OPTIMIZERS[name].options) if key in group}
+    if not group.get("momentum", True):  # then torch ignores what goes with it
+        found |= {key: value for key, value in OF_MOMENTUM.items() if key in found}
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
-def fixed_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a loop may not change of an optimizer once it is captured: what state there is, and which parameters
-    are in which group."""
-    found: dict[str, Any] = {}
-    for number, group in enumerate(_groups(optimizer)):
-        place = f" of group {number}" if number else ""
-        numbers = {} if group.name == OWN else group.numbers
-        found |= {f"{key}{place}": numbers[key] for key in NOT_BY_GROUP if key in numbers}
-        found |= {f"{key}{place}": bool(numbers[key]) for key in SAME_KIND if key in numbers}
-        found[f"the parameters{place}"] = [id(p) for p in group.params]
-    return found
+class Followed:
+    """The optimizer of a loop once its model is captured: each step takes its hyperparameters as they are then.
 
+    What a loop may not change is whose step it is, what state there is, and which parameters are in which group; beside
+    tables whose gradients have rows (``buckets``), also what moves all other rows."""
 
-def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """Return the hyperparameters of the groups as they are now, for the next step."""
-    groups = _groups(optimizer)
-    every = groups if _shared(groups) else [groups[0], *groups]
-    return tuple(group.numbers for group in every for _ in range(2))
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
+        self._optimizer = optimizer
+        self._options = (*OF_STATE, *(MOVES_ROWS if any(bucket.table for bucket in buckets) else ()))
+        self._fixed = self._fixed_now(_groups(optimizer))
+
+    def settings(self) -> Settings:
+        """Return the hyperparameters for the next step; raise :class:`ShardwiseError` where others have changed."""
+        groups = _groups(self._optimizer)
+        now = self._fixed_now(groups)
+        if changed := [key for key in {**now, **self._fixed} if now.get(key) != self._fixed.get(key)]:
+            raise ShardwiseError(f"optimizer: {', '.join(changed)} changed after the first step; legal: {MAY_CHANGE}")
+        every = groups if _shared(groups) else [groups[0], *groups]
+        return tuple(group.numbers for group in every for _ in range(2))
+
+    def _fixed_now(self, groups: Sequence[_Group]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, group in enumerate(groups):
+            place, numbers = f" of group {number}" if number else "", {} if group.name == OWN else group.numbers
+            found |= {f"{key}{place}": bool(numbers[key]) for key in self._options if key in numbers}
+            found[f"decoupled_weight_decay{place}"] = group.name == "adamw"
+            found[f"the parameters{place}"] = [id(p) for p in group.params]
+        return found
 
 
 def note_steps(optimizer: torch.optim.Optimizer) -> None:

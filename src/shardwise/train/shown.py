@@ -5,15 +5,18 @@ when it looks at them, and what it writes goes back before the next program runs
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.capture.running import at_line
 from shardwise.capture.tensor_facts import FACTS, GRAD, SET_GRAD, UNSEEN
+from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import has_storage, storage_key, without_torch_functions
+from shardwise.train.optimizers import MAY_CHANGE
 
 
 class Look(ABC):
@@ -159,6 +162,20 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+class Fixed(list[Any]):
+    """A list, called ``name`` in messages, which nothing may be written to: the optimizer has another."""
+
+    def __init__(self, name: str, members: Iterable[Any] = ()) -> None:
+        super().__init__(members)
+        self.name = name
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ShardwiseError(f"{self.name} is written to{at_line()} under distribute(); legal: {MAY_CHANGE}")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = refuse
+
+
 class ShownGroup(MutableMapping[str, Any]):
     """A group of an optimizer whose ``params`` are those that the loop sees; all else is read and written there."""
 
@@ -167,9 +184,11 @@ class ShownGroup(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._group[key]
-        return [self._seen(one) for one in value] if key == "params" else value
+        return Fixed("group['params']", map(self._seen, value)) if key == "params" else value
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            Fixed("group['params']").refuse()
         self._group[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -26,7 +26,8 @@ from ..rules import (
 
 OF_GROUPS = {
     "lr": number(0), "weight_decay": number(0), "betas": pair(number(0, below=1)), "eps": number(0),
-    "momentum": number(0, below=1), "name": choice(*optim.CHOICES["name"]),
+    "momentum": number(0, below=1), "dampening": number(0, below=1), "nesterov": switch(), "amsgrad": switch(),
+    "name": choice(*optim.CHOICES["name"]),
 }  # fmt: skip
 """What a group of parameters may have of its own."""
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, sort_checkpoin
 from shardwise.capture.wrapped import rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch
-from shardwise.train.optimizers import choice_of, note_steps, settings_of
+from shardwise.train.optimizers import Followed, choice_of, note_steps
 
 from ..collated import RankBatches
 from .checkpoints import STATE, Saving
@@ -55,6 +55,7 @@ class ShardwiseTrainer(Saving):
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._capture(self.train_dataset, choice_of(self.create_optimizer(), self.model))
+        self._followed = Followed(self.optimizer, self.sharded.compiled.buckets)
         batches = self.get_train_dataloader()
         updates, epochs, steps = self._lengths(batches)
         example = dict(self.sharded.compiled.example)
@@ -146,7 +147,7 @@ class ShardwiseTrainer(Saving):
 
     def _take(self, batch: Batch) -> None:
         """Take a step; the host waits for nothing."""
-        self.sharded.engine.settings = settings_of(self.optimizer)
+        self.sharded.engine.settings = self._followed.settings()
         note_steps(self.optimizer)
         self._result, self._ahead = self.sharded.step(batch), True
         loss = self._result.loss.detach()
