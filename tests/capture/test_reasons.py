@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from harness import TOLERANCE, Subject, errors, oracle_run, sharded_run
 from shardwise.capture.hooks import tensor_hooks_refused
+from shardwise.capture.running import raised_in
 from shardwise.graph.captured import Uncapturable
 
 Body = Callable[[Tensor], Tensor]
@@ -61,6 +64,22 @@ def test_values_that_python_reads(name: str) -> None:
         rf"in blocks\.1, a Inner \({__file__}:\d+\)",
         found,
     ), found
+
+
+def test_code_without_a_file_is_not_named() -> None:
+    """The line is that of the user's code which called it."""
+    body = eval("lambda h: -h if h.sum() > 1e9 else h")
+    assert re.search(rf"or a branch in blocks\.1, a Inner \({__file__}:\d+\)$", note(Inner(body)))
+
+
+def test_code_of_a_package_that_calls_nothing_of_the_users_is_named() -> None:
+    file, names = f"{sysconfig.get_path('purelib')}/package/model.py", dict[str, Any]()
+    exec(compile("\n\ndef forward(self, h):\n    return outer(h)\n", file, "exec"), names)
+    names["outer"] = eval("lambda h: int(h)")
+    model = type("Packaged", (nn.Module,), {"forward": names["forward"]})()
+    with ThreadPoolExecutor(1) as pool:  # in whose thread no code of a user runs
+        error = pool.submit(model, "h").exception()
+    assert error is not None and raised_in(error, nn.Sequential(model)) == f" in 0, a Packaged ({file}:4)"
 
 
 def test_a_batch_norm_that_counts_its_batches_is_named() -> None:

@@ -95,6 +95,11 @@ def numpy(m: Keeping, h: Tensor) -> Tensor:
     return h.square().mean() * float(np.random.rand())
 
 
+def mask(m: Keeping, h: Tensor) -> Tensor:
+    """What a part of the rows draws is no part of what all draw: nor does a trial show what the loss is of its rows."""
+    return (h * torch.from_numpy(np.random.rand(len(h), 1)).to(h)).square().mean()
+
+
 DEPENDING: dict[str, tuple[Body, str]] = {
     "a number": (counted, r"seen \(from 0 to 1\)"),
     "a list": (logged, r"history \(from \[\] to \[0.0\]\)"),
@@ -105,6 +110,7 @@ DEPENDING: dict[str, tuple[Body, str]] = {
     "a buffer made of a number": (to_a_buffer, r"seen \(from 0 to 1\)"),
     "Python's generator": (python, "the generator of random"),
     "numpy's generator": (numpy, "the generator of numpy.random"),
+    "a mask by numpy's generator": (mask, "the generator of numpy.random"),
 }
 
 

@@ -104,5 +104,8 @@ def test_packed_sequences_are_refused_where_elements_are_dropped() -> None:
     batches = [{"words": one["words"], "lengths": torch.tensor([2, 5, 1, 4, 3, 3][: len(one["words"])])}
                for one in _batches()]  # fmt: skip
     assert verify(Packed(0.0), batches, PLANS["dp and microbatches"]).passed
+    sizes = r"reads values of tensors as sizes, as a recurrent network does of a packed sequence in cell, a LSTM \("
+    with pytest.raises(ConfigError, match=f"^tp: the model could not be captured, .*{sizes}{__file__}:"):
+        verify(Packed(0.0), batches, PLANS["tp"])
     with pytest.raises(ConfigError, match=r"torch\.lstm in cell .*packed sequence .*dropout=0\.3.*; legal: a padded"):
         verify(Packed(0.3), batches, PLANS["dp and microbatches"])

@@ -20,6 +20,8 @@ def not_captured(error: BaseException, model: nn.Module) -> str:
     place = raised_in(error, model)
     if "data-dependent" in str(error):
         return f"it reads values of tensors in Python, as a number, a size or a branch{place}"
+    if "of ints" in str(error) and "FakeTensor" in str(error):
+        return f"it reads values of tensors as sizes, as a recurrent network does of a packed sequence{place}"
     if "fake tensor in the exported program" in str(error):
         return f"it does what no graph holds: autograd inside forward, or a write to data of a tensor{place}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

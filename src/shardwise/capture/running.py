@@ -12,13 +12,13 @@ from types import CodeType, FrameType
 
 from torch import Tensor, nn
 
-from shardwise.core.errors import ShardwiseError, of_library, of_user
+from shardwise.core.errors import ShardwiseError, in_users_file, of_library
 
 
 def users_line() -> str:
     """Return ``file:line`` of the innermost line of the user's code that is running; "" if there is none."""
     frame = inspect.currentframe()
-    while frame is not None and not _of_user(frame.f_code.co_filename):
+    while frame is not None and not _in_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -39,12 +39,7 @@ def place_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
     return next(islice(code.co_positions(), instruction // 2, None), ())
 
 
-_of_library = cache(of_library)
-
-
-@cache
-def _of_user(filename: str) -> bool:
-    return of_user(filename) and not filename.startswith("<")
+_of_library, _in_users_file = cache(of_library), cache(in_users_file)
 
 
 def running_module() -> str:
@@ -69,13 +64,16 @@ def at_line() -> str:
 
 
 def raised_in(error: BaseException, model: nn.Module) -> str:
-    """Return where in ``model`` an error was raised: `` in body.1, a BatchNorm1d (model.py:12)``, or less."""
+    """Return where in ``model`` an error was raised: `` in body.1, a BatchNorm1d (model.py:12)``, or less.
+
+    The line is the user's, or, where a package calls nothing of the user's, the package's."""
     frames = list(traceback.walk_tb(error.__traceback__))
     names = {id(one): name for name, one in model.named_modules()}
     inner = next((one for one in reversed(_modules(frame for frame, _ in frames)) if id(one) in names), model)
-    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if of_user(frame.f_code.co_filename)]
+    every = [(file, line) for frame, line in frames if (file := frame.f_code.co_filename)[:1] != "<"]
+    lines = [one for one in every if in_users_file(one[0])] or [one for one in every if not of_library(one[0])]
     path = f" in {names[id(inner)]}, a {type(inner).__name__}" if inner is not model else ""
-    return path + (f" ({lines[-1]})" if lines else "")
+    return path + (f" ({lines[-1][0]}:{lines[-1][1]})" if lines else "")
 
 
 def _modules(frames: Iterable[FrameType]) -> list[nn.Module]:

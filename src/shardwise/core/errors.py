@@ -93,6 +93,11 @@ def of_user(filename: str) -> bool:
     return not filename.startswith(_LIBRARIES) and _PACKAGES not in filename
 
 
+def in_users_file(filename: str) -> bool:
+    """Whether code has lines that its user can open: code that Python or torch makes has names like ``<string>``."""
+    return of_user(filename) and not filename.startswith("<")
+
+
 def of_library(filename: str) -> bool:
     """Whether a file of code is torch's, Python's own or ours: all others may be a model's."""
     python, own = _LIBRARIES
@@ -110,7 +115,7 @@ def describe(error: BaseException) -> str:
             words if error.lineno is None else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
         )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    theirs = [f for f in frames if of_user(f.filename)] or frames
+    theirs = [f for f in frames if in_users_file(f.filename)] or frames
     return words + (f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else "")
 
 
@@ -120,7 +125,7 @@ def users_lines(error: BaseException) -> list[str]:
     Each call is ``model.py:12, in forward`` with its line of code below it.  The list is empty if no code of the user
     was running.
     """
-    calls = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename) and f.filename[:1] != "<"]
+    calls = [f for f in traceback.extract_tb(error.__traceback__) if in_users_file(f.filename)]
     if not calls:
         return []
     lines = [line for f in calls for line in (f"  {f.filename}:{f.lineno}, in {f.name}", f"    {f.line}")]

@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from shardwise.core.errors import of_user
+from shardwise.core.errors import in_users_file
 from shardwise.core.pins import starred
 from shardwise.graph.torch_private import schema
 
@@ -25,7 +25,7 @@ def module_path(node: fx.Node | None) -> str:
 def users_line(node: fx.Node) -> str:
     """Return ``file:line`` of the innermost line of the user's code that called a captured op; "" if it has none."""
     frames = re.findall(r'^ *File "(.*?)", line (\d+)', node.meta.get("stack_trace") or "", re.MULTILINE)
-    return next((f"{name}:{line}" for name, line in reversed(frames) if of_user(name)), "")
+    return next((f"{name}:{line}" for name, line in reversed(frames) if in_users_file(name)), "")
 
 
 def place(node: fx.Node) -> str:

@@ -28,6 +28,14 @@ def _refuse_stages(trace: Trace, cut: StageSplit) -> None:
 
 def _refuse_uncaptured(trace: Trace, plan: Plan) -> None:
     parts = plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh))
+    if trace.keeps and (parts > 1 or plan.memory.recompute != "none"):
+        wrong = (
+            f"not captured, and what forward computes depends on {', '.join(trace.keeps)}, which it changes: each rank "
+            "and microbatch would change its own, and recomputation would change it again"
+        )
+        legal = "buffers (self.register_buffer) and torch's random functions; or "
+        legal += 'dp = 1, microbatches = 1 and recompute = "none"'
+        raise ConfigError.on("model", wrong, legal)
     if not trace.divisible and parts > 1:
         wrong = (
             "the model was not captured, and a trial did not show that its loss is a mean over rows, a sum, or a mean "
@@ -42,14 +50,6 @@ def _refuse_uncaptured(trace: Trace, plan: Plan) -> None:
         )
         wrong += "all rows nor a sum or a mean over them, as a trial showed"
         raise ConfigError.on("model", wrong, "dp = 1 and microbatches = 1")
-    if trace.keeps and (parts > 1 or plan.memory.recompute != "none"):
-        wrong = (
-            f"not captured, and what forward computes depends on {', '.join(trace.keeps)}, which it changes: each rank "
-            "and microbatch would change its own, and recomputation would change it again"
-        )
-        legal = "buffers (self.register_buffer) and torch's random functions; or "
-        legal += 'dp = 1, microbatches = 1 and recompute = "none"'
-        raise ConfigError.on("model", wrong, legal)
 
 
 def _refuse_microbatches(trace: Trace, plan: Plan, cut: StageSplit, training: bool) -> None:
