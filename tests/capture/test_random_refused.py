@@ -30,7 +30,6 @@ def _gamma(h: Tensor) -> Tensor:
 
 DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "without a key": (lambda h: h * torch.poisson(h.exp()), r"aten\.poisson\.default"),
-    "by rejection": (lambda h: h + nn.init.trunc_normal_(torch.empty_like(h)), r"nn\.init\.trunc_normal_"),
     "a permutation": (lambda h: h + h[torch.randperm(len(h))], "randperm"),
     "by a library": (_gamma, r"aten\._standard_gamma\.default"),
     "by a generator": (lambda h: h * torch.rand(5, generator=torch.Generator()), "rand"),

@@ -700,12 +700,6 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
         + torch.empty(h.shape).bernoulli_(0.3)
         + torch.empty(h.shape).exponential_(0.5)
     ),
-    "in place, of other draws": lambda m, h, b: (
-        h * torch.empty_like(h).log_normal_(0, 0.5)
-        + torch.zeros(h.shape).geometric_(0.4)
-        + torch.empty(h.shape).cauchy_(1, 2).atan()
-    ),
-    "rrelu": lambda m, h, b: F.rrelu(h, training=True) + F.rrelu(h * m.p, 0.1, 0.9, training=True, inplace=True),
     "gumbel": lambda m, h, b: h * F.gumbel_softmax(h, 0.5),
     "choices by weights": lambda m, h, b: (
         h.gather(1, h.mean(2).softmax(1).multinomial(2)[:, :, None].expand(-1, -1, 4)).sum(1, keepdim=True)

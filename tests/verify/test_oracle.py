@@ -243,6 +243,8 @@ RANDOM: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "geometric_": ((3, 4), lambda x: x * torch.empty_like(x).geometric_(0.3)),
     "log_normal_": ((3, 4), lambda x: x * torch.empty_like(x).log_normal_(0.2, 0.3)),
     "cauchy_": ((3, 4), lambda x: x * torch.empty_like(x).cauchy_(0.5, 2.0).atan()),
+    "trunc_normal_": ((3, 4), lambda x: x * nn.init.trunc_normal_(torch.empty_like(x), 0.5, 2.0, -1.0, 4.0)),
+    "trunc_normal_ of a tail": ((3, 4), lambda x: x * nn.init.trunc_normal_(torch.empty_like(x), a=1.5, b=3.0)),
     "rrelu": ((3, 4), lambda x: F.rrelu(x - 2, 0.1, 0.7, training=True)),
     "rrelu_": ((3, 4), lambda x: F.rrelu(x - 2, training=True, inplace=True)),
     "gumbel_softmax": ((3, 4), lambda x: x * F.gumbel_softmax(x, 0.5)),
@@ -390,7 +392,6 @@ def test_attention_spelled_out_equals_torchs() -> None:
         ("binomial", lambda x: x * torch.binomial(torch.full_like(x, 5), x.detach().sigmoid())),
         ("gamma", lambda x: x * torch.distributions.Gamma(torch.full_like(x, 2), 1.0).sample()),
         ("dirichlet", lambda x: x * torch.distributions.Beta(torch.full_like(x, 2), 1.0).sample()),
-        ("trunc_normal_", lambda x: x * nn.init.trunc_normal_(torch.empty_like(x))),
         ("normal_", lambda x: x * nn.init.normal_(torch.empty_like(x))),
     ],
 )

@@ -88,7 +88,9 @@ def _of_other_distributions(x: Tensor, keep: Tensor) -> Tensor:
     x = F.rrelu(x, training=True) + F.rrelu(x.clone(), 0.2, 0.9, training=True, inplace=True)
     far = torch.empty_like(x).cauchy_(0.5, 2.0).atan() + torch.empty_like(x).log_normal_(0.1, 0.4)
     often = torch.zeros(len(x), 1, WIDTH, dtype=torch.int64).geometric_(0.3)
-    return (x * far / often + torch.empty_like(x).exponential_(0.7)).mean(1)
+    x = x * far / often + torch.empty_like(x).exponential_(0.7)
+    x = x + nn.init.trunc_normal_(torch.empty_like(x), 0.2) * nn.init.trunc_normal_(torch.empty(WIDTH).to(x), a=2, b=3)
+    return F.dropout(x, 0.2).mean(1)
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -16,32 +16,49 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture import recurrent
-from shardwise.capture.running import here
-from shardwise.core.errors import ConfigError
 
 
 def composed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """Return what makes a call by calls of other functions; None where the call can stay as it is."""
     if func in recurrent.FUNCTIONS:
         return recurrent.dropped_between(func, args, kwargs)
+    if func == _IS_META:
+        given = _truncated_normal()
+        return None if given is None else partial(_trunc_normal_, **given)
     make = _COMPOSED.get(func)
     if make is None or make in (_rrelu, _rrelu_) and not _trains(*args, **kwargs):
         return None
     return partial(make, *args, **kwargs)
 
 
-def refuse_redrawn(func: Callable[..., Any]) -> None:
-    """Raise :class:`ConfigError` where a function is called inside ``nn.init.trunc_normal_``, which itself goes unseen:
-    it does not ask whether somebody wants to handle the call."""
-    frame: FrameType | None = sys._getframe(1) if func in (Tensor.normal_, Tensor.uniform_) else None
-    while frame is not None and frame.f_code is not nn.init.trunc_normal_.__code__:
+_PROPERTY: Any = Tensor.is_meta
+_IS_META = _PROPERTY.__get__
+
+
+def _truncated_normal() -> Mapping[str, Any] | None:
+    """Return the arguments of ``nn.init.trunc_normal_`` where that asks whether its tensor is on meta, else None.
+
+    It asks for no layer, and draws until all values are between its bounds, so that how often it draws depends on the
+    rows that a device has.  For a tensor on meta it does nothing: so it is answered when all is done."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise."):
         frame = frame.f_back
-    if frame is not None:
-        raise ConfigError(
-            f"model: nn.init.trunc_normal_{here()} draws again until all values are between its bounds, so how many "
-            "numbers it draws depends on the rows that a device has; legal: random functions that draw once for each "
-            "element, such as torch.special.ndtri of torch.empty_like(x).uniform_(low, high)"
-        )
+    frame = None if frame is None else frame.f_back
+    return None if frame is None or frame.f_code is not nn.init.trunc_normal_.__code__ else frame.f_locals
+
+
+def _trunc_normal_(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any) -> bool:
+    """Draw by the inverse of the distribution function, at the tail that is exact, the lower one; return True."""
+    if tensor.device.type != "meta":
+        low, high, sign = (a - mean) / std, (b - mean) / std, 1
+        if low > 0:
+            low, high, sign = -high, -low, -1
+        below, above = (math.erfc(-bound / math.sqrt(2)) / 2 for bound in (low, high))
+        u = _wide(tensor).uniform_(below, above, generator=generator)
+        values = torch.special.ndtri(u.clamp(min=torch.finfo(u.dtype).tiny)).clamp(low, high) * (sign * std) + mean
+        with torch.no_grad():
+            tensor.copy_(values.clamp(a, b))
+    return True
 
 
 def _wide(input: Tensor) -> Tensor:
@@ -103,4 +120,4 @@ _COMPOSED: dict[Any, Callable[..., Tensor]] = {
     torch.rrelu_: _rrelu_,
 }
 
-__all__ = ["composed", "refuse_redrawn"]
+__all__ = ["composed"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
 
-from shardwise.capture.composed import composed, refuse_redrawn
+from shardwise.capture.composed import composed
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
@@ -45,7 +45,6 @@ class Intercept(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        refuse_redrawn(func)
         return self._call(func, args, dict(kwargs or {}))
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
