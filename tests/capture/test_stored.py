@@ -491,8 +491,8 @@ CODE = "x=open('ran', 'w')"
 
 
 @pytest.mark.parametrize("change", [
-    lambda written: [one.update(target=CODE) for one in nodes(written, "placeholder")],
-    lambda written: [one.update(kwargs={"dict": [[CODE, 1]]}) for one in nodes(written, "call_function")],
+    lambda written: nodes(written, "placeholder")[-1].update(target=CODE),
+    lambda written: nodes(written, "call_function")[0].update(kwargs={"dict": [[f"{CODE}, y", 1]]}),
     lambda written: [one.update(op="call_method", target=CODE) for one in nodes(written, "call_function")],
 ])  # fmt: skip
 def test_a_file_runs_no_code(
