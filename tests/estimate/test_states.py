@@ -316,7 +316,9 @@ def test_a_step_by_whole_tensors_takes_what_is_predicted(name: str, ranks: int) 
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", [n for n, facts in OPTIMIZERS.items() if "gpu" not in facts.fused and not facts.whole])
+@pytest.mark.parametrize(
+    "name", [n for n, one in OPTIMIZERS.items() if "gpu" not in one.fused and not one.whole and not one.rows]
+)
 def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> None:
     """The branches of torch's updates that CUDA takes ("capturable"), run here."""
     parameter = torch.randn(1 << 12)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.estimate.timeline import total
 from shardwise.estimate.traffic import step_traffic
@@ -19,6 +20,7 @@ from shardwise.parallel.server import parameter_server
 
 ROWS, WIDTH, TABLE = 24, 16, 20_000
 ADAGRAD = OptimizerChoice("adagrad", lr=0.0)
+SPARSE_ADAM = OptimizerChoice("adagrad", lr=0.0, groups=(ParameterGroup.of("table.*", name="sparse_adam"),))
 PLANS = {
     "dp": data_parallel(Plan.of(), 3), "zero1": data_parallel(Plan.of(), 3, zero=1),
     "replicas": data_parallel(Plan.of(), 4, zero=1, replicas=2), "bf16": data_parallel(Plan.of(precision="bf16"), 2),
@@ -72,12 +74,15 @@ def test_rows_that_come_often_travel_once(name: str) -> None:
                 assert sum(t.nbytes for t in theirs) < 0.5 * sum(t.nbytes for t in mine.traffic)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_memory(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [*((name, ADAGRAD) for name in PLANS), *((name, SPARSE_ADAM) for name in ("dp", "zero1", "bf16"))],
+)
+def test_memory(name: str, choice: OptimizerChoice) -> None:
     """Beside the table and its state there is nothing of its size."""
     one, batch = subject(PLANS[name])
-    expected = [predicted(one, batch, ADAGRAD, rank).timeline for rank in range(one.plan.mesh.size)]
-    for ours, step in zip(expected, measured(one, batch, ADAGRAD), strict=True):
+    expected = [predicted(one, batch, choice, rank).timeline for rank in range(one.plan.mesh.size)]
+    for ours, step in zip(expected, measured(one, batch, choice), strict=True):
         most = max(total(moment.peak) for moment in ours.moments)
         assert step.peak <= most <= 1.1 * step.peak
         assert step.peak - step.made < TABLE * WIDTH * 4 / 4

@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from processes import run_processes
-from shardwise import Mesh, OptimizerChoice, Plan
-from shardwise.core.errors import ConfigError
+from shardwise import Mesh, OptimizerChoice, ParameterGroup, Plan
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.local import local_training
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.server import parameter_server
+from shardwise.parallel.server import asynchronous_server, parameter_server
 from shardwise.parallel.tables import table_gradients
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.tables import TableGradient
+from shardwise.runtime.tables import TableGradient, check_tables
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.distribute import distribute
@@ -31,6 +32,7 @@ from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Parameter
 
 ADAGRAD = OptimizerChoice("adagrad", lr=0.05)
+SPARSE_ADAM = OptimizerChoice("adamw", groups=(ParameterGroup.of("users.weight", name="sparse_adam", lr=0.05),))
 
 
 class Clicks(nn.Module):
@@ -82,6 +84,54 @@ def test_a_loop_gives_what_torch_gives_with_sparse_gradients(name: str, backward
     model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()))
     assert run(model, optimizer) == pytest.approx(truth, rel=1e-12)
     assert any(tables(model))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+
+
+def pair(module: Clicks, **options: Any) -> list[torch.optim.Optimizer]:
+    table = torch.optim.SparseAdam(module.users.parameters(), lr=0.05, **options)
+    return [table, torch.optim.AdamW(module.head.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_sparse_adam_moves_the_rows_that_were_looked_up(backwards: int, looks: bool) -> None:
+    """By torch's own numbers, also where the loop changes gradients; and its state goes on from torch and back."""
+
+    def run(model: Any, optimizers: list[Any], first: int) -> None:
+        for step in range(first, first + 4):
+            for one in optimizers:
+                one.zero_grad()
+            for number in range(backwards):
+                model(**batch(2 * step + number)).backward()
+            for parameter in model.parameters() if looks else ():
+                parameter.grad = parameter.grad * 0.5
+            for one in optimizers:
+                one.step()
+
+    plain, ours = clicks(), clicks()
+    begun = plain.users.weight.detach().clone()
+    both, (model, optimizer) = pair(plain, maximize=looks), distribute(ours, pair(ours, maximize=looks))
+    run(plain, both, 0)
+    run(model, [optimizer], 0)
+    assert any(tables(model)) and (plain.users.weight == begun).all(1).any()
+    check_same(model, plain)
+    state = optimizer.state_dict()["state"]
+    truth = [one.state[p] for one in both for group in one.param_groups for p in group["params"]]
+    for number, expected in enumerate(truth):
+        assert state[number].keys() == expected.keys() and type(state[number]["step"]) is type(expected["step"])
+        for key, value in expected.items():
+            torch.testing.assert_close(torch.as_tensor(state[number][key]), torch.as_tensor(value), rtol=1e-12, atol=0)
+    again = clicks()
+    later, loaded = distribute(again, pair(again, maximize=looks))
+    later.load_state_dict(plain.state_dict())
+    loaded.load_state_dict({"state": dict(enumerate(copy.deepcopy(truth))), "param_groups": loaded.param_groups})
+    run(plain, both, 4)
+    run(later, [loaded], 4)
+    check_same(later, plain)
+
+
+def check_same(model: Any, plain: Clicks) -> None:
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-12, atol=1e-12)
 
@@ -233,14 +283,14 @@ KINDS = {
 }  # fmt: skip
 
 
-def trained(folder: Path, kind: str, stop: int) -> dict[str, Tensor]:
+def trained(folder: Path, kind: str, stop: int, choice: OptimizerChoice = ADAGRAD) -> dict[str, Tensor]:
     """Go on from the folder's checkpoint to step ``stop``, and save."""
     plan = KINDS[kind].replace(precision="fp64")
     plan = plan if kind == "dense" else plan.replace(sparse_gradients="rows")
     made = Compiled(clicks(), plan, batch(0))
 
     def rank(comm: ThreadCommunicator) -> dict[str, Tensor]:
-        trainer = Trainer(made, ADAGRAD, plan, {}, seed=3, comm=comm)
+        trainer = Trainer(made, choice, plan, {}, seed=3, comm=comm)
         with trainer.loader(Rows(), 5) as loader, Checkpoints(trainer, folder) as checkpoints:
             checkpoints.restore(loader)
             while trainer.engine.step_index < stop:
@@ -264,6 +314,17 @@ def test_checkpoints_go_between_plans(tmp_path: Path, before: str, after: str) -
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("one", "zero1"), ("zero1", "dp"), ("dp", "server"), ("server", "zero3"), ("zero3", "one")]
+)
+def test_checkpoints_of_sparse_adam_go_between_plans(tmp_path: Path, before: str, after: str) -> None:
+    truth = trained(tmp_path / "whole", "one", 6, SPARSE_ADAM)
+    trained(tmp_path / "parts", before, 3, SPARSE_ADAM)
+    found = trained(tmp_path / "parts", after, 6, SPARSE_ADAM)
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
 # ---- what is refused, and what follows by itself ---------------------------------------------------------------------
 
 
@@ -279,6 +340,46 @@ def test_an_optimizer_that_updates_all_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match='"adagrad" updates all rows'):
         made(OptimizerChoice("adagrad", weight_decay=0.1))
     made(OptimizerChoice("adagrad", weight_decay=0.0))
+
+
+def test_sparse_adam_without_rows_is_refused() -> None:
+    """Of a parameter that is no table, of a table that is dense under the plan, and at servers apart."""
+
+    def made(choice: OptimizerChoice, plan: Plan) -> None:
+        one = Compiled(clicks(), plan, batch(0))
+        run_ranks(plan.mesh, lambda comm: Engine(one, comm, choice))
+
+    rows = Plan.of(precision="fp64", sparse_gradients="rows")
+    legal = r"legal: a table of nn.Embedding\(sparse=True\) that lookups alone read, .* another optimizer for all else"
+    for choice, plan, what in (
+        (OptimizerChoice("sparse_adam"), rows, "head.weight, whose gradient is dense"),
+        (SPARSE_ADAM, Plan.of(precision="fp64"), "users.weight, whose gradient is dense"),
+        (SPARSE_ADAM, tensor_parallel(rows, 2, "1d"), "users.weight, whose gradient is dense"),
+    ):
+        with pytest.raises(ConfigError, match=f'"sparse_adam" updates the rows that were looked up of {what}; {legal}'):
+            made(choice, plan)
+    one = Compiled(clicks(), rows, batch(0))
+    apart = asynchronous_server(Plan.of(), "async", 2, 2)
+    with pytest.raises(ConfigError, match="users.weight, which servers apart do not know"):
+        check_tables(one.buckets, apart, SPARSE_ADAM)
+    assert table_gradients(Plan.of(), SPARSE_ADAM).data.tables == "rows"
+    module = clicks(sparse=False)
+    model, optimizer = distribute(module, pair(module))
+    model(**batch(0)).backward()
+    with pytest.raises(ConfigError, match=f"users.weight, whose gradient is dense; {legal}"):
+        optimizer.step()
+
+
+def test_what_moves_all_rows_is_refused_in_a_loop() -> None:
+    module = clicks()
+    model, optimizer = distribute(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(**batch(0)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    optimizer.zero_grad()
+    model(**batch(1)).backward()
+    with pytest.raises(ShardwiseError, match="optimizer: weight_decay changed after the first step"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

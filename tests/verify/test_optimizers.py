@@ -12,7 +12,7 @@ import torch
 from covering import covering
 from models import captured
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import APPLIES, OPTIMIZERS, WHOLE
+from shardwise.core.optimizers import APPLIES, OPTIMIZERS, ROWS, WHOLE
 from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
@@ -43,7 +43,7 @@ def choice_of(name: str, **numbers: Any) -> OptimizerChoice:
     return OptimizerChoice(name, lr=1e-3, **{k: v for k, v in given.items() if k in options or k in numbers})  # type: ignore[arg-type]
 
 
-CHOICES: dict[str, OptimizerChoice] = {name: choice_of(name) for name in OPTIMIZERS if name not in WHOLE} | {
+CHOICES: dict[str, OptimizerChoice] = {n: choice_of(n) for n in OPTIMIZERS if n not in (*WHOLE, *ROWS)} | {
     "amsgrad": choice_of("adamw", amsgrad=True),
     "centered": choice_of("rmsprop", centered=True),
     "dampening": choice_of("sgd", dampening=0.3),

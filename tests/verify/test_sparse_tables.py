@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from covering import covering
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.parameter_groups import ParameterGroup
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
@@ -21,6 +22,16 @@ from shardwise.verify.verify import verify
 
 ADAGRAD = OptimizerChoice("adagrad", lr=0.05)
 SGD = OptimizerChoice("sgd", lr=0.1)
+TABLES = ["users.weight", "pages.weight"]
+SPARSE_ADAM = OptimizerChoice(
+    "adamw", lr=0.01, weight_decay=0.1, groups=(ParameterGroup.of(TABLES, name="sparse_adam", lr=0.02, eps=1e-4),)
+)
+ASCENT = OptimizerChoice(
+    "adagrad", lr=0.05, groups=(
+        ParameterGroup.of("users.*", name="sparse_adam", betas=(0.5, 0.9), eps=1e-4, maximize=True),
+        ParameterGroup.of("pages.*", maximize=True),
+    ),
+)  # fmt: skip
 
 
 class Clicks(nn.Module):
@@ -82,7 +93,7 @@ def test_the_average_of_a_table_moves_in_all_its_rows(kind: str) -> None:
 
 
 KINDS = ("dp", "zero1", "zero2", "zero3", "replicas", "server 1", "server 2", "pp")
-PRODUCT = list(itertools.product(KINDS, (1, 3), (ADAGRAD, SGD), (None, 0.5), (2, 4)))
+PRODUCT = list(itertools.product(KINDS, (1, 3), (ADAGRAD, SGD, SPARSE_ADAM, ASCENT), (None, 0.5), (2, 4)))
 
 
 def planned(kind: str, ranks: int, microbatches: int) -> Plan:
@@ -104,14 +115,15 @@ def test_rows_equal_one_device(
     check(planned(kind, ranks, microbatches), optimizer, clip_norm)
 
 
-def test_one_rank() -> None:
-    check(Plan.of(microbatches=2))
+@pytest.mark.parametrize("optimizer", [ADAGRAD, SPARSE_ADAM])
+def test_one_rank(optimizer: OptimizerChoice) -> None:
+    check(Plan.of(microbatches=2), optimizer)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["dp", "zero1"])
-def test_low_precision(precision: str, kind: str) -> None:
-    check(planned(kind, 2, 2).replace(precision=precision))
+@pytest.mark.parametrize(("kind", "optimizer"), [("dp", ADAGRAD), ("zero1", ADAGRAD), ("zero2", SPARSE_ADAM)])
+def test_low_precision(precision: str, kind: str, optimizer: OptimizerChoice) -> None:
+    check(planned(kind, 2, 2).replace(precision=precision), optimizer)
 
 
 def test_servers_in_groups() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice, check_count, check_value
 from shardwise.core.learning_rates import LearningRates
-from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, OF_MOMENTUM, OF_STATE, OPTIMIZERS, OWN
+from shardwise.core.optimizers import APPLIES, FUSED, MORE_STATE, MOVES_ROWS, OF_MOMENTUM, OF_STATE, OPTIMIZERS, OWN
 from shardwise.core.options import check_number
 from shardwise.core.parameter_groups import GroupsByName, ParameterGroup, depths, in_a_block
 
@@ -28,6 +28,7 @@ OptimizerName = Literal[
     "asgd",
     "rprop",
     "lion",
+    "sparse_adam",
     "muon",
     "adafactor",
     "lamb",
@@ -46,7 +47,7 @@ SHARED = ("lr", "decay", *(field.name for field in fields(LearningRates)))
 SWITCHES = ("nesterov", "amsgrad", "centered", "maximize", "decoupled_weight_decay")
 """These fields are true or false."""
 
-BY_ROWS = '"adagrad", or "sgd" without momentum, neither with weight decay'
+BY_ROWS = '"sparse_adam", "adagrad", or "sgd" without momentum, without weight decay'
 """These optimizers leave a row without a gradient as it is, in words."""
 
 
@@ -275,10 +276,10 @@ class OptimizerChoice(LearningRates, Averaging):
     def by_rows(self) -> bool:
         """Return whether a row without a gradient stays as it is in an update, with its state."""
         return all(
-            (part.name == "adagrad" or (part.name == "sgd" and not part.momentum))
-            and not part.maximize and not part.lr_decay and not part.weight_decay
+            (part.name in ("sparse_adam", "adagrad") or (part.name == "sgd" and not part.momentum))
+            and not any(getattr(part, one) for one in MOVES_ROWS)
             for part in self.parts
-        )  # fmt: skip
+        )
 
     @cached_property
     def _by_name(self) -> GroupsByName:

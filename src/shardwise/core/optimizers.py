@@ -27,7 +27,8 @@ class OptimizerFacts(NamedTuple):
     torch that shardwise supports.  ``temporaries`` are the tensors of a segment's size that an update takes where it is
     not fused, by type of device: (without weight decay, with it).
 
-    An optimizer that needs ``whole`` tensors has the facts of these there.
+    An optimizer that needs ``whole`` tensors has the facts of these there.  One that takes ``rows`` alone updates
+    tables whose gradients have rows, and no other parameters; its temporaries are of these rows.
     """
 
     options: tuple[str, ...]
@@ -36,6 +37,7 @@ class OptimizerFacts(NamedTuple):
     fused: tuple[str, ...] = ()
     temporaries: Mapping[str, tuple[int, int]] = {}
     whole: WholeFacts | None = None
+    rows: bool = False
 
 
 def _adafactor(shape: Shape) -> Mapping[str, Shape]:
@@ -95,6 +97,9 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "lion": OptimizerFacts(
         ("betas", "weight_decay"), ("exp_avg",), (), temporaries={"cpu": (1, 1), "gpu": (1, 1)},
     ),
+    "sparse_adam": OptimizerFacts(
+        ("betas", "eps", "maximize"), ("exp_avg", "exp_avg_sq"), temporaries={"cpu": (0, 0), "gpu": (0, 0)}, rows=True,
+    ),
     "muon": OptimizerFacts(
         ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps", "weight_decay"), (), (),
         whole=WholeFacts(lambda shape: {"momentum_buffer": shape}, lambda shape: 3 * prod(shape)),
@@ -139,8 +144,11 @@ OF_STATE = (*MORE_STATE, "dampening")
 OF_MOMENTUM: Mapping[str, Any] = {"nesterov": False, "dampening": 0.0}
 """Without momentum torch ignores these options, as if they had these values."""
 
-MOVES_ROWS = ("weight_decay", "lr_decay", "maximize")
-"""With these options an optimizer of tables by rows has no such step."""
+ROWS = tuple(name for name, facts in OPTIMIZERS.items() if facts.rows)
+"""The optimizers that take rows alone."""
+
+MOVES_ROWS = ("weight_decay", "lr_decay")
+"""With these options an optimizer moves rows without a gradient, or by a rate that this has no part in."""
 
 APPLIES: Mapping[str, tuple[str, ...]] = {
     option: tuple(name for name, facts in OPTIMIZERS.items() if option in facts.options)

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import BY_ROWS, OptimizerChoice
+from shardwise.core.optimizers import ROWS
 from shardwise.core.plan import Plan
 
 
 def table_gradients(plan: Plan, optimizer: OptimizerChoice, wanted: str = "auto") -> Plan:
     """Return ``plan`` with gradients of tables as ``wanted``: "rows" or "dense", or, with "auto", by rows where the
-    optimizer leaves rows without a gradient as they are and the plan allows it: the numbers are the same.
+    optimizer leaves rows without a gradient as they are, or takes rows alone, and the plan allows it.
 
     Raises :class:`ConfigError` for "rows" where the plan or the optimizer does not allow it.
     """
-    if wanted == "rows" and not optimizer.by_rows:
+    if wanted == "rows" and not any(part.by_rows for part in optimizer.parts):
         wrong = f'"rows" is not legal with optimizer "{optimizer.name}" as it is, which updates all rows'
         raise ConfigError.on("sparse_gradients", wrong, f'"auto", "dense", or {BY_ROWS}')
     if wanted != "auto":
         return plan.replace(sparse_gradients=wanted)
-    if not optimizer.by_rows:
+    if not optimizer.by_rows and not any(part.name in ROWS for part in optimizer.parts):
         return plan
     try:
         return plan.replace(sparse_gradients="rows")

@@ -22,7 +22,7 @@ from shardwise.core.clipping import check_clipping
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.local_options import ISLANDS
-from shardwise.core.optim import BY_ROWS, OptimizerChoice
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.part import STEP, Part
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
@@ -45,6 +45,7 @@ from shardwise.runtime.interpreter import Interpreter, Run
 from shardwise.runtime.optimizer import Settings, check_optimizer
 from shardwise.runtime.post_validation import PostValidatedRun
 from shardwise.runtime.served_worker import ServedWorker
+from shardwise.runtime.tables import check_tables
 from shardwise.runtime.whole_state import WholeState, first_names
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
@@ -102,9 +103,7 @@ class Engine:
         if optimizer.any_whole and plan.data.updates != "tensors":
             wrong = f'"{optimizer.name}" needs whole tensors, under a plan with updates = "{plan.data.updates}"'
             raise ConfigError.on("optimizer", wrong, 'a plan with updates = "tensors", as whole_tensors_for() makes')
-        if not optimizer.by_rows and (table := next((b for b in trace.buckets if b.table), None)) is not None:
-            wrong = f'"{optimizer.name}" updates all rows of {table.parameters[0].name}, whose lookups are sparse'
-            raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')
+        check_tables(trace.buckets, plan, optimizer)
         values.check()
         comm.prepare(compiled.first_communicators)
         # What the hosts of an island's ranks agree on; other islands may be in another step.

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.optimizers import FIRST_RATE, FUSED, WHOLE
+from shardwise.core.optimizers import FIRST_RATE, FUSED, ROWS, WHOLE
 from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
 from shardwise.runtime.shampoo import Shampoo
@@ -25,7 +25,8 @@ CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
     "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD,
-    "rprop": torch.optim.Rprop, "lion": Lion, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor,
+    "rprop": torch.optim.Rprop, "lion": Lion,
+    "sparse_adam": torch.optim.SparseAdam, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor,
     "lamb": Lamb, "shampoo": Shampoo,
 }  # fmt: skip
 """The class of each optimizer of :data:`~shardwise.core.optimizers.OPTIMIZERS`."""
@@ -72,7 +73,8 @@ def arrange(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
 def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
     """Raise :class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
     backend = Backend.of(device)
-    legal = (*FUSED[backend.kind], *WHOLE, "adagrad")  # Adagrad does not use its counter of steps
+    # Adagrad does not use its counter of steps, and where there are rows the host waits.
+    legal = (*FUSED[backend.kind], *WHOLE, *ROWS, "adagrad")
     for name in (part.name for part in choice.parts):
         if backend.asynchronous and not backend.counts_steps and name not in legal:
             where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
@@ -162,6 +164,8 @@ class FlatOptimizer:
     def _make(self, states: Iterable[Mapping[str, Tensor]] | None) -> torch.optim.Optimizer:
         if self.fused:
             options = {"fused": True}
+        elif self.choice.name in ROWS:
+            options = {}
         else:
             # Over one long tensor "foreach" only adds temporaries.
             options = {"foreach": False}
@@ -179,7 +183,8 @@ class FlatOptimizer:
 
         Where torch starts momentum from the first gradient, that is what momentum x 0 + gradient gives.
         """
-        on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self.fused)
+        counted_here = self.choice.name in ROWS or (self.choice.name == "adagrad" and not self.fused)
+        on_cpu = param.device.type == "cpu" or counted_here
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
         device = "cpu" if on_cpu else param.device

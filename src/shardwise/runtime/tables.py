@@ -8,14 +8,19 @@ only when it has them, so ranks first tell each other, and the hosts wait for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatShard
+from shardwise.core.optim import BY_ROWS, OptimizerChoice
+from shardwise.core.optimizers import ROWS
+from shardwise.core.plan import Plan
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.handles import Completed, Handle, Then
@@ -73,9 +78,11 @@ class TableGradient:
 
     def replace(self, held: Tensor) -> None:
         """Set the gradient of what is ``held``, given as a flat tensor."""
-        every = held.view(-1, self.width)
-        places = every.any(1).nonzero()[:, 0]
-        self._summed, self._added = Rows(places + self.held.start // self.width, every[places]), []
+        every, first = held.view(-1, self.width), self.held.start // self.width
+        places = every.any(1)
+        places[self.rows.between(self.held).numbers - first] = True  # a row that was looked up stays one
+        numbers = places.nonzero()[:, 0]
+        self._summed, self._added = Rows(numbers + first, every[numbers]), []
 
     def dense(self) -> Tensor:
         """Return the gradient of what is held, flat, with the rows that are zero."""
@@ -162,13 +169,50 @@ class TableOptimizer(FlatOptimizer):
         change = rows.values if grad_scale is None else rows.values * grad_scale
         if clip_value is not None:
             change = change.clamp(-clip_value, clip_value)
+        if group.get("maximize"):
+            change = -change
+        rate = group["lr"]
         if self.choice.name == "adagrad":
             sums = state["sum"].view(-1, width)
             new = sums.index_select(0, at).addcmul_(change, change)
             sums.index_copy_(0, at, new)
             change = change / new.sqrt_().add_(group["eps"])
             state["step"] += 1
-        segment.param.view(-1, width).index_add_(0, at, change, alpha=-group["lr"])
+        elif self.choice.name == "sparse_adam":
+            state["step"] += 1
+            change, rate = _adam(change, at, state, group)
+        segment.param.view(-1, width).index_add_(0, at, change, alpha=-rate)
+
+
+def check_tables(buckets: Iterable[Bucket], plan: Plan, optimizer: OptimizerChoice) -> None:
+    """Raise :class:`ConfigError` where the gradient of a parameter is not what its optimizer takes: rows, or all."""
+    for parameter, table in ((p, b.table) for b in buckets if b.learns for p in b.parameters):
+        own = optimizer.part_of(parameter.name, tuple(parameter.shape))
+        if table and not own.by_rows:
+            wrong = f'"{own.name}" updates all rows of {parameter.name}, whose lookups are sparse'
+            raise ConfigError.on("optimizer", wrong, f'{BY_ROWS}; or sparse_gradients = "dense"')
+        if own.name in ROWS and (not table or plan.serving.apart):
+            why = "which servers apart do not know" if table else "whose gradient is dense"
+            wrong = f'"{own.name}" updates the rows that were looked up of {parameter.name}, {why}'
+            legal = (
+                "a table of nn.Embedding(sparse=True) that lookups alone read, under a plan with sparse_gradients = "
+                '"rows" where every rank has it whole, and another optimizer for all else'
+            )
+            raise ConfigError.on("optimizer", wrong, legal)
+
+
+def _adam(
+    change: Tensor, at: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> tuple[Tensor, float]:  # fmt: skip
+    """Update the averages of the rows ``at`` by their gradient; return by what and at which rate these rows move."""
+    (first, second), step = group["betas"], int(state["step"])
+    averages, squares = (state[key].view(-1, change.shape[1]) for key in ("exp_avg", "exp_avg_sq"))
+    average = averages.index_select(0, at).lerp_(change, 1 - first)
+    square = squares.index_select(0, at).mul_(second).addcmul_(change, change, value=1 - second)
+    averages.index_copy_(0, at, average)
+    squares.index_copy_(0, at, square)
+    rate = group["lr"] * math.sqrt(1 - second**step) / (1 - first**step)
+    return average.div_(square.sqrt_().add_(group["eps"])), rate
 
 
 def _gather(

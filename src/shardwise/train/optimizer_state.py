@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.optimizers import ROWS
 from shardwise.runtime.communicator import host_sum
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.optimizer import CLASSES
+from shardwise.runtime.own_optimizer import Kept
 from shardwise.train.optimizers import HOW
 from shardwise.train.state import fill_state, held, owned
 
@@ -23,14 +25,14 @@ def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _keys(name: str, group: Mapping[str, Any], shape: tuple[int, ...] = (1,)) -> dict[str, Tensor]:
+def _keys(name: str, group: Mapping[str, Any], shape: tuple[int, ...] = (1,)) -> dict[str, Kept]:
     """Return what the optimizer called ``name`` keeps in torch of a parameter of this shape in this group."""
     dummy = nn.Parameter(torch.zeros(shape))
-    dummy.grad = torch.zeros(shape)
+    dummy.grad = torch.zeros(shape).to_sparse() if name in ROWS else torch.zeros(shape)
     make: Any = CLASSES[name]
     made = make([{**{k: v for k, v in group.items() if k not in HOW}, "params": [dummy]}])
     made.step()
-    return {key: value for key, value in made.state[dummy].items() if isinstance(value, Tensor)}
+    return {key: Kept.of(value) for key, value in made.state[dummy].items() if isinstance(value, Tensor | int)}
 
 
 def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -47,20 +49,18 @@ def optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, module: nn
         if name not in shapes:
             continue
         part = choice.part_of(name, shapes[name])
-        by_whole, kept = part.whole, {}
         if part.own is not None:
-            kept = part.own.kept(shapes[name])
-            keys = {key: one.empty(torch.zeros(())) for key, one in kept.items()}
+            keys = part.own.kept(shapes[name])
         else:
-            keys = _keys(part.name, group, shapes[name] if by_whole else (1,))
-        for key, like in keys.items():
-            shape = like.shape if by_whole or not like.dim() else shapes[name]
+            keys = _keys(part.name, group, shapes[name] if part.whole else (1,))
+        for key, kept in keys.items():
+            like = kept.empty(torch.zeros(()))
+            shape = like.shape if part.whole or not like.dim() else shapes[name]
             whole = torch.zeros(shape, dtype=torch.float64)
             for piece in mine.get(f"optimizer.{name}.{key}", ()):
                 whole[piece.box.slices] += piece.tensor.cpu()
             host_sum(engine.comm, whole, f"the optimizer's {key} of {name}")
-            kind = kept[key].kind if kept else None
-            value = whole.to(wide if like.dim() else like.dtype) if kind is None else kind(whole.item())
+            value = whole.to(wide if like.dim() else like.dtype) if kept.kind is None else kept.kind(whole.item())
             found.setdefault(number, {})[key] = value
     return {"state": found, "param_groups": optimizer.state_dict()["param_groups"]}
 

@@ -40,6 +40,7 @@ from shardwise.runtime.lamb import Lamb
 from shardwise.runtime.lion import Lion
 from shardwise.runtime.shampoo import Shampoo
 from shardwise.verify.device import Together
+from shardwise.verify.looked_up import LookedUp
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.parts import BatchNormInParts
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
@@ -152,6 +153,7 @@ class Oracle:
         self._norms, self.parts = BatchNormInParts(), parts
         self.turns, self._order = turns, list[int]()
         self._probed = self._decides = False
+        self._looked_up = LookedUp()
 
     def step(self, batch: Fields, given: float | Settings | None = None) -> OracleStep:
         """Train on ``batch``, tensors with the global batch's rows in dim 0; ``given`` is the learning rate, or the
@@ -202,6 +204,7 @@ class Oracle:
         """
         for p in (*self.masters.values(), *self.module.parameters()):
             p.grad = None
+        self._looked_up.begin()
         rows = _rows(fields)
         counted: set[bool] = set()
         first = total = 0.0
@@ -233,6 +236,7 @@ class Oracle:
             )
         if not total:
             raise ShardwiseError("every target of the batch is ignored: its mean cross-entropy is 0/0")
+        self._looked_up.give(self.masters)
         if (divisor := total * self.loss_scale) != 1:
             for p in self.masters.values():
                 if p.grad is not None:
@@ -335,11 +339,11 @@ class Oracle:
 
     @torch.no_grad()
     def _collect(self) -> None:
-        """Add the gradients of parameters in low precision to their masters', and make sparse ones dense."""
+        """Add the gradients of parameters in low precision to their masters', and take sparse ones."""
         for name, p in self.module.named_parameters():
             master = self.masters[name]
             if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
+                self._looked_up.take(name, p, master.dtype)
             if p is not master and p.grad is not None:
                 master.grad = p.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
                 p.grad = None
@@ -353,6 +357,7 @@ class Oracle:
         for group in self.optimizer.param_groups:
             if given is not None:
                 group.update({"lr": given} if isinstance(given, float | int) else given[group["number"]])
+        self._looked_up.make_sparse(self.optimizer, self.masters)
         self.optimizer.step()
         with torch.no_grad():
             for name, p in self.module.named_parameters():
@@ -429,6 +434,7 @@ def _plain_part(choice: OptimizerChoice) -> OptimizerFactory:
         "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
         "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
         "adadelta": torch.optim.Adadelta, "asgd": torch.optim.ASGD, "rprop": torch.optim.Rprop, "lion": Lion,
+        "sparse_adam": torch.optim.SparseAdam,
         "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor, "lamb": Lamb, "shampoo": Shampoo,
     }  # fmt: skip
     make = classes[choice.name]
