@@ -212,6 +212,21 @@ def test_loss_scale() -> None:
     assert build_loss_scale(load("parallel.precision=fp16", "train.loss_scale=1024")) == ScaleChoice.fixed(1024.0)
 
 
+def test_groups_with_options_of_their_own() -> None:
+    """Also those that decide which state there is, and an optimizer of tables."""
+    tables = (
+        '{match = "*.bias", momentum = 0.0}', '{match = "head.*", nesterov = false, dampening = 0.1}',
+        '{match = "wte.*", name = "sparse_adam", lr = 0.1}', '{match = "wpe.*", name = "adam", amsgrad = true}',
+    )  # fmt: skip
+    groups = f"optimizer.groups=[{', '.join(tables)}]"
+    sgd = build_optimizer(load("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", groups))
+    found = [(one.name, one.momentum, one.nesterov, one.dampening, one.amsgrad) for one in sgd.parts]
+    assert found == [
+        ("sgd", 0.9, True, 0.0, False), ("sgd", 0.0, False, 0.0, False), ("sgd", 0.9, False, 0.1, False),
+        ("sparse_adam", None, None, 0.0, False), ("adam", None, None, 0.0, True),
+    ]  # fmt: skip
+
+
 def test_plan_and_optimizer() -> None:
     config = load(
         "parallel.dp=2", "parallel.microbatches=2", "parallel.recompute=full", "parallel.precision=bf16",

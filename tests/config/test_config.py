@@ -586,7 +586,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "sequence_length pad pad_mask pad_to_multiple_of varies",
         "optimizer": "name lr betas weight_decay schedule warmup_steps eps momentum dampening nesterov amsgrad "
         "groups layer_decay ema ema_start ema_every ema_warmup min_lr_ratio decay_fraction power cycle_steps "
-        "cycle_mult step_size milestones gamma timescale pct_start anneal_strategy div_factor final_div_factor "
+        "cycle_mult step_size milestones gamma timescale step_size_up step_size_down mode pct_start anneal_strategy "
+        "div_factor final_div_factor "
         "three_phase cycle_momentum base_momentum max_momentum adjust_lr_fn beside",
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan "
         "experts pins ep cp context overlap links dp dp_replicate local_steps local_fragments local_mix outer_lr "

@@ -39,6 +39,12 @@ def after_warmup(steps: int, make: Make) -> Make:
 
 
 LEAST = 0.03
+
+
+def cyclic(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    return torchs.CyclicLR(optimizer, base_lr=LEAST * LR, max_lr=LR, cycle_momentum=False, **options)
+
+
 CASES: dict[str, tuple[dict[str, Any], Make]] = {
     "constant": ({}, lambda o: torchs.ConstantLR(o, factor=1.0)),
     "linear": ({"min_lr_ratio": LEAST}, lambda o: torchs.LinearLR(o, 1.0, LEAST, total_iters=STEPS - 1)),
@@ -65,6 +71,16 @@ CASES: dict[str, tuple[dict[str, Any], Make]] = {
         {"milestones": (9, 10, 50, 200), "gamma": 0.4}, lambda o: torchs.MultiStepLR(o, [9, 10, 50, 200], gamma=0.4)
     ),
     "exponential": ({"gamma": 0.93}, lambda o: torchs.ExponentialLR(o, 0.93)),
+    "cyclic": ({"min_lr_ratio": LEAST, "step_size_up": 7}, lambda o: cyclic(o, step_size_up=7)),
+    "cyclic halved": (
+        {"schedule": "cyclic", "min_lr_ratio": LEAST, "step_size_up": 3, "step_size_down": 8, "mode": "triangular2"},
+        lambda o: cyclic(o, step_size_up=3, step_size_down=8, mode="triangular2"),
+    ),
+    "cyclic by a factor": (
+        {"schedule": "cyclic", "min_lr_ratio": LEAST, "step_size_up": 9, "step_size_down": 1, "mode": "exp_range",
+         "gamma": 0.97},
+        lambda o: cyclic(o, step_size_up=9, step_size_down=1, mode="exp_range", gamma=0.97),
+    ),
 }  # fmt: skip
 
 
@@ -189,6 +205,11 @@ WRONG = [
     ({"schedule": "multistep", "milestones": (5, 5)}, "optimizer.milestones.*rising integers"),
     ({"schedule": "multistep", "milestones": (5, 9), "warmup_steps": 6}, "optimizer.milestones: 5 lies in the warm-up"),
     ({"schedule": "cosine_with_restarts"}, "optimizer.cycle_steps: nothing is given"),
+    ({"schedule": "cyclic"}, "optimizer.step_size_up: nothing is given.*in which the learning rate rises"),
+    ({"schedule": "cyclic", "step_size_up": 0}, "optimizer.step_size_up: 0"),
+    ({"schedule": "cyclic", "step_size_up": 2, "mode": "square"}, "optimizer.mode: 'square'.*triangular2"),
+    ({"schedule": "cyclic", "step_size_up": 2, "gamma": 0.9}, 'optimizer.gamma: 0.9.*"triangular".*with mode = "exp_'),
+    ({"schedule": "cyclic", "step_size_up": 2, "warmup_steps": 2}, "optimizer.warmup_steps: 2.*a rise of its own"),
     ({"schedule": "one_cycle"}, "optimizer.total_steps: 0"),
     ({"schedule": "one_cycle", "total_steps": 9, "warmup_steps": 2}, "optimizer.warmup_steps: 2.*a rise of its own"),
     ({"schedule": "one_cycle", "total_steps": 9, "pct_start": 1.2}, "optimizer.pct_start: 1.2"),

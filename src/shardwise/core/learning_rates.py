@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_value
 from shardwise.core.options import check_number
 
 Schedule = Literal[
     "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd", "step", "multistep", "exponential",
-    "inverse_sqrt", "one_cycle",
+    "inverse_sqrt", "cyclic", "one_cycle",
 ]  # fmt: skip
 Annealing = Literal["cos", "linear"]
+CycleMode = Literal["triangular", "triangular2", "exp_range"]
 
 DECAY_FRACTION = 0.2
 """By default ``wsd`` decays over this share of all steps."""
@@ -64,13 +65,18 @@ class LearningRates:
       (`MultiStepLR`).
     - ``"inverse_sqrt"``: it is divided by sqrt(1 + t / ``timescale``); the timescale is by default ``warmup_steps``, as
       in Vaswani et al. 2017, arXiv 1706.03762, section 5.3.
+    - ``"cyclic"``: it rises from ``min_lr_ratio * lr`` to ``lr`` in ``step_size_up`` steps and falls back in
+      ``step_size_down``, again and again.  How far it rises is by its ``mode`` always the same ("triangular"), half as
+      far in each cycle as in the one before ("triangular2"), or ``gamma`` to the power t of that ("exp_range"); the
+      momentum stays (`CyclicLR` without ``cycle_momentum``; Smith 2017, arXiv 1506.01186).
     - ``"one_cycle"``: it rises from ``lr`` / ``div_factor`` to ``lr`` over the first ``pct_start`` of all steps, and
       falls to 1 / ``final_div_factor`` of where it began, along ``anneal_strategy`` ("cos" or "linear"); with
       ``three_phase`` it first falls to where it began, in as many steps as it has risen.  With ``cycle_momentum`` the
       momentum, or the first of ``betas``, goes from ``max_momentum`` to ``base_momentum`` and back meanwhile
       (`OneCycleLR`; Smith and Topin 2017, arXiv 1708.07120).
 
-    The first five fall to ``min_lr_ratio * lr``; a ``gamma`` is by default 0.1, which ``"exponential"`` does not have.
+    The first five fall to ``min_lr_ratio * lr``; a ``gamma`` is by default 0.1, which ``"exponential"`` does not have,
+    and 1 for ``"cyclic"``.
     """
 
     schedule: Schedule = "constant"
@@ -85,6 +91,9 @@ class LearningRates:
     milestones: tuple[int, ...] = ()
     gamma: float | None = None
     timescale: float | None = None
+    step_size_up: int | None = None
+    step_size_down: int | None = None
+    mode: CycleMode = "triangular"
     pct_start: float = 0.3
     anneal_strategy: Annealing = "cos"
     div_factor: float = 25.0
@@ -116,7 +125,7 @@ class LearningRates:
     def _check_values(self) -> None:
         for option in ("warmup_steps", "total_steps"):
             check_count(f"optimizer.{option}", getattr(self, option), least=0)
-        for option in ("cycle_steps", "cycle_mult", "step_size"):
+        for option in ("cycle_steps", "cycle_mult", "step_size", "step_size_up", "step_size_down"):
             if getattr(self, option) is not None:
                 check_count(f"optimizer.{option}", getattr(self, option))
         for option, value in (("min_lr_ratio", 1.0), ("decay_fraction", 1.0), ("pct_start", 1.0), ("power", math.inf)):
@@ -134,6 +143,10 @@ class LearningRates:
             value = getattr(self, option)
             check_value(f"optimizer.{option}", value, isinstance(value, bool), "true or false")
         check_choice("optimizer.anneal_strategy", self.anneal_strategy, ("cos", "linear"))
+        check_choice("optimizer.mode", self.mode, get_args(CycleMode))
+        if self.schedule == "cyclic" and self.gamma is not None and self.mode != "exp_range":
+            wrong = f'{self.gamma} is not legal with mode = "{self.mode}"'
+            raise ConfigError.on("optimizer.gamma", wrong, 'with mode = "exp_range".')
         marks = self.milestones
         whole = isinstance(marks, tuple | list) and all(isinstance(m, int) and m > 0 for m in marks)
         legal = whole and all(a < b for a, b in pairwise(marks))
@@ -246,6 +259,17 @@ def _inverse_sqrt(rates: LearningRates, t: int) -> float:
     return 1 / math.sqrt(1 + t / (rates.timescale or rates.warmup_steps or TIMESCALE))
 
 
+def _cyclic(rates: LearningRates, t: int) -> float:
+    up = rates.step_size_up
+    assert up is not None
+    down = up if rates.step_size_down is None else rates.step_size_down
+    cycle, at = divmod(t, up + down)
+    height = at / up if at <= up else (up + down - at) / down
+    gamma = 1.0 if rates.gamma is None else rates.gamma
+    far = {"triangular": 1.0, "triangular2": 0.5**cycle, "exp_range": gamma**t}[rates.mode]
+    return _above_least(rates, height * far)
+
+
 def _one_cycle(rates: LearningRates, t: int) -> float:
     begin = 1 / rates.div_factor
     end = begin / rates.final_div_factor
@@ -286,6 +310,9 @@ LR_SCHEDULES: Mapping[Schedule, ScheduleFacts] = {
     "multistep": ScheduleFacts(_multistep, ("milestones", "gamma"), ("milestones",)),
     "exponential": ScheduleFacts(_exponential, ("gamma",), ("gamma",)),
     "inverse_sqrt": ScheduleFacts(_inverse_sqrt, ("timescale",), warms=True),
+    "cyclic": ScheduleFacts(
+        _cyclic, (*LEAST, "step_size_up", "step_size_down", "mode", "gamma"), ("step_size_up",), warms_up=False
+    ),
     "one_cycle": ScheduleFacts(_one_cycle, CYCLE, warms_up=False, ends=True),
 }
 """All schedules, by the words of ``optimizer.schedule``."""
@@ -296,6 +323,7 @@ OPTIONS = tuple(dict.fromkeys(option for facts in LR_SCHEDULES.values() for opti
 NEEDED = {
     "cycle_steps": "the number of steps of the first cycle",
     "step_size": "the number of steps after which the learning rate is multiplied by gamma",
+    "step_size_up": "the number of steps in which the learning rate rises",
     "milestones": "the steps at which the learning rate is multiplied by gamma",
     "gamma": "what the learning rate is multiplied by in each step, such as 0.999",
 }

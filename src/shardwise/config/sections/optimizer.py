@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.core import optim
-from shardwise.core.learning_rates import LR_SCHEDULES, Annealing, Schedule
+from shardwise.core.learning_rates import LR_SCHEDULES, Annealing, CycleMode, Schedule
 from shardwise.core.optim import OptimizerName
 
 from ..rules import (
@@ -166,7 +166,7 @@ class OptimizerConfig:
             "a tenth of `train.steps`; 0 with "
             + ", ".join(f'`"{name}"`' for name, one in LR_SCHEDULES.items() if not one.warms)
         ),
-        legal='less than `train.steps`; with `"one_cycle"` 0',
+        legal='less than `train.steps`; with `"cyclic"` and `"one_cycle"` 0',
     )
     min_lr_ratio: float | None = key(
         number(0, most=1),
@@ -213,7 +213,7 @@ class OptimizerConfig:
     gamma: float | None = key(
         number(0),
         does="what the learning rate is multiplied by",
-        otherwise='0.1; `"exponential"` needs it',
+        otherwise='0.1, with `"cyclic"` 1; `"exponential"` needs it',
         legal="0 or more, with " + _having("gamma"),
     )
     timescale: float | None = key(
@@ -221,6 +221,24 @@ class OptimizerConfig:
         does="the learning rate is divided by the root of 1 + the steps after the warm-up over this number",
         otherwise="`warmup_steps`; 10,000 without a warm-up",
         legal="above 0, with " + _having("timescale"),
+    )
+    step_size_up: int | None = key(
+        integer(1),
+        does="the number of steps in which the learning rate rises from `min_lr_ratio` x `lr` to `lr`",
+        otherwise='none; `"cyclic"` needs it',
+        legal="1 or more, with " + _having("step_size_up"),
+    )
+    step_size_down: int | None = key(
+        integer(1),
+        does="the number of steps in which it falls back",
+        otherwise="`step_size_up`",
+        legal="1 or more, with " + _having("step_size_down"),
+    )
+    mode: CycleMode | None = key(
+        choice("triangular", "triangular2", "exp_range"),
+        does="how far it rises in each cycle: the same, half as far each time, or `gamma` to the power of the step",
+        otherwise='`"triangular"`',
+        legal='`"triangular"`, `"triangular2"` or `"exp_range"`, with ' + _having("mode"),
     )
     pct_start: float | None = key(
         number(0, most=1),
