@@ -271,3 +271,25 @@ def test_a_state_of_other_groups_is_refused() -> None:
     state = AdamW(net().parameters()).state_dict()
     with pytest.raises(ConfigError, match=r"groups of \[6\] parameters; legal: the \[2, 4\] of this optimizer"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_layers_that_learn_from_the_middle_of_a_run(kind: str) -> None:
+    """``distribute`` again takes the trained values and the state of the optimizer; the new group has none yet."""
+
+    def made(module: Net) -> Optimizer:
+        old = members(module, "second", "head")
+        return AdamW(old, lr=1e-2) if kind == "adamw" else SGD(old, lr=1e-2, momentum=0.9)
+
+    plain, ours = net(["first"]), net(["first"])
+    theirs, (model, optimizer) = made(plain), both(ours, made(ours), True)
+    trained(plain, theirs, range(3))
+    trained(model, optimizer, range(3))
+    thawed(plain, theirs)
+    state = optimizer.state_dict()["state"]
+    model.trainer.close()
+    again = made(ours)
+    thawed(ours, again)
+    model, optimizer = both(ours, again, True)
+    optimizer.load_state_dict({"state": state, "param_groups": again.state_dict()["param_groups"]})
+    check([trained(plain, theirs, range(3, 7)), trained(model, optimizer, range(3, 7))])

@@ -141,7 +141,8 @@ class Sight(Model, Look):
         if other and any(flags.values()):
             if self.made is not None:
                 what = f"requires_grad of {other[0]} is {flags[other[0]]}, unlike when the model was captured"
-                raise ShardwiseError(f"model(...){at_line()}: {what}; legal: before the first step, or for all")
+                legal = "before the first step, for all, or before another distribute() after model.trainer.close()"
+                raise ShardwiseError(f"model(...){at_line()}: {what}; legal: {legal}")
             for name in other:
                 own[name].requires_grad_(flags[name])
             self.shapes.forget()

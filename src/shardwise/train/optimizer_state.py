@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -72,12 +72,14 @@ def load_optimizer_state(
     """Take the state of a state dict; raise :class:`ConfigError` where it lacks some."""
     names = _names(optimizer, module)
     values = {f"optimizer.{names[n]}.{key}": value for n, one in state["state"].items() for key, value in one.items()}
+    without = {f"optimizer.{name}" for n, name in enumerate(names) if not state["state"].get(n)}
     with ExitStack() as stack:
         fill_state(engine, stack)
-        _load(engine, values)
+        _load(engine, values, without)
 
 
-def _load(engine: Engine, values: Mapping[str, Any]) -> None:
+def _load(engine: Engine, values: Mapping[str, Any], without: Container[str]) -> None:
+    """Fill the engine's state; parameters ``without`` one begin anew, as in torch."""
     # torch does not count the steps of an optimizer with dampening
     uncounted = {
         f"optimizer.{p.name}.step" for bucket in engine.compiled.buckets for p in bucket.parameters
@@ -85,6 +87,8 @@ def _load(engine: Engine, values: Mapping[str, Any]) -> None:
     }  # fmt: skip
     for piece in held(engine):
         if piece.name.startswith("optimizer."):
+            if piece.name.rpartition(".")[0] in without:
+                continue
             if piece.name in uncounted - values.keys():
                 piece.tensor.fill_(1)
                 continue

@@ -20,7 +20,8 @@ from shardwise.units.trace import Bucket
 
 MAY_CHANGE = (
     "the same groups of the same parameters, whose options such as lr may change, but not those that add to the state; "
-    "all may change before the first step, groups by add_param_group()"
+    "all may change before the first step, groups by add_param_group(), and before another distribute() after "
+    "model.trainer.close()"
 )
 """What a loop may do to its optimizer, in words."""
 
