@@ -53,7 +53,8 @@ CHOICES = (
     OptimizerChoice("radam", weight_decay=0.1), OptimizerChoice("adamw", amsgrad=True), OptimizerChoice("rmsprop",
     centered=True), OptimizerChoice("sgd", momentum=0.9, dampening=0.1), OptimizerChoice("sgd", momentum=0.9,
     dampening=0.1, weight_decay=0.1), *(OptimizerChoice(name, weight_decay=decay) for decay in (None, 0.1) for name in
-    ("adamax", "adadelta", "asgd", "lion")), OptimizerChoice("rprop"),
+    ("adamax", "adadelta", "asgd", "lion")), OptimizerChoice("rprop"), *(OptimizerChoice(name, maximize=True,
+    weight_decay=decay) for name in ("rmsprop", "radam", "asgd") for decay in (None, 0.1)),
 )  # fmt: skip
 
 

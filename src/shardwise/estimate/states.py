@@ -132,5 +132,7 @@ def step_peak(
         return SCALAR if spans else 0
     undo = changed(spans, each, wide)
     plain, decayed = OPTIMIZERS[own.name].temporaries[device]
-    numbers = [(decayed if choice.with_weight_decay(one.group) else plain) * one.numel for one in spans]
+    # A gradient whose sign changes is a new tensor, as one with weight decay is; of both together they are two.
+    new = [choice.with_weight_decay(one.group) + choice.parts[one.group // 2].maximize for one in spans]
+    numbers = [max(decayed if made else plain, made) * one.numel for one, made in zip(spans, new, strict=True)]
     return undo + max(numbers, default=0) * wide
