@@ -49,7 +49,7 @@ from shardwise.graph.layouts import check_layout
 from shardwise.initial.copies import refuse_unready
 from shardwise.initial.values import Values
 from shardwise.lower import named_sizes
-from shardwise.lower.exchanged import counts_targets_alone, inside, over_batch, parted
+from shardwise.lower.exchanged import adds_rows_alike, inside, over_batch, parted
 from shardwise.lower.messages import renamed
 from shardwise.lower.own_reads import OwnReads
 from shardwise.lower.stages import StageSplit, Weights, weights_of
@@ -434,7 +434,7 @@ class Compiled:
         """Whether in a step some ranks may run this, and some ``other``, which is for rows of another shape."""
         return (
             self.general.checks is None
-            and counts_targets_alone(self.plan, self._every)
+            and adds_rows_alike(self.plan, [*self._every, *other._every])
             and (
                 self is other
                 or over_batch(self.plan, self.programs(self.general, self.plan.microbatches))

@@ -46,13 +46,14 @@ def over_batch(plan: Plan, programs: Sequence[Program]) -> list[list[tuple[Any, 
     ]
 
 
-def counts_targets_alone(plan: Plan, traces: Sequence[Trace]) -> bool:
-    """Whether all that ranks know of each other's rows is the number of targets, over which the loss is a mean: then
-    ranks in a step may have rows of different shapes."""
+def adds_rows_alike(plan: Plan, traces: Sequence[Trace]) -> bool:
+    """Whether ranks in a step may run any of these traces, which are of rows of several shapes: each adds to the loss
+    what its rows are, divided by what is the same for all, and ranks know no more of each other's rows than numbers of
+    targets and other sums without dims."""
+    by_targets = all(one.sums is not None and one.sums.weight is not None for one in traces)
+    alike = traces[0].row_sums is not None and all(one.row_sums == traces[0].row_sums for one in traces)
+    stages = [stage for one in traces if one.sums is not None for stage in one.sums.stages]
+    if not (by_targets or alike) or any(part.value.dim() for stage in stages for part in stage.parts):
+        return False
     axes = parted(plan)
-    for one in traces:
-        if one.sums is None or one.sums.weight is None:
-            return False
-        if any(part.value.dim() for stage in one.sums.stages for part in stage.parts):
-            return False
     return not any(axes.intersection(own) for own, _ in inside(plan.mesh, traces, sums=False))

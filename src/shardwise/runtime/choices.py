@@ -112,7 +112,10 @@ class Choices:
         ours = every[every[:, 0] == 1]  # this island's
         if bool((ours[:, 2:] != ours[0, 2:]).any()) and not bool(ours[:, 1].all()):
             wrong = "the ranks have rows of different shapes in a step"
-            legal = "one shape on all, unless the loss is a mean cross-entropy over targets and no rows meet"
+            legal = (
+                "one shape on all, unless the loss divides a sum over rows by what is the same for all shapes (the "
+                "number of rows or of targets, the sum of a mask) and no rows meet elsewhere"
+            )
             raise ConfigError.on("batch", wrong, legal)
         return found
 

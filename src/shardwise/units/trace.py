@@ -31,6 +31,7 @@ from shardwise.shard.solver.op_cost import Repeats
 from shardwise.units.batch_sums import BatchSums
 from shardwise.units.exchanges import Merge
 from shardwise.units.own_numbers import OwnNumbers
+from shardwise.units.row_sums import Step
 from shardwise.units.segments import Moves
 
 INPUTS_OF = "inputs of "
@@ -296,7 +297,8 @@ class Trace:
 
     ``rows`` is None if the batch dim is symbolic; otherwise the graphs take exactly this many rows. ``opaque`` is None,
     or the reason why the model was not captured and is one unit. ``frozen`` parameters have no gradient and take no
-    step. ``sums`` are what a step adds up before its first forward. ``cuts_batch`` says that microbatches compute
+    step. ``sums`` are what a step adds up before its first forward, and ``row_sums`` what the model makes of sums over
+    rows (`units/row_sums.py`), if it is known. ``cuts_batch`` says that microbatches compute
     partial sums of the whole batch's values; otherwise each is a batch of its own, whose loss is weighed. ``meets``
     names the modules, and their ops, in which rows meet whose values depend on parameters: there a microbatch is
     never a mere part of the batch. ``numbered`` are the ops that look up rows by numbers that a field gives;
@@ -322,6 +324,7 @@ class Trace:
     fields: tuple[str, ...]
     sums: BatchSums | None
     precision: str
+    row_sums: tuple[Step, ...] | None = None
     cuts_batch: bool = True
     meets: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()

@@ -47,6 +47,7 @@ from shardwise.units.exchanges import check_exchanges, inseparable
 from shardwise.units.loss_weight import LossWeight
 from shardwise.units.numbered_rows import found_again, numbered_rows
 from shardwise.units.opaque import ROWS_WEIGH, call_of, first_loss, norms_met, opaque_unit, try_backward
+from shardwise.units.row_sums import row_sums
 from shardwise.units.split import split, with_backward
 from shardwise.units.trace import Bucket, Parameter, Trace, UnbucketedBytes, Unit
 from shardwise.units.trials import NOTHING_KEPT, Trials
@@ -126,6 +127,7 @@ def trace(
         if over_batch:
             meet, exchanges = Meetings(meet.known, [], []), [*meet.norms, *meet.others]
             check_exchanges(exchanges, buffers, ALONE if numbered else APART)
+        behind = row_sums(sharded)
         sums = take_sums(sharded, meet.known, mean_cross_entropy(normal))
         units = split(sharded, exchanges, segments)
         learning = _learning(units)
@@ -166,6 +168,7 @@ def trace(
         frozen=tuple(n for n in used if n not in learning),
         fields=tuple(batch),
         sums=sums,
+        row_sums=behind,
         cuts_batch=not meet.others,
         meets=tuple(described([*meet.norms, *meet.others], buffers)),
         numbered=numbered,
