@@ -6,25 +6,38 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.graph.torch_private import without_torch_functions
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def is_sparse(tensor: Tensor) -> bool:
     """Whether a tensor has its indices and values alone, whichever order these are in."""
-    return not tensor.is_nested and tensor.layout in SPARSE
+    with without_torch_functions():  # of tensors that compute something, or note it, when they are looked at
+        return not tensor.is_nested and tensor.layout in SPARSE
+
+
+def is_nested(tensor: Tensor) -> bool:
+    """Whether a tensor has rows of several shapes, and may have no shape of its own."""
+    with without_torch_functions():
+        return tensor.is_nested
 
 
 def refused_layout(tensor: Tensor) -> tuple[str, str] | None:
     """Return what a tensor is, and what may be there in its place; None for an ordinary one.
 
     It asks for no shape, which nested tensors may not have."""
+    with without_torch_functions():
+        return _refused(tensor)
+
+
+def _refused(tensor: Tensor) -> tuple[str, str] | None:
     if tensor.is_nested:
         legal = "torch.nested.to_padded_tensor(..., 0.0) and a mask, or a list of a tensor for each row"
         return f"a nested tensor ({tensor.layout})", legal
     if tensor.is_quantized:
         return f"a quantized tensor ({tensor.dtype})", "its dequantize(), or its int_repr() and its scale"
-    if is_sparse(tensor):
+    if tensor.layout in SPARSE:
         legal = "its to_dense(), or its indices and values, of which forward makes the sparse one"
         return f"a sparse tensor ({tensor.layout})", legal
     if tensor.layout is not torch.strided:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.capture.in_form import Unread
 from shardwise.core.structure import Node, opened, parts_of, rebuilt
 from shardwise.data.checksum import checksum_of_object
+from shardwise.graph.layouts import is_nested
 
 
 class Boxed(NamedTuple):
@@ -60,7 +61,7 @@ class Boxes:
         """Return the arguments with boxes in place of what torch does not walk into, and of lists of text and other
         objects, one for each row: as many as the first tensor has rows."""
         leaves = tree_leaves(self._boxed(args, kwargs, None))
-        tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_nested]
+        tensors = [one for one in leaves if isinstance(one, Tensor) and not is_nested(one)]
         sizes = [one.shape[self.dim] for one in tensors if one.dim() > self.dim]
         return self._boxed(args, kwargs, sizes[0] if sizes else None)
 
