@@ -25,6 +25,7 @@ from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, Form, form_of, other_forms, resized
 from shardwise.capture.functions import functions_recorded, without_drawn
 from shardwise.capture.hooks import refuse_module_hooks, tensor_hooks_refused
+from shardwise.capture.host_draws import Drawn
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.key_caches import NOTE as CACHES
 from shardwise.capture.key_caches import without_caches
@@ -35,8 +36,8 @@ from shardwise.capture.reads import sized
 from shardwise.capture.reasons import fixed_rows, not_captured
 from shardwise.capture.row_draws import assign_rows
 from shardwise.capture.seen_calls import NotEager, OpenSize
-from shardwise.capture.state import kept_tensors
-from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, generators_kept, runs
+from shardwise.capture.state import generators_kept, kept_tensors
+from shardwise.capture.trial import RUNS, RUNS_UNSEEN, Found, apart, runs
 from shardwise.capture.warned import passed_on
 from shardwise.capture.ways import Ways
 from shardwise.capture.wrapped import (
@@ -194,7 +195,8 @@ def _check_state(captured: Captured, wrapped: Watched, again: Watched, batch: Ma
         what = ", ".join([*map(str, changes), *(f"the generator of {name}" for name in drawn)]) or UNSEEN
         legal = "buffers (self.register_buffer) in place of attributes, torch's random functions in place of Python's"
         place = f" ({line})" if line else ""
-        raise ConfigError(f"model: what forward computes depends on {what}, which it changes{place}; legal: {legal}")
+        error = Drawn if drawn and not changes else ConfigError
+        raise error(f"model: what forward computes depends on {what}, which it changes{place}; legal: {legal}")
     # A flag that a first forward sets says nothing later on.
     if changed := [str(one) for one in changes if not one.of_tensors and one.after is not True]:
         captured.notes.append(

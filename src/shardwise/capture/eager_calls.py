@@ -17,13 +17,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from shardwise.capture.assumed import Noting
 from shardwise.capture.call_sizes import Size, Sizes, evaluated, following, in_runs
 from shardwise.capture.forms import Form
 from shardwise.capture.functions import PLAIN
@@ -62,6 +61,12 @@ Told = Callable[["EagerCall", Sequence[Tensor], Sequence[Tensor]], None]
 """It is told a call in a trial: the tensors that it takes, and its results, which have no values."""
 
 
+class Paused(Protocol):
+    """What notes nothing while it is ``paused``."""
+
+    paused: bool
+
+
 class Made(NamedTuple):
     """A tensor that a call has returned."""
 
@@ -80,6 +85,7 @@ class EagerCall(WholeCall):
         self.layers, self.shares = layers, seen.shares
         self.by_test, self.title = all(one.by_test for one in runs), seen.function.__qualname__
         self.written = False  # whether forward writes to what it returns
+        self.draws = seen.draws  # whether it runs once a step, before the model
         self.given = [Tensor if isinstance(one, Tensor) else one for one in seen.given]
         taken, results = in_runs([one.given for one in runs]), [one for one in seen.found if isinstance(one, Tensor)]
         self.taken = [[own[0] if len({*own}) == 1 else None for own in shape] for shape in taken]  # None: open
@@ -103,7 +109,7 @@ class EagerCall(WholeCall):
             [repr(one) if isinstance(one, PLAIN) else type(one).__qualname__ for one in each]
             for each in (seen.given, seen.found)
         )
-        flags = (seen.gradients, seen.shares, self.by_test, self.skips)
+        flags = (seen.gradients, seen.shares, self.by_test, self.skips, self.draws)
         name = (seen.function.__module__, self.title)
         return repr((name, given, seen.given_spec, found, seen.found_spec, flags, self.taken, self.made))
 
@@ -115,7 +121,11 @@ class EagerCall(WholeCall):
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):
             found, spec = tree_flatten(self._called(args, kwargs))
-            if before.drawn() and not all(map(equal, found, tree_leaves(self._called(args, kwargs)))):
+            if (
+                before.drawn()
+                and not self.draws
+                and not all(map(equal, found, tree_leaves(self._called(args, kwargs))))
+            ):
                 wrong = f"{self.title} reads values, and for this batch draws from a generator of Python or numpy"
                 raise ShardwiseError(f"model: {wrong}, as each rank would for itself; legal: torch's random functions")
         if before.changed():
@@ -308,8 +318,8 @@ class EagerCalls:
         return result
 
     @contextmanager
-    def passed_by(self, noting: Noting) -> Iterator[None]:
-        """Let a layer note nothing inside the calls."""
+    def passed_by(self, noting: Paused) -> Iterator[None]:
+        """Let a layer, or what looks for draws, note nothing inside the calls."""
 
         def call(
             function: FunctionType, whole: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

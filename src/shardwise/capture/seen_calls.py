@@ -22,7 +22,8 @@ from shardwise.capture.intercept import Intercept, Layer, Proceed
 from shardwise.capture.keyed_calls import RefuseRandom
 from shardwise.capture.parts import Part, part_of
 from shardwise.capture.snapshot import Itself, Look, Parts, difference
-from shardwise.capture.state import generators
+from shardwise.capture.state import generators, generators_kept
+from shardwise.capture.tensor_facts import FACTS
 from shardwise.core.errors import ConfigError
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key, version, without_modes
@@ -62,10 +63,12 @@ class Seen(NamedTuple):
     gradients: bool  # whether autograd was on
     shares: bool  # whether results have memory of arguments, or of each other
     by_test: bool = False  # whether its first argument, a truth value, is all that it reads
+    draws: bool = False  # whether it draws from a generator of Python or numpy
+    facts: frozenset[int] = frozenset()  # the tensors that it takes, by number, of which it asks facts alone
 
     def like(self, other: Seen) -> bool:
         """Whether another forward, of other rows, has made the same call, but for sizes."""
-        same = self.function is other.function and self.gradients == other.gradients
+        same = self.function is other.function and (self.gradients, self.draws) == (other.gradients, other.draws)
         same = same and self.given_spec == other.given_spec and self.found_spec == other.found_spec
         pairs = [*zip(self.given, other.given, strict=False), *zip(self.found, other.found, strict=False)]
         return same and all(alike(a, b) for a, b in pairs)
@@ -132,8 +135,11 @@ class _Reading:
 
     def __init__(self, test: Any, function: FunctionType) -> None:
         self.test, self.function, self.more, self.looks = test, function, False, 0
+        self.used: set[int] = set()  # the tensors that more is asked of than facts
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func not in FACTS:
+            self.used.update(id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
         looks = func in LOOKS
         self.more |= looks and not (func in SINGLE and args[0] is self.test)
         self.looks += looks
@@ -156,19 +162,18 @@ class _Call:
         self._versions = [version(one) for one in self.tensors]
         self._contents = [one.detach().clone() for one in self.tensors]
         self.reading = _Reading(self.given[0] if self.given else None, function)
-        self._drawn = generators()
+        self._drawn, self.draws = generators(), False
         self.shares = False  # whether results have had memory of what was given, or of each other
 
     def made(self, *layers: Layer) -> Any:
-        """Return what the function returns, under ``layers``; raise :class:`NotEager` where it draws random numbers, or
-        changes what it is given."""
+        """Return what the function returns, under ``layers``, with the numbers of Python and numpy that it would draw
+        first; raise :class:`NotEager` where it draws from torch's generator, or changes what it is given."""
         try:
-            with RefuseRandom(), self.beside, Intercept(*layers, self.reading):
+            with generators_kept(), RefuseRandom(), self.beside, Intercept(*layers, self.reading):
                 result = self.whole(*self.args, **self.kwargs)
+                self.draws |= generators() != self._drawn
         except ConfigError as error:
             raise NotEager(self.function, "draws random numbers") from error
-        if generators() != self._drawn:
-            raise NotEager(self.function, "draws random numbers")
         after, spec = tree_flatten((tuple(self.args), self.kwargs))
         same = spec == self.spec and all(a is b for a, b in zip(self.given, after, strict=True))
         same = same and not self.beside.changed() and [version(one) for one in self.tensors] == self._versions
@@ -227,10 +232,15 @@ def seen_call(
     learns = any(isinstance(one, Tensor) and one.requires_grad for one in found)
     if call.beside.reads and learns and part is None:
         raise NotEager(function, READS)
+    if call.draws and (learns or call.beside.reads):
+        raise NotEager(function, "draws numbers from Python or numpy, and computes with parameters")
     own = call.own if call.beside.reads or part is not None else []
     by_test = part is not None and part.alone and isinstance(call.given[0], Tensor) and not call.reading.more
     gradients = torch.is_grad_enabled()
-    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, gradients, call.shares, by_test)
+    tensors = [one for one in (*call.given, *own) if isinstance(one, Tensor)]
+    facts = frozenset(i for i, one in enumerate(tensors) if id(one) not in call.reading.used)
+    flags = (gradients, call.shares, by_test, call.draws, facts)
+    seen = Seen(function, (*call.given, *own), call.spec, tuple(found), spec, *flags)
     return seen, result
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.example import shaken_value
-from shardwise.capture.state import kept_tensors
-from shardwise.capture.trial import generators_kept
+from shardwise.capture.state import generators_kept, kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss, set_mode
 from shardwise.core.fields import has_rows
 

@@ -11,7 +11,8 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -161,6 +162,19 @@ def generators() -> dict[str, Any]:
         name, keys, *rest = numpy.random.get_state()
         found["numpy.random"] = (name, keys.tobytes(), *rest)
     return found
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators of Python and numpy back to where they were."""
+    numpy, before = sys.modules.get("numpy"), random.getstate()
+    theirs = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(theirs)
 
 
 def _short(value: Any) -> str:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.capture.alike import Alike
 from shardwise.capture.eager_calls import EagerCall, EagerCalls
 from shardwise.capture.running import users_line
+from shardwise.capture.state import generators_kept
 from shardwise.core.structure import like
 from shardwise.graph.torch_private import (
     TorchDispatchMode,
@@ -206,19 +207,6 @@ def apart(found: Sequence[Found]) -> str | None:
                     return two[1] or one[1]
             return ""
     return None
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators of Python and numpy back to where they were."""
-    numpy, before = sys.modules.get("numpy"), random.getstate()
-    theirs = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        if numpy is not None:
-            numpy.random.set_state(theirs)
 
 
 @contextmanager

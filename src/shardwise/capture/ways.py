@@ -24,6 +24,7 @@ from shardwise.capture.eager_calls import MOST, EagerCalls, Forward
 from shardwise.capture.environment import environment_read
 from shardwise.capture.example import rows_seen
 from shardwise.capture.forms import Form
+from shardwise.capture.host_draws import Drawn, DrawsHere, Looking
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.named import NotNamed
 from shardwise.capture.parts import part_of
@@ -175,7 +176,20 @@ class Ways:
                 break
             else:
                 break
-        raise _refused(error, refused)
+        raise error.drawn if isinstance(error, DrawsHere) and error.drawn is not None else _refused(error, refused)
+
+    def drawing_place(self, drawn: Drawn, functions: tuple[FunctionType, ...]) -> Uncapturable:
+        """Return an error that was raised where a forward draws from a generator of Python or numpy, outside of these
+        ``functions``; raise ``drawn`` where no place is found."""
+        looking = Looking(drawn)
+        calls = self.calls(Way(functions), self.watched(True, True))
+        with exporting(), contextlib.nullcontext() if calls is None else calls.passed_by(looking):
+            try:
+                with looking.stops():
+                    self.forward(rows_in(self.batch), 0)
+            except DrawsHere as place:
+                return place
+        raise drawn
 
     def answered(self, functions: tuple[FunctionType, ...]) -> tuple[Made | None, list[Uncapturable]]:
         """Return a capture with as few answers as it takes, around ``functions``; or None, and what stopped each
@@ -185,6 +199,8 @@ class Ways:
             way = Way(functions, reads, assumes)
             try:
                 found = self.one(way)
+            except Drawn as drawn:
+                return None, [self.drawing_place(drawn, functions)]
             except (NotEager, Depends):
                 raise
             except Uncapturable as error:
@@ -214,6 +230,8 @@ class Ways:
         captured.reads = reads
         try:
             return captured, self.trial(captured, wrapped, again)
+        except Drawn:
+            raise
         except ConfigError as found:
             if way == AS_IT_IS:
                 raise

@@ -6,11 +6,18 @@ WHOLE = "whole "
 KEPT = "kept "
 OUTPUT = "output "
 LOAD = "load "
+DRAWN = "drawn "
+"""It begins the names of fields that a step draws itself, from the generators of Python and numpy."""
 
 
 def has_rows(field: str) -> bool:
     """Return whether a field has the rows of the batch in its first dim; any other is the same on all ranks."""
     return not field.startswith(WHOLE)
+
+
+def is_drawn(field: str) -> bool:
+    """Return whether a step draws a field itself."""
+    return field.removeprefix(WHOLE).startswith(DRAWN)
 
 
 def is_kept(name: str) -> bool:

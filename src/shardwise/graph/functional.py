@@ -43,6 +43,7 @@ class Normal:
     captured: Captured
     updates: list[str] = field(default_factory=list)  # the names of what follows the loss
     checks: Any = None  # the `capture/checks.py` of what forward reads in Python, once taken out of the outputs
+    draws: Any = None  # the `capture/host_draws.py` of what it draws in Python, once taken out of the graph
 
 
 def functionalise(captured: Captured) -> Normal:

@@ -34,6 +34,8 @@ def normalise(normal: Normal) -> None:
             _simplify_cast(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
             _choose(normal.graph, node)
+        elif node.op == "call_function" and node.target is aten.index_put.default:
+            _put_where_true(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.slice.Tensor:
             _skip_whole_slice(node)
     _fold_masks(normal)
@@ -93,6 +95,26 @@ def _choose(graph: fx.Graph, node: fx.Node) -> None:
             cast = graph.call_function(aten.to.dtype, (value, node.meta["val"].dtype))
             cast.meta = {**value.meta, "val": value.meta["val"].to(node.meta["val"].dtype)}
             value = cast
+        chosen = graph.call_function(aten.where.self, (mask, value, x))
+    chosen.meta = dict(node.meta)
+    node.replace_all_uses_with(chosen)
+    graph.erase_node(node)
+
+
+def _put_where_true(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace ``x[mask] = value``, of one value for all that a mask picks, by ``where``: no row then needs another."""
+    x, indices, value = node.args[:3]
+    mask = indices[0]
+    if len(indices) != 1 or mask.meta["val"].dtype is not torch.bool or given(node, "accumulate", False):
+        return
+    rest = x.meta["val"].dim() - mask.meta["val"].dim()
+    if value.meta["val"].dim() > rest:
+        return
+    with graph.inserting_before(node):
+        for _ in range(rest):
+            wider = graph.call_function(aten.unsqueeze.default, (mask, -1))
+            wider.meta = {**node.meta, "val": mask.meta["val"].unsqueeze(-1)}
+            mask = wider
         chosen = graph.call_function(aten.where.self, (mask, value, x))
     chosen.meta = dict(node.meta)
     node.replace_all_uses_with(chosen)

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from shardwise.capture.coins import Drawing
 from shardwise.capture.example import example_rows
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.host_draws import refuse_parts
 from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.settling import settle
@@ -376,6 +377,16 @@ class Compiled:
                 )  # fmt: skip
         return found
 
+    def drawn(
+        self, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing
+    ) -> Mapping[str, Tensor]:
+        """Return the fields that forward draws in Python in the step of ``drawing`` for a ``batch``, all rows of it on
+        the host."""
+        draws = [one.draws for one in (self.trace((), rows_in(batch)), self.general)]
+        refuse_parts(draws)
+        fields = {name: cast_field(value, self.general.precision) for name, value in batch.items()}
+        return {} if draws[0] is None else draws[0].of(like(fields, batch), buffers, drawing)
+
     def _with_parts(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> Compiled:
         """Return this for a batch whose microbatches may be captured for what forward reads of their own rows.
 
@@ -420,8 +431,12 @@ class Compiled:
         """Return whether a trial shows that the loss of the example is that of its microbatches, of these sizes."""
         with self._lock:
             if sizes not in self._agreed:
+                drawing = None
+                if (draws := self.general.draws) is not None:
+                    values = self.drawn(self.example, dict(self.module.named_buffers()), NO_STEP)
+                    drawing = partial(draws.given_rows, values)
                 self._agreed[sizes] = parts_agree(
-                    self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training
+                    self.module, self.example, sizes, self.loss, self.plan.numeric.precision, self.training, drawing
                 )
             return self._agreed[sizes]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
+from shardwise.capture.coins import Drawing
 from shardwise.capture.example import example_rows
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
@@ -41,6 +42,8 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
     last = mesh.size - 1
     pieces = {p.name: p.local_shape(mesh, last) for b in trace.buckets for p in b.parameters if p.axes}
     fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
+    if trace.draws is not None:
+        fields |= trace.draws.of(fields, dict(module.named_buffers()), Drawing(0, 0))
     live: dict[str, Tensor] = {}
     known: dict[Any, tuple[Tensor, ...]] = {}
     for unit in trace.units:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.capture.coins import Drawing
 from shardwise.core.errors import ConfigError
-from shardwise.core.fields import has_rows
+from shardwise.core.fields import has_rows, is_drawn
 from shardwise.core.layout import rank_rows, shard_sizes
 from shardwise.core.plan import Plan
 from shardwise.core.structure import check_alike, like
@@ -34,7 +34,8 @@ class Choices:
         self.comm, self._plan, self._sum, self.buffers = comm, plan, summed, buffers
         axes = batch_axes(plan.mesh)
         self._parts = comm.mesh.axis_size(axes)
-        part = plan.microbatches, self._parts, comm.mesh.index(comm.rank, axes)
+        self._index = comm.mesh.index(comm.rank, axes)
+        part = plan.microbatches, self._parts, self._index
         # The number of this rank's rows in a batch, by the number of all its rows.
         self.own_rows = functools.cache(lambda rows: sum(stop - start for start, stop in rank_rows(rows, *part)))
 
@@ -73,6 +74,22 @@ class Choices:
             wrong = "forward decides in Python by values of the batch, of which ranks of an island have a part each"
             raise ConfigError.on("local", wrong, "one rank for each island, or no islands")
         return found.deciding(self._whole(fields, rows), self.buffers(), drawing)
+
+    def with_draws(
+        self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled, drawing: Drawing
+    ) -> Mapping[str, Tensor]:
+        """Return the fields of a batch of ``rows`` rows with those that forward draws in Python in the step of
+        ``drawing``, this rank's rows of them; all ranks call it together."""
+        if compiled.general.draws is None:
+            return fields
+        self.check(fields, rows, compiled)
+        found = compiled.drawn(self._whole(fields, rows), self.buffers(), drawing)
+        own = rank_rows(rows, self._plan.microbatches, self._parts, self._index)
+        parts = {
+            name: torch.cat([value[start:stop] for start, stop in own]) if has_rows(name) else value
+            for name, value in found.items()
+        }  # fmt: skip
+        return like({**fields, **parts}, fields)
 
     def _whole(self, fields: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
         """Return all rows of a batch, on the host; all ranks call it together."""
@@ -124,6 +141,7 @@ class Choices:
         expected = compiled.example
         check_alike(fields, expected, "batch", example=True)
         compiled.check_constants(fields)
+        fields = {name: value for name, value in fields.items() if not is_drawn(name)}
         if set(fields) != set(expected):
             raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
         if rows < 1:

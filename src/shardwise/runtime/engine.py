@@ -35,7 +35,7 @@ from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime import collect
 from shardwise.runtime.averaged import averaged
-from shardwise.runtime.batch import StepInput, StepResult
+from shardwise.runtime.batch import TURN, StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.choices import Choices
 from shardwise.runtime.communicator import Communicator, host_groups, host_sum
@@ -201,6 +201,8 @@ class Engine:
         """
         self.check_weights("step")
         compiled = self.choices.fitting(fields, rows, compiled or self.compiled, self.drawing, alike)
+        drawing = self.drawing._replace(seed=self._seed + turn * TURN)
+        fields = self.choices.with_draws(fields, rows, compiled, drawing)
         part = self._meeting(part)
         traces = self.choose(fields, rows, compiled, ones=ones)
         program = self.program(compiled, traces, part=part)
@@ -289,6 +291,9 @@ class Engine:
         given = exactly(number, batches)
         fields, rows, stop = next(given)
         compiled = self.choices.fitting(fields, rows, self.compiled, self.drawing)
+        if compiled.general.draws is not None:
+            wrong = "batches overlap, and forward draws random numbers of Python or numpy for each"
+            raise ConfigError.on("schedule", wrong, "one in which a step ends before the next begins")
         if compiled.general.checks is not None:
             wrong = "batches overlap, and forward decides in Python by values of each"
             raise ConfigError.on("schedule", wrong, "one in which a step ends before the next begins")
@@ -337,6 +342,7 @@ class Engine:
         ``compiled`` is another computation with the same parameters: its forward runs, in its mode; where that is
         training, no buffer changes, and the random numbers are those of the next step."""
         compiled = self.choices.fitting(fields, rows, compiled or self.compiled.evaluation(), self.drawing, alike)
+        fields = self.choices.with_draws(fields, rows, compiled, self.drawing)
         traces = self.choose(fields, rows, compiled, ones=ones)
         read = {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}
         for name, parameter in read.items():
@@ -385,9 +391,10 @@ class Engine:
         It runs the step again on the same batch and looks at each unit's results; nothing changes, since the step is
         skipped again.
         """
-        compiled = self.choices.fitting(
-            fields, rows, compiled or self.compiled, Drawing(self._seed, self._drawing(step)), alike=True
-        )  # the step has compared shapes
+        drawing = Drawing(self._seed, self._drawing(step))
+        # The step has compared shapes.
+        compiled = self.choices.fitting(fields, rows, compiled or self.compiled, drawing, alike=True)
+        fields = self.choices.with_draws(fields, rows, compiled, drawing)
         traces = self.choose(fields, rows, compiled)
         program = self.program(compiled, traces)
         units = len(traces[0].units)

@@ -26,8 +26,7 @@ from shardwise.capture.intercept import Intercept, Proceed
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom
 from shardwise.capture.outputs import Found, Wanted
 from shardwise.capture.running import fields_in_words, running_module
-from shardwise.capture.state import kept_tensors
-from shardwise.capture.trial import generators_kept
+from shardwise.capture.state import generators_kept, kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss, WithOutputs, rows_in, set_mode
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.core.fields import has_rows

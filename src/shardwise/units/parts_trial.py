@@ -7,14 +7,15 @@ the whole batch and of its parts, as they are and with noise, in which the param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.capture.example import shaken_value
 from shardwise.capture.state import kept_tensors
-from shardwise.capture.wrapped import LossFunction
+from shardwise.capture.wrapped import LossFunction, rows_in
 from shardwise.core.errors import ConfigError
 from shardwise.initial.copies import copied
 from shardwise.units.loss_weight import Probe, fitting
@@ -23,12 +24,18 @@ from shardwise.units.varied_batches import Fields
 
 
 def parts_agree(
-    module: nn.Module, batch: Fields, sizes: Sequence[int], loss: LossFunction | None, precision: str, training: bool
-) -> bool:
+    module: nn.Module, batch: Fields, sizes: Sequence[int], loss: LossFunction | None, precision: str, training: bool,
+    drawing: Callable[[int, int], AbstractContextManager[None]] | None = None,
+) -> bool:  # fmt: skip
     """Return whether the loss of a batch is that of its parts, of these ``sizes`` in rows; parameters of ``module``
-    without values get random ones."""
+    without values get random ones.  Forward of so many rows, from one on, runs in ``drawing``."""
     trials = Trials(_filled(module), batch, loss, precision, CPU, training)
-    probe = Probe(lambda rows, first: trials.on_cpu(rows, first).loss, trials.elsewhere.precision)
+
+    def loss_of(part: Fields, first: int) -> float:
+        with nullcontext() if drawing is None else drawing(rows_in(part), first):
+            return trials.on_cpu(part, first).loss
+
+    probe = Probe(loss_of, trials.elsewhere.precision)
     try:
         found = [fitting(probe, one, sizes) for one in (batch, _noised(batch))]
     except ConfigError:  # forward takes no such part

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.capture.checks import Checks
+from shardwise.capture.host_draws import HostDraws
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.flat import ALIGN, FlatBuffer
 from shardwise.core.layout import Layout
@@ -315,7 +316,7 @@ class Trace:
     ``replicated`` are the ops without a sharding rule, as (op, module path). ``kept`` says how the values that are kept
     beside the loss lie on the axes of the batch, by name, and ``outputs``, where the model's outputs are among them,
     the structure that they have (`capture/outputs.py`). ``checks`` tell whether the trace holds for a batch, where
-    forward decides by values of it in Python.
+    forward decides by values of it in Python, and ``draws`` give the fields that forward draws there for a batch.
     """
 
     units: list[Unit]
@@ -349,6 +350,7 @@ class Trace:
     kept: Mapping[str, Placement] = field(default_factory=dict)
     outputs: Any = None
     checks: Checks | None = None
+    draws: HostDraws | None = None
     skips: bool = False
 
     @cached_property

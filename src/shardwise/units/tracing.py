@@ -14,6 +14,8 @@ from shardwise.capture.capture import capture
 from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
 from shardwise.capture.checks import take_checks
 from shardwise.capture.computation import Computation
+from shardwise.capture.host_draws import notes as draw_notes
+from shardwise.capture.host_draws import take_draws
 from shardwise.capture.known import Known
 from shardwise.capture.outputs import Wanted, number_of
 from shardwise.capture.varying import Varying
@@ -157,6 +159,7 @@ def trace(
             legal = APART if one.divisible and not one.unknown_buffers else f"dp = 1 and {ALONE}"
             raise ConfigError.on("rows", wrong, legal) from error
         return one
+    drawn = {} if normal.draws is None else normal.draws.examples
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
@@ -166,7 +169,7 @@ def trace(
         units=units,
         buckets=buckets,
         frozen=tuple(n for n in used if n not in learning),
-        fields=tuple(batch),
+        fields=(*batch, *drawn),
         sums=sums,
         row_sums=behind,
         cuts_batch=not meet.others,
@@ -178,9 +181,9 @@ def trace(
         undivided=sharded.undivided,
         precision=precision,
         rows=captured.rows,
-        notes=[*captured.notes, *sharded.notes],
+        notes=[*captured.notes, *(draw_notes(normal.draws) if normal.draws is not None else ()), *sharded.notes],
         replicated=tuple(sharded.replicated),
-        beside=_beside(module, batch, buckets, precision),
+        beside=_beside(module, {**batch, **drawn}, buckets, precision),
         tensor=sharded.tensor,
         decided=sharded.decided,
         predicted=sharded.predicted,
@@ -189,6 +192,7 @@ def trace(
         kept=sharded.kept,
         outputs=captured.outputs,
         checks=normal.checks,
+        draws=normal.draws,
         skips=any(node.target is stacked or getattr(node.target, "skips", False) for node in normal.graph.nodes),
     )
 
@@ -202,6 +206,7 @@ def _normal(
         _, _, ones, _, wanted = key
         normal = functionalise(with_ones(_captured(module, batch, loss, key, captures, varying), ones))
         normal.checks = take_checks(normal)
+        normal.draws = take_draws(normal)
         normalise(normal)
         if _decides(normal) and key[1] and varying.drawing is None:
             keep_unreached(normal)

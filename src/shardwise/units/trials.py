@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.state import PythonState
-from shardwise.capture.trial import generators_kept
+from shardwise.capture.state import PythonState, generators_kept
 from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.errors import ConfigError
 from shardwise.units.loss_weight import TRIED_ROWS, LossWeight, Probe, found_weight

@@ -24,9 +24,10 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field
 from shardwise.capture.draws import Draw, batch_dims, decides
 from shardwise.capture.hooks import UserHooks
+from shardwise.capture.host_draws import seeded
 from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom
-from shardwise.capture.state import kept_tensors
+from shardwise.capture.state import generators, kept_tensors
 from shardwise.capture.wrapped import LossFunction, WithLoss
 from shardwise.core.averaging import Averaging
 from shardwise.core.errors import ShardwiseError
@@ -153,16 +154,18 @@ class Oracle:
         self._norms, self.parts = BatchNormInParts(), parts
         self.turns, self._order = turns, list[int]()
         self._probed = self._decides = False
+        self._draws_by_place = False  # whether forward draws from Python's generators, which know no rows
         self._looked_up = LookedUp()
 
     def step(self, batch: Fields, given: float | Settings | None = None) -> OracleStep:
         """Train on ``batch``, tensors with the global batch's rows in dim 0; ``given`` is the learning rate, or the
         hyperparameters of each group by its number, if they change."""
         fields = self._fields(batch)
-        if self.turns:
-            fields, self._order = turned(fields, self.microbatches * self.parts, self.turns)
         if not self._probed or self._decides:
             self._probe(fields)
+        self._order = list(range(_rows(fields)))
+        if self.turns and not self._draws_by_place:
+            fields, self._order = turned(fields, self.microbatches * self.parts, self.turns)
         loss = self._accumulate(fields)
         if self._hooks_last:
             self._call_hooks()
@@ -251,7 +254,10 @@ class Oracle:
         self._random.begin(self._drawing(self.step_index), row_start, _rows(fields))
         self._losses.begin()
         self._norms.begin(_rows(fields), parts)
-        loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))
+        with seeded(self._random.seed, self._drawing(self.step_index)):
+            before = generators()
+            loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))
+            self._draws_by_place |= generators() != before
         self._norms.end()
         self._random.end()
         return loss
