@@ -19,8 +19,19 @@ from sweeping import condensed, serve  # noqa: E402
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches  # noqa: E402
 from sweeping.heads import Packed, Regression  # noqa: E402
 from sweeping.narrow import narrowed  # noqa: E402
-from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, Outcome  # noqa: E402
-from sweeping.page import PLANS, SHARDED, SHARDED_MODELS, TARGETS, TITLES, page, passed, percent  # noqa: E402
+from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, WRONG, Outcome  # noqa: E402
+from sweeping.page import (  # noqa: E402
+    PLANS,
+    SHARDED,
+    SHARDED_MODELS,
+    TARGETS,
+    TITLES,
+    largest_error,
+    longest_capture,
+    page,
+    passed,
+    percent,
+)
 from sweeping.plans import plans  # noqa: E402
 from sweeping.results import Results  # noqa: E402
 from sweeping.shrink import completed, shrunk  # noqa: E402
@@ -233,6 +244,19 @@ def test_records_keep_the_newest_and_the_page_counts_what_trains(tmp_path: Path)
     assert "| transformers | 2 | 2 | 1 of 2 | - | - | 1 of 1 |" in text
     assert "dp: not &lt;this>; legal: that" in text and "ValueError: there is no loss" in text
     assert "In 0 of 1 models (0 %" in text and "| transformers/a/x | 50% |" in text
+    assert "| a | x | **0 of 1** | - | - | 1 | - | - | 50% | 1e-16 | 1.0 s |" in text
+    assert "| b | x | 1 | - | - | - | - | - | - | - | - |" in text
     (newer,) = condensed.merged({one.model: one for one in records}, [Outcome("transformers/a/x", "dp", PASSES)])[:1]
     assert newer.plans["dp"] == PASSES and not newer.texts and newer.sharded == 0.5
+    (one,) = condensed.merged(
+        {},
+        [
+            Outcome("transformers/a/x", PLAIN, TRAINS), Outcome("transformers/a/x", "dp", PASSES, error=3.4e-14),
+            Outcome("transformers/a/x", "pp", PASSES, error=0.0, capture=2.06),
+            Outcome("transformers/a/x", "tp", WRONG, "loss", error=0.5),
+        ],
+    )  # fmt: skip
+    assert (largest_error([one]), longest_capture([one])) == ("3e-14", "2.1 s")
+    one.errors.pop("dp")
+    assert largest_error([one]) == "0"
     assert percent(999, 1000) == "99.9 %" and percent(9999, 10000) == "99.9 %" and percent(5, 5) == "100 %"
