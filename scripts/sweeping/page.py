@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from sweeping.condensed import Record
+from sweeping.of_transformers import LEFT_OUT
 from sweeping.outcome import OUTCOMES, PASSES
 
 PLANS = ("dp", "zero3", "pp", "tp", "tp-sp", "dp-pp-tp")
@@ -131,9 +132,9 @@ def families(ran: Sequence[Record]) -> str:
     """Return a row for each family: how many of its heads pass under each plan."""
     parts = [
         "## By family\n\nA cell says how many of the family's heads pass; a dash, that none was tried. `error` is the "
-        "largest error of a\ntensor, relative to its norm, under all plans that pass. Where it is above 1e-10, the tensor "
-        "is rounding (a bias before\na BatchNorm), and one device differs from itself by as much with the rows in "
-        "another order. `capture` is the time of the\nlongest capture of a head, on a machine shared with other work.\n"
+        "largest error of a\ntensor, relative to its norm, under all plans that pass. Where it is above 1e-10, the "
+        "tensor is rounding (a bias before\na BatchNorm), and one device differs from itself by as much with the rows "
+        "in another order. `capture` is the time of\nthe head that took longest, on a machine shared with other work.\n"
     ]
     for library in LIBRARIES:
         own: dict[str, list[Record]] = defaultdict(list)
@@ -186,7 +187,8 @@ def untrained(records: Sequence[Record]) -> str:
     found: dict[str, list[str]] = defaultdict(list)
     for one in records:
         if not one.trains:
-            found[sentence(one.reason)].append(one.model)
+            left_out = LEFT_OUT.get(one.family) if one.library == "transformers" else None
+            found[sentence(left_out or one.reason)].append(one.model)
     most = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [[len(models), text, _named(models)] for text, models in most]
     return (
@@ -200,7 +202,7 @@ def untrained(records: Sequence[Record]) -> str:
 def sentence(text: str) -> str:
     """Return a message as a cell: numbers and names of layers in it do not make it another one."""
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
-    text = re.sub(r"/\S*/site-packages/", "", text)
+    text = re.sub(r"/\S*/(site-packages/|(?=scripts/))", "", text)
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
     return text if len(text) <= LONGEST else text[:LONGEST] + "…"
 
