@@ -71,7 +71,10 @@ SOUND: dict[str, dict[str, Any]] = {
         }
     },
     "mimi": {**MONO, "config": {"num_quantizers": 4}, "leaves": "a codebook of the dtype of the first forward"},
-    "mimi_decoder": {"fields": {"latents": lambda shape, draws, fields: draws.numbers(WIDTH, LENGTH)}},
+    "mimi_decoder": {
+        "config": {"upsampling_ratios": [2, 2], "sampling_rate": 100, "frame_rate": 12.5, "num_filters": 8},
+        "fields": {"latents": lambda shape, draws, fields: draws.numbers(WIDTH, LENGTH)},
+    },
     "mimi_encoder": {**MONO, "config": {"num_quantizers": 4}, "leaves": "a codebook of the dtype of the first forward"},
     "moonshine": {"config": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}},
     "moonshine_streaming": {"config": {"num_key_value_heads": 4, "encoder_config": {"sample_rate": 16000}}},

@@ -191,9 +191,13 @@ TEXT: dict[str, dict[str, Any]] = {
         "fields": {
             "pixel_values": lambda shape, draws, fields: draws.numbers(1, 3, IMAGE, IMAGE),
             "pixel_attention_mask": lambda shape, draws, fields: torch.ones(draws.rows, 1, dtype=torch.bool),
-            "actions": lambda shape, draws, fields: draws.numbers(
-                shape.number(8, "chunk_size"), shape.number(WIDTH, "max_action_dim")
-            ),
+            **{
+                name: lambda shape, draws, fields: draws.numbers(
+                    shape.number(8, "chunk_size"), shape.number(WIDTH, "max_action_dim")
+                )
+                for name in ("actions", "noise")
+            },
+            "timestep": lambda shape, draws, fields: draws.uniform(),  # else drawn from a beta distribution
         }
     },
     "pix2struct": {
