@@ -4,7 +4,6 @@ inputs."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,7 +247,9 @@ def _ids(shape: Shape, draws: Draws) -> Tensor:
 NEEDED: dict[str, Callable[[Shape, Draws], Tensor]] = {
     "audio_mel": lambda shape, draws: draws.numbers(64, shape.number(16, "input_feat_size")),
     "audio_mel_mask": lambda shape, draws: torch.zeros(draws.rows, 64, dtype=torch.bool),
-    "context_hidden_states": _embedded,
+    "context_hidden_states": lambda shape, draws: draws.numbers(
+        LENGTH, shape.number(WIDTH, "hidden_size") * len(shape.number([1], "target_layer_ids"))
+    ),
     "decoder_input_ids": _ids,
     "input_features_mask": lambda shape, draws: torch.ones(draws.rows, 64, dtype=torch.long),
     "inputs_embeds": _embedded,
@@ -322,97 +323,3 @@ def targets(shape: Shape, draws: Draws, fields: Mapping[str, Tensor]) -> dict[st
         if "labels" in found and "next_sentence_label" not in names and "discriminator" in shape.own:
             found["labels"] = draws.integers(0, 2, length)
     return {k: v for k, v in found.items() if k in names or k in ("classes", "boxes")}
-
-
-class WithLossOf(nn.Module):
-    """A model that makes its loss itself where it is asked to (``return_loss``)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **fields: Tensor) -> Any:
-        """Return the loss of a batch."""
-        return self.model(**fields, return_loss=True).loss
-
-
-class Packed(nn.Module):
-    """A model that takes the rows of one input, ``name``, one after the other: all patches of all images."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.model, self.name = model, name
-
-    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
-        """Return what the model gives; ``wanted`` is for the loss."""
-        return self.model(**{**fields, self.name: fields[self.name].flatten(0, 1)})
-
-
-class Pixels(nn.Module):
-    """A model of images whose forward hands on all that it is given."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor) -> Any:
-        """Return what the model gives."""
-        return self.model(pixel_values)
-
-
-class Picked(nn.Module):
-    """A model of whose outputs one, ``name``, is taken."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.model, self.name = model, name
-
-    def forward(self, wanted: Tensor | None = None, **fields: Tensor) -> Any:
-        """Return the output; ``wanted`` is for the loss."""
-        return self.model(**fields)[self.name]
-
-
-class Detector(nn.Module):
-    """A detector whose targets, a dict for each image, are two tensors here: classes and boxes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, classes: Tensor, boxes: Tensor, **fields: Tensor) -> Any:
-        """Return the loss of a batch; ``classes`` are of shape (rows, n), ``boxes`` of (rows, n, 4)."""
-        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes.unbind(), boxes.unbind(), strict=True)]
-        return self.model(**fields, labels=labels).loss
-
-
-class Regression:
-    """The mean square of what a model without a head gives for a batch, less the batch's field ``wanted``."""
-
-    @staticmethod
-    def output(found: Any) -> Tensor:
-        """Return the first tensor of numbers that depends on parameters."""
-        values = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple | list) else [found]
-        for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad and value.dim():
-                return value
-        for value in values:
-            if isinstance(value, Mapping | tuple | list):
-                return Regression.output(value)
-        raise ValueError("the model gives no tensor that depends on its parameters")
-
-    def __call__(self, output: Any, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss."""
-        found, wanted = Regression.output(output), fields["wanted"]
-        found = found if found.shape == wanted.shape else found.reshape(wanted.shape)
-        return (found - wanted).square().mean()
-
-    @staticmethod
-    def wanted(output: Any, rows: int) -> tuple[int, ...]:
-        """Return the shape of what is wanted for one of ``rows``, which the output may have one after the other."""
-        shape = tuple(Regression.output(output).shape)
-        if shape[0] == rows:
-            return shape[1:]
-        flat = math.prod(shape[:-1])
-        if flat % rows or len(shape) < 2 or shape[1] == rows:
-            raise ValueError(f"there is no loss, and an output of shape {shape} for {rows} rows")
-        return flat // rows, shape[-1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import Case, Draws, Entry, batches
-from sweeping.heads import Packed
+from sweeping.wrappers import Packed
 
 TEXT, TOKENS = 16, 5
 UNET = {

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches
-from sweeping.heads import GRIDS, HEADS, MIXED, Detector, Packed, Regression, Shape, WithLossOf, batch, configs, packed
-from sweeping.overrides import DEFAULT, OVERRIDES
-from sweeping.shrink import LARGE, completed, shrunk
+from sweeping.heads import GRIDS, HEADS, MIXED, Shape, batch, configs, packed
+from sweeping.overrides import OVERRIDES
+from sweeping.shrink import DEFAULT, LARGE, completed, shrunk
 from sweeping.torchvision_ops import ready
+from sweeping.wrappers import Detector, Packed, Regression, WithLossOf
 
 LARGEST = 30_000_000  # parameters of a model that counts as tiny
 LEFT_OUT = {
@@ -26,9 +27,13 @@ LEFT_OUT = {
         "its forward is a step of an inference session",
     ),
     "dinat": "it needs natten",
+    "gemma4_assistant": "its layers are to have no keys and values of their own, and its check of that refuses itself",
     "higgs_audio_v2_tokenizer": "it needs torchaudio",
     "layoutlmv2": "it needs detectron2",
+    "lightglue": "it has no loss, and how many points it finds depends on values",
+    "omdet-turbo": "it keeps what it makes of a text for the next batch, and its training is not written yet",
     "timm_backbone": "it has no architecture of its own",
+    "tvp": "its grid of positions has the shape of one row",
     "vits": "the length of what it gives depends on values",
     "voxtral_realtime_text": "its class is not there",
 }

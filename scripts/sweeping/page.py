@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from sweeping.condensed import Record
+from sweeping.of_transformers import LEFT_OUT
 from sweeping.outcome import OUTCOMES, PASSES
 
 PLANS = ("dp", "zero3", "pp", "tp", "tp-sp", "dp-pp-tp")
@@ -129,7 +130,12 @@ def tensor(ran: Sequence[Record]) -> str:
 
 def families(ran: Sequence[Record]) -> str:
     """Return a row for each family: how many of its heads pass under each plan."""
-    parts = ["## By family\n\nA cell says how many of the family's heads pass; a dash, that none was tried.\n"]
+    parts = [
+        "## By family\n\nA cell says how many of the family's heads pass; a dash, that none was tried. `error` is the "
+        "largest error of a\ntensor, relative to its norm, under all plans that pass. Where it is above 1e-10, the "
+        "tensor is rounding (a bias before\na BatchNorm), and one device differs from itself by as much with the rows "
+        "in another order. `capture` is the time of\nthe head that took longest, on a machine shared with other work.\n"
+    ]
     for library in LIBRARIES:
         own: dict[str, list[Record]] = defaultdict(list)
         for one in ran:
@@ -145,9 +151,22 @@ def families(ran: Sequence[Record]) -> str:
                 cells.append("-" if not tried else f"{good}" if good == tried else f"**{good} of {tried}**")
             shares = [one.sharded for one in several if one.sharded is not None]
             share = f"{min(shares):.0%}" if shares else "-"
-            rows.append([family, ", ".join(one.head for one in several), *cells, share])
-        parts.append(f"### {library}\n\n" + table(["family", "heads", *PLANS, "sharded"], rows))
+            numbers = [share, largest_error(several), longest_capture(several)]
+            rows.append([family, ", ".join(one.head for one in several), *cells, *numbers])
+        parts.append(f"### {library}\n\n" + table(["family", "heads", *PLANS, "sharded", "error", "capture"], rows))
     return "\n".join(parts)
+
+
+def largest_error(several: Iterable[Record]) -> str:
+    """Return the largest difference of the plans that pass; a dash where none was compared."""
+    found = [error for one in several for plan, error in one.errors.items() if one.plans[plan] == PASSES]
+    return re.sub(r"e-0", "e-", f"{max(found):.0e}") if any(found) else "0" if found else "-"
+
+
+def longest_capture(several: Iterable[Record]) -> str:
+    """Return the seconds of the capture that took longest; a dash where there was none."""
+    found = [one.capture for one in several if one.capture is not None]
+    return f"{max(found):.1f} s" if found else "-"
 
 
 def failures(ran: Sequence[Record]) -> str:
@@ -168,7 +187,8 @@ def untrained(records: Sequence[Record]) -> str:
     found: dict[str, list[str]] = defaultdict(list)
     for one in records:
         if not one.trains:
-            found[sentence(one.reason)].append(one.model)
+            left_out = LEFT_OUT.get(one.family) if one.library == "transformers" else None
+            found[sentence(left_out or one.reason)].append(one.model)
     most = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [[len(models), text, _named(models)] for text, models in most]
     return (
@@ -182,7 +202,7 @@ def untrained(records: Sequence[Record]) -> str:
 def sentence(text: str) -> str:
     """Return a message as a cell: numbers and names of layers in it do not make it another one."""
     text = re.sub(r"0x[0-9a-f]+", "0x…", text)
-    text = re.sub(r"/\S*/site-packages/", "", text)
+    text = re.sub(r"/\S*/(site-packages/|(?=scripts/))", "", text)
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
     return text if len(text) <= LONGEST else text[:LONGEST] + "…"
 

@@ -17,6 +17,13 @@ IMAGE_ID = WORDS - 40  # the first that no text of a batch has
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 LARGE = 64  # no other integer stays above this
 
+
+class _Default:
+    """The value that a config has by itself."""
+
+
+DEFAULT: Any = _Default()
+
 Rule = tuple[str, int | Callable[[int], int]]
 
 
@@ -269,7 +276,9 @@ def completed(config: Any) -> Any:
     return config
 
 
-MROPE = re.compile(r"hunyuan_vl|qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2")
+MROPE = re.compile(
+    r"hunyuan_vl|qwen2_(5_)?vl|qwen2_5_omni|glm4\d?v|glm_image|glm_ocr|glmga|paddleocr|colqwen2|ernie4_5_vl"
+)
 
 
 def between_pixels(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,27 @@ sys.path.append(str(ROOT / "scripts"))
 
 from sweeping import condensed, serve  # noqa: E402
 from sweeping.case import LABELS, ROWS, Case, Draws, Entry, batches  # noqa: E402
-from sweeping.heads import Packed, Regression  # noqa: E402
 from sweeping.narrow import narrowed  # noqa: E402
-from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, Outcome  # noqa: E402
-from sweeping.page import PLANS, SHARDED, SHARDED_MODELS, TARGETS, TITLES, page, passed, percent  # noqa: E402
+from sweeping.of_transformers import LEFT_OUT  # noqa: E402
+from sweeping.outcome import CRASH, PASSES, PLAIN, REFUSED, TIMEOUT, TRAINS, UNTRAINED, WRONG, Outcome  # noqa: E402
+from sweeping.page import (  # noqa: E402
+    PLANS,
+    SHARDED,
+    SHARDED_MODELS,
+    TARGETS,
+    TITLES,
+    largest_error,
+    longest_capture,
+    page,
+    passed,
+    percent,
+)
 from sweeping.plans import plans  # noqa: E402
 from sweeping.results import Results  # noqa: E402
 from sweeping.shrink import completed, shrunk  # noqa: E402
 from sweeping.torchvision_ops import nms  # noqa: E402
 from sweeping.trial import trial  # noqa: E402
+from sweeping.wrappers import Assistant, Packed, Picked, Regression, Strip  # noqa: E402
 
 
 def squares(output: torch.Tensor, fields: Any) -> torch.Tensor:
@@ -119,6 +132,24 @@ def test_rows_that_a_model_wants_one_after_the_other_are_apart_in_its_batches() 
     assert Regression.wanted(output.unflatten(0, (7, 4)), 7) == (4, 2)
     with pytest.raises(ValueError, match="an output of shape \\(28, 2\\) for 5 rows"):
         Regression.wanted(output, 5)
+
+
+def test_models_are_fed_as_they_want_it() -> None:
+    class Sums(nn.Module):
+        def forward(self, **fields: Any) -> Any:
+            self.fields = fields
+            return types.SimpleNamespace(last_hidden_state=fields["pixel_values"].sum(1, keepdim=True), logits=0)
+
+    model, images = Sums(), Draws(0, 7).numbers(3, 2, 8)
+    strip = Strip(model)(pixel_values=images, target_sizes=torch.full((7, 2), 2))
+    assert torch.equal(strip.view(1, 2, 7, 8)[0, :, 4], images[4].sum(0))  # the fifth image is in the fifth place
+    pair = Draws(0, 7).numbers(2, 4, 3, 8)
+    Assistant(model)(pixel_values=images, full=pair, sliding=pair + 1)
+    keys, values = model.fields["shared_kv_states"]["sliding_attention"]
+    assert torch.equal(keys, pair[:, 0] + 1) and torch.equal(values, pair[:, 1] + 1)
+    both = Picked(nn.Identity(), "b", "a")
+    both.model.forward = lambda **fields: fields
+    assert both(a=torch.ones(2, 1), b=torch.zeros(2, 1, 2)).tolist() == [[0, 0, 1]] * 2
 
 
 def test_narrow_nets_have_fewer_channels_and_the_same_images_and_classes() -> None:
@@ -224,6 +255,7 @@ def test_records_keep_the_newest_and_the_page_counts_what_trains(tmp_path: Path)
         Outcome("transformers/a/x", "tp", PASSES, error=1e-16, sharded=0.5, whole={"aten.eye.default": 2}, capture=1.0),
         Outcome("transformers/b/x", PLAIN, TRAINS), Outcome("transformers/b/x", "dp", PASSES),
         Outcome("transformers/c/x", PLAIN, UNTRAINED, "ValueError: there is no loss"),
+        Outcome("transformers/vits/x", PLAIN, UNTRAINED, "IndexError: index out of range in self (torch.py:9)"),
     ]  # fmt: skip
     records = condensed.merged({}, outcomes)
     path = tmp_path / "sweep.json"
@@ -232,7 +264,21 @@ def test_records_keep_the_newest_and_the_page_counts_what_trains(tmp_path: Path)
     text = page(records)
     assert "| transformers | 2 | 2 | 1 of 2 | - | - | 1 of 1 |" in text
     assert "dp: not &lt;this>; legal: that" in text and "ValueError: there is no loss" in text
+    assert f"| {LEFT_OUT['vits']} | transformers/vits/x |" in text and "IndexError" not in text
     assert "In 0 of 1 models (0 %" in text and "| transformers/a/x | 50% |" in text
+    assert "| a | x | **0 of 1** | - | - | 1 | - | - | 50% | 1e-16 | 1.0 s |" in text
+    assert "| b | x | 1 | - | - | - | - | - | - | - | - |" in text
     (newer,) = condensed.merged({one.model: one for one in records}, [Outcome("transformers/a/x", "dp", PASSES)])[:1]
     assert newer.plans["dp"] == PASSES and not newer.texts and newer.sharded == 0.5
+    (one,) = condensed.merged(
+        {},
+        [
+            Outcome("transformers/a/x", PLAIN, TRAINS), Outcome("transformers/a/x", "dp", PASSES, error=3.4e-14),
+            Outcome("transformers/a/x", "pp", PASSES, error=0.0, capture=2.06),
+            Outcome("transformers/a/x", "tp", WRONG, "loss", error=0.5),
+        ],
+    )  # fmt: skip
+    assert (largest_error([one]), longest_capture([one])) == ("3e-14", "2.1 s")
+    one.errors.pop("dp")
+    assert largest_error([one]) == "0"
     assert percent(999, 1000) == "99.9 %" and percent(9999, 10000) == "99.9 %" and percent(5, 5) == "100 %"
