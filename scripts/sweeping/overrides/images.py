@@ -8,7 +8,7 @@ import torch
 
 from sweeping.case import LABELS, WORDS
 from sweeping.shrink import DEFAULT, FIRST_ID, IMAGE, PARTS, PATCH, WIDTH, between_pixels
-from sweeping.wrappers import Picked, Pixels, Strip
+from sweeping.wrappers import Detector, Picked, Pixels, Strip
 
 RESNET = {
     "model_type": "resnet",
@@ -100,6 +100,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "chmv2": {"config": {"backbone_config": {"return_class_token": True}}},
     "conditional_detr": LAST,
     "cvt": {"config": {"depth": [1, 2, 3], "embed_dim": [16, 32, 32], "num_heads": [1, 2, 4]}},
+    "d_fine": {**LARGER, "wrap": lambda model: Detector(between_pixels(model))},
     "dab-detr": LAST,
     "data2vec-vision/segmentation": FOUR,
     "deformable_detr": THREE,
