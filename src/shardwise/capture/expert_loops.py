@@ -84,8 +84,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _OneHot:
-    """A tensor whose last dim has a 1 for one expert, or for none (``ids`` is None)."""
+    """A tensor whose last dim, of ``size`` elements, has a 1 for one of the ``experts``, or for none (``ids`` is
+    None)."""
 
+    size: int
     experts: int
     ids: Tensor | None
 
@@ -97,6 +99,7 @@ ABOVE = (torch.greater, torch.gt, Tensor.greater, Tensor.gt, Tensor.__gt__)
 NONZERO = (torch.nonzero, Tensor.nonzero)
 ITEM = (Tensor.item, Tensor.__int__, Tensor.__index__)
 COMPARED = (Tensor.__eq__, Tensor.__ne__, Tensor.__lt__, Tensor.__le__, Tensor.__gt__, Tensor.__ge__)
+LARGEST = (torch.topk, Tensor.topk)
 ADDED = (Tensor.index_add_, Tensor.index_add, torch.index_add)
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 SIZES = (SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel, Tensor.__len__)
@@ -116,8 +119,11 @@ class ExpertLoops:
         self.experts = 0  # the largest number of experts of a loop
         self._parts: dict[int, tuple[Tensor, _Part]] = {}  # an id means something as long as its tensor lives
         self._one_hots: dict[int, tuple[Tensor, _OneHot]] = {}
+        self._bounds: dict[int, tuple[Tensor, int]] = {}  # of numbers of experts, all of which are smaller
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func in LARGEST:
+            return self._chosen(args, kwargs, proceed(func, args, kwargs))
         if func is F.one_hot or (args and id(args[0]) in self._one_hots):
             return self._one_hot(func, args, kwargs, proceed)
         part = self._of(args[0]) if args else None
@@ -158,6 +164,13 @@ class ExpertLoops:
         self._parts[id(value)] = value, part
         return value
 
+    def _chosen(self, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Any:
+        """Return the largest elements along a dim, and their numbers, which are smaller than its size."""
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        if isinstance(size := args[0].shape[dim], int):
+            self._bounds[id(found[1])] = found[1], size
+        return found
+
     def _one_hot(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
     ) -> Any:  # fmt: skip
@@ -165,14 +178,16 @@ class ExpertLoops:
         found = proceed(func, args, kwargs)
         if func is F.one_hot:
             ids, experts = args[0], kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-            now = _OneHot(experts, ids) if isinstance(experts, int) and experts > 0 else None
+            below = self._bounds[id(ids)][1] if id(ids) in self._bounds else experts
+            known = isinstance(experts, int) and experts > 0
+            now = _OneHot(experts, min(experts, below), ids) if known else None
         else:
             one = self._one_hots[id(args[0])][1]
             if func in (Tensor.permute, torch.permute) and found.dim() == 3 and _flat(args[1:], kwargs) == [2, 1, 0]:
                 return self._mask(found, args[0], one)
             times = func in MULTIPLIED and isinstance(args[1], Tensor) and args[1].dtype is torch.bool
-            views = func in VIEWS and isinstance(found.shape[-1], int) and found.shape[-1] == one.experts
-            now = _OneHot(one.experts, None) if (times and found.shape == args[0].shape) or views else None
+            views = func in VIEWS and isinstance(found.shape[-1], int) and found.shape[-1] == one.size
+            now = _OneHot(one.size, one.size, None) if (times and found.shape == args[0].shape) or views else None
         if now is not None:
             self._one_hots[id(found)] = found, now
         return found

@@ -36,8 +36,8 @@ def normalise(normal: Normal) -> None:
             _choose(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.index_put.default:
             _put_where_true(normal.graph, node)
-        elif node.op == "call_function" and node.target is aten.slice.Tensor:
-            _skip_whole_slice(node)
+        elif node.op == "call_function" and node.target in (aten.slice.Tensor, aten.view.default, aten.reshape.default):
+            _skip_unchanged(node)
     _fold_masks(normal)
     if normal.captured.outputs is not None or normal.captured.looped:
         merge_equal(normal.graph)
@@ -121,11 +121,13 @@ def _put_where_true(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _skip_whole_slice(node: fx.Node) -> None:
-    """Replace a slice that is all of its operand: a capture keeps these where the size of the dim is symbolic."""
+def _skip_unchanged(node: fx.Node) -> None:
+    """Replace a slice or a view that is all of its operand: a capture keeps slices where the size of the dim is
+    symbolic."""
     source = node.args[0]
     sizes, own = ([expression(s) for s in one.meta["val"].shape] for one in (node, source))
-    if sizes == own and given(node, "step", 1) == 1 and not any(user.op == "output" for user in node.users):
+    steps = given(node, "step", 1) if node.target is aten.slice.Tensor else 1
+    if sizes == own and steps == 1 and not any(user.op == "output" for user in node.users):
         node.replace_all_uses_with(source)
 
 
