@@ -37,9 +37,8 @@ ignore unequal numbers of targets. This page is made from its results.
 A model counts if it trains for two steps in plain torch, as the sweep builds and feeds it;
 those that do not are named at the end. A plan **passes** if every loss, gradient, parameter
 and buffer is that of one device within 1e-10. It is **refused** where shardwise says in one
-sentence, before the first step, that it cannot do it. Speech models are tried without SpecAugment
-(`apply_spec_augment = False`): transformers draws its masks from numpy's generator, and all of
-these models are refused with it.
+sentence, before the first step, that it cannot do it. Speech models that have SpecAugment are tried
+with it.
 
 | command | what it does |
 |---|---|

@@ -260,8 +260,8 @@ def completed(config: Any) -> Any:
     for name in IMAGE_TOKENS:
         if getattr(config, name, 0) is None:
             setattr(config, name, IMAGE_ID)
-    if hasattr(config, "apply_spec_augment") or hasattr(config, "mask_time_prob"):
-        config.apply_spec_augment = False  # its masks come from numpy's generator, which shardwise refuses
+    if hasattr(config, "mask_time_prob") and hasattr(config, "mask_time_length"):  # SpecAugment, of few frames
+        config.mask_time_prob, config.mask_time_length = 0.2, 2
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and MROPE.search(config.model_type) and "mrope_section" not in rope:
         config.rope_parameters = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}

@@ -16,6 +16,7 @@ from harness import TOLERANCE, Subject, errors, oracle_run, sharded_run
 from shardwise.capture.hooks import tensor_hooks_refused
 from shardwise.capture.running import raised_in
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.torch_private import exporting
 
 Body = Callable[[Tensor], Tensor]
 
@@ -164,3 +165,15 @@ def test_hooks_that_other_threads_register_meanwhile() -> None:
             x.register_hook(lambda g: 3 * g)
     x.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [2.0] * 3
+
+
+def test_masks_of_transformers_are_those_of_a_step() -> None:
+    """They are others where a model is exported: some models then see later positions."""
+
+    def asked(module: str) -> bool:
+        return bool(eval("bool(asked())", {"__name__": module, "asked": torch.compiler.is_exporting}))  # noqa: S307
+
+    with exporting():
+        assert asked("a_model") and torch.compiler.is_exporting() and torch.compiler.is_compiling()
+        assert not asked("transformers.masking_utils")
+    assert not asked("a_model")

@@ -305,6 +305,18 @@ class _InOneThread:
     __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
 
 
+AS_IN_A_STEP = frozenset({"transformers.masking_utils"})
+"""Modules that compute something else where they are exported: these leave out a mask that nobody needs only in a step,
+and some models attend to later positions with it, and not without it."""
+
+
+class _Exporting(_InOneThread):
+    """The same, but false to code that shall do what it does in a step."""
+
+    def __bool__(self) -> bool:
+        return super().__bool__() and sys._getframe(1).f_globals.get("__name__") not in AS_IN_A_STEP
+
+
 @contextmanager
 def exporting() -> Iterator[None]:
     """Let code of this thread that asks torch whether it is exported go the way that it goes then, also inside
@@ -319,7 +331,7 @@ def exporting() -> Iterator[None]:
     with process_lock:
         before = compiler._is_compiling_flag, compiler._is_exporting_flag
         own_context = getattr(tracer, "_compiling_state_context", None)  # older ones have it elsewhere
-        compiler._is_compiling_flag = compiler._is_exporting_flag = _InOneThread()
+        compiler._is_compiling_flag, compiler._is_exporting_flag = _InOneThread(), _Exporting()
         tracer._compiling_state_context = nullcontext
         try:
             with builtins_replaced():
