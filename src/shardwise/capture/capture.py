@@ -25,7 +25,7 @@ from shardwise.capture.expert_loops import LOOPS, NOTE, without_loops
 from shardwise.capture.forms import NOTHING_VARIES, Dims, Form, form_of, other_forms, resized
 from shardwise.capture.functions import functions_recorded, without_drawn
 from shardwise.capture.hooks import refuse_module_hooks, tensor_hooks_refused
-from shardwise.capture.host_draws import Drawn
+from shardwise.capture.host_draws import Drawn, seeded
 from shardwise.capture.intercept import Intercept, Layer
 from shardwise.capture.key_caches import NOTE as CACHES
 from shardwise.capture.key_caches import without_caches
@@ -107,7 +107,7 @@ def capture(
             own(example_of(own, batch if form is None else resized(batch, form), rows))
 
     def gradients(values: int, factor: float) -> dict[str, Tensor]:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), seeded(0, 0), torch.enable_grad():  # each time the same numbers
             own = bare(trial=True, values=values, precision="fp64")
             loss = factor * own(example_of(own, batch, rows_in(batch)))
             if loss.requires_grad:

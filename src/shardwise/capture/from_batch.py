@@ -12,6 +12,7 @@ from shardwise.capture.coins import FUNCTIONS, Drawing, drawn, for_all_rows
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import op_name
+from shardwise.graph.torch_private import process_lock
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class FromBatch:
 
     def of(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> list[Tensor]:
         """Return the tensors for a batch, all rows of it on the host, in the step of ``drawing``."""
-        with torch.no_grad():
+        with process_lock, torch.no_grad():  # a capture in another thread changes what holds for all
             given = [*(fields[n] for n in self.fields), *(buffers[n].cpu() for n in self.buffers), *self.constants]
             return list(self.module(drawing, *given))
 
