@@ -170,7 +170,6 @@ class ByParameters(Speech):
 
 
 @pytest.mark.parametrize(("kind", "plan", "what"), [
-    (Meeting, "dp and microbatches", "microbatches: 2 are not possible: rows meet"),
     (ByParameters, "zero3", "what forward computes depends on the generator of numpy.random"),
 ])  # fmt: skip
 def test_draws_that_are_not_of_the_batch_alone_are_refused(kind: type[Speech], plan: str, what: str) -> None:
@@ -178,8 +177,9 @@ def test_draws_that_are_not_of_the_batch_alone_are_refused(kind: type[Speech], p
         verify(kind(), [batch(0)], PLANS[plan]())
 
 
-def test_rows_meet_on_several_ranks() -> None:
-    report = verify(Meeting(), [batch(0), batch(1)], PLANS["zero3"]())
+@pytest.mark.parametrize("plan", ["zero3", "dp and microbatches", "pp"])
+def test_microbatches_that_are_batches_of_their_own_draw_for_themselves(plan: str) -> None:
+    report = verify(Meeting(), [batch(0), batch(1)], PLANS[plan]())
     assert report.passed, report
 
 

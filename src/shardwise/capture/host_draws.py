@@ -51,9 +51,10 @@ class DrawsHere(Uncapturable):
 
 
 @contextmanager
-def seeded(seed: int, step: int) -> Iterator[None]:
-    """Let the generators of Python and numpy draw the numbers of a step; put them back afterwards."""
-    digest = blake2b(pack("<2Q", seed % (1 << 64), step % (1 << 64)), digest_size=8).digest()
+def seeded(seed: int, step: int, first: int = 0) -> Iterator[None]:
+    """Let the generators of Python and numpy draw the numbers of a step, for a batch or a microbatch that begins with
+    the row ``first``; put them back afterwards."""
+    digest = blake2b(pack("<3Q", seed % (1 << 64), step % (1 << 64), first), digest_size=8).digest()
     with generators_kept():
         random.seed(digest)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -106,10 +107,13 @@ class HostDraws:
     calls: tuple[tuple[EagerCall, tuple[Facts | None, ...]], ...]
     examples: Mapping[str, Tensor]
 
-    def of(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> dict[str, Tensor]:
-        """Return what is drawn for a batch, all rows of it on the host, in the step of ``drawing``, by field."""
+    def of(
+        self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing, first: int = 0
+    ) -> dict[str, Tensor]:
+        """Return what is drawn for a batch, all rows of it on the host, in the step of ``drawing``, by field; it may
+        be a microbatch that begins with the row ``first``."""
         given, found = iter(self.given.of(fields, buffers, drawing)), list[Tensor]()
-        with process_lock, seeded(*drawing):  # the ranks of a process are threads, which share the generators
+        with process_lock, seeded(*drawing, first):  # the ranks of a process are threads, which share the generators
             for call, taken in self.calls:
                 tensors = [next(given) if one is None else torch.empty(one.shape, dtype=one.dtype) for one in taken]
                 found += call(*tensors)
@@ -186,9 +190,12 @@ def notes(draws: HostDraws) -> list[str]:
     ]
 
 
-def refuse_parts(draws: Sequence[HostDraws | None]) -> None:
-    """Raise :class:`ConfigError` where the microbatches of a batch have other fields of draws than the batch."""
-    names = [() if one is None else tuple(one.examples) for one in draws]
-    if any(one != names[0] for one in names):
-        wrong = "forward draws random numbers of Python or numpy in another way for fewer rows"
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the fields of a batch, given those of its microbatches.
+
+    Raises :class:`ConfigError` where these draw in other ways, or something that is the same for all rows."""
+    names = list(parts[0])
+    if any(list(one) != names for one in parts) or not all(map(has_rows, names)):
+        wrong = "forward draws random numbers of Python or numpy in another way for fewer rows, or for all rows at once"
         raise ConfigError.on("microbatches", wrong, "1")
+    return {name: torch.cat([one[name] for one in parts]) for name in names}

@@ -22,7 +22,7 @@ from shardwise.capture.coins import Drawing
 from shardwise.capture.example import example_rows
 from shardwise.capture.forms import Form, differing, form_of, resized
 from shardwise.capture.hooks import UserHooks
-from shardwise.capture.host_draws import refuse_parts
+from shardwise.capture.host_draws import joined
 from shardwise.capture.in_form import InForm
 from shardwise.capture.outputs import Wanted
 from shardwise.capture.settling import settle
@@ -382,10 +382,19 @@ class Compiled:
     ) -> Mapping[str, Tensor]:
         """Return the fields that forward draws in Python in the step of ``drawing`` for a ``batch``, all rows of it on
         the host."""
-        draws = [one.draws for one in (self.trace((), rows_in(batch)), self.general)]
-        refuse_parts(draws)
-        fields = {name: cast_field(value, self.general.precision) for name, value in batch.items()}
-        return {} if draws[0] is None else draws[0].of(like(fields, batch), buffers, drawing)
+        rows = rows_in(batch)
+        sizes = shard_sizes(rows, min(self.plan.microbatches, rows))
+        if self.general.cuts_batch or len(sizes) == 1:
+            sizes, traces = [rows], [self.trace((), rows)]
+        else:  # each microbatch is a batch of its own
+            traces = self.traces_of((), sizes, rows)
+        parts, first = list[Mapping[str, Tensor]](), 0
+        for size, one in zip(sizes, traces, strict=True):
+            fields = {n: v[first : first + size] if has_rows(n) else v for n, v in batch.items()}
+            fields = {name: cast_field(value, one.precision) for name, value in fields.items()}
+            parts.append({} if one.draws is None else one.draws.of(like(fields, batch), buffers, drawing, first))
+            first += size
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def _with_parts(self, fields: Mapping[str, Tensor], buffers: Mapping[str, Tensor], drawing: Drawing) -> Compiled:
         """Return this for a batch whose microbatches may be captured for what forward reads of their own rows.

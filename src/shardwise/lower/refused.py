@@ -57,12 +57,6 @@ def _refuse_microbatches(trace: Trace, plan: Plan, cut: StageSplit, training: bo
         wrong = f"{plan.microbatches} are not possible: rows meet in {trace.numbered[0]}, by numbers that a field gives"
         wrong += " to the rows of the whole batch, of which a microbatch has some"
         raise ConfigError.on("microbatches", wrong, trace.ways_to_meet(cut.ranks > 1))
-    if trace.draws is not None and not trace.cuts_batch and plan.microbatches > 1:
-        wrong = (
-            f"{plan.microbatches} are not possible: rows meet in {trace.meets[0] if trace.meets else 'the loss'}, so "
-        )
-        wrong += "that each is a batch of its own, and forward draws random numbers of Python or numpy for all rows"
-        raise ConfigError.on("microbatches", wrong, trace.ways_to_meet(cut.ranks > 1))
     if trace.undivided and plan.microbatches > 1 and training:
         wrong = f"the backward of {trace.undivided[0]} is not linear, and each microbatch has a part of its gradient"
         raise ConfigError.on("microbatches", wrong, "microbatches = 1")

@@ -254,7 +254,8 @@ class Oracle:
         self._random.begin(self._drawing(self.step_index), row_start, _rows(fields))
         self._losses.begin()
         self._norms.begin(_rows(fields), parts)
-        with seeded(self._random.seed, self._drawing(self.step_index)):
+        first = row_start if isinstance(row_start, int) else 0
+        with seeded(self._random.seed, self._drawing(self.step_index), first):
             before = generators()
             loss = self._losses.of(WithLoss(module, self.loss_fn)(fields))
             self._draws_by_place |= generators() != before
