@@ -121,11 +121,8 @@ class EagerCall(WholeCall):
         gradients = self.seen.gradients and torch.is_grad_enabled()
         with torch.set_grad_enabled(gradients), RefuseRandom(), Intercept(*self.layers):
             found, spec = tree_flatten(self._called(args, kwargs))
-            if (
-                before.drawn()
-                and not self.draws
-                and not all(map(equal, found, tree_leaves(self._called(args, kwargs))))
-            ):
+            drawn = before.drawn() and not self.draws
+            if drawn and not all(map(equal, found, tree_leaves(self._called(args, kwargs)))):
                 wrong = f"{self.title} reads values, and for this batch draws from a generator of Python or numpy"
                 raise ShardwiseError(f"model: {wrong}, as each rank would for itself; legal: torch's random functions")
         if before.changed():
