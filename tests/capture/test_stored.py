@@ -676,10 +676,12 @@ def test_a_module_that_cannot_be_told_is_not_kept(folder: Path) -> None:
 @pytest.mark.slow
 def test_there_need_be_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exported: list[str]) -> None:
     (tmp_path / "file").write_text("")
-    for place in ("off", str(tmp_path / "file"), str(tmp_path / "file" / "captures")):
+    monkeypatch.chdir(tmp_path)
+    for place in ("off", "0", str(tmp_path / "file"), str(tmp_path / "file" / "captures")):
         monkeypatch.setenv(stored.SWITCH, place)
         capture(Net(), batch())
-    assert len(exported) == 3
+    assert len(exported) == 4
+    assert not (tmp_path / "0").exists()
     monkeypatch.delenv(stored.SWITCH)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert stored.folder() == tmp_path / "shardwise" / "captures"

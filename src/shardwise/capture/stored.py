@@ -69,7 +69,7 @@ Answers = Sequence[tuple[frozenset[Any], bool]]
 def folder() -> Path | None:
     """Return the folder of captures; None where there is to be none."""
     asked = os.environ.get(SWITCH)
-    if asked == "off":
+    if asked in ("off", "0"):
         return None
     if asked:
         return Path(asked).expanduser()
