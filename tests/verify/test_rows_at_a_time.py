@@ -103,6 +103,27 @@ def test_those_in_which_other_stages_pass_something_are_refused() -> None:
         found.programs_for([found.trace((), 4), found.trace((), 3)])
 
 
+class Shared(RowByRow):
+    """For three rows, two blocks read what follows from the batch alone."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = list(x.unbind())
+        scale = (x > 0).double().mean(-1, keepdim=True).to(x).unbind() if len(rows) == 3 else None
+        for block in self.blocks:
+            rows = [block(row) for row in rows]
+            if scale is not None:
+                rows = [row * one for row, one in zip(rows, scale, strict=True)]
+        return (torch.stack(rows).mean(1) - y).square().mean()
+
+
+def test_those_that_are_cut_into_other_units_are_refused() -> None:
+    given = {name: one.float() for name, one in batch(7, 1).items()}
+    found = Compiled(Shared(), Plan.of(microbatches=2), given)
+    assert len(found.trace((), 4).units) < len(found.trace((), 3).units)
+    with pytest.raises(ConfigError, match="microbatches: by the way that forward takes .* other units"):
+        found.programs_for([found.trace((), 4), found.trace((), 3)])
+
+
 @pytest.mark.parametrize("rows", [7, 9])
 def test_as_many_rows_as_heads(rows: int) -> None:
     """The capture for the first number tells which dim of the random numbers has the rows."""

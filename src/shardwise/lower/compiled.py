@@ -658,10 +658,13 @@ class Compiled:
         """Return :meth:`programs` of batches whose microbatches have these traces: they differ in numbers of rows, and
         may pass other tensors from stage to stage.
 
-        Raises :class:`ConfigError` where other stages pass something."""
+        Raises :class:`ConfigError` where other stages pass something, or where they are cut into other units."""
         programs = self.programs(traces[0], len(traces), batches, part)
         if all(one is traces[0] for one in traces):  # each step asks for them
             return programs
+        if len({tuple(unit.differentiable for unit in one.units) for one in traces}) > 1:
+            wrong = "by the way that forward takes for their rows some are cut into other units than others"
+            raise ConfigError.on("microbatches", wrong, "1")
         key = (tuple(traces), batches, part)
         with self._lock:
             if key not in self._renamed:
