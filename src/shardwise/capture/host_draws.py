@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from itertools import cycle
 from struct import pack
@@ -122,10 +121,8 @@ class HostDraws:
     @contextmanager
     def given_rows(self, values: Mapping[str, Tensor], rows: int, first: int) -> Iterator[None]:
         """Let the calls of a forward of ``rows`` rows, from the ``first`` on, return these of the ``values`` of all."""
-        each, names = list[tuple[EagerCall, list[str]]](), iter(self.examples)
-        for call, _ in self.calls:
-            each.append((call, [next(names) for _ in call.made]))
-        following = cycle(each)
+        names = iter(self.examples)
+        following = cycle([(call, [next(names) for _ in call.made]) for call, _ in self.calls])
 
         def answered(*_: Any) -> Any:
             one, own = next(following)
@@ -144,12 +141,15 @@ def take_draws(normal: Normal) -> HostDraws | None:
     nodes = [n for n in normal.graph.nodes if isinstance(n.target, EagerCall) and n.target.draws]
     if not nodes:
         return None
-    taken = [(node, list(map(partial(_taken, normal, node.target), *zip(*enumerate(node.args), strict=True))))
-             for node in nodes]  # fmt: skip
-    needed = [one for node, facts in taken for one, fact in zip(node.args, facts, strict=True) if fact is None]
-    given = from_batch(normal, needed, WHY)
-    calls = tuple((node.target, tuple(facts)) for node, facts in taken)
-    return HostDraws(given, calls, dict(one for node in nodes for one in _as_fields(normal, node)))
+    taken = [tuple(_taken(normal, node.target, i, one) for i, one in enumerate(node.args)) for node in nodes]
+    calls = tuple((node.target, facts) for node, facts in zip(nodes, taken, strict=True))
+    needed = [
+        one for node, facts in zip(nodes, taken, strict=True)
+        for one, fact in zip(node.args, facts, strict=True) if fact is None
+    ]  # fmt: skip
+    return HostDraws(
+        from_batch(normal, needed, WHY), calls, dict(one for node in nodes for one in _as_fields(normal, node))
+    )
 
 
 def _taken(normal: Normal, call: EagerCall, number: int, node: fx.Node) -> Facts | None:

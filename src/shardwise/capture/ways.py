@@ -176,7 +176,7 @@ class Ways:
                 break
             else:
                 break
-        raise error.drawn if isinstance(error, DrawsHere) and error.drawn is not None else _refused(error, refused)
+        raise error.drawn if isinstance(error, DrawsHere) else _refused(error, refused)
 
     def drawing_place(self, drawn: Drawn, functions: tuple[FunctionType, ...]) -> Uncapturable:
         """Return an error that was raised where a forward draws from a generator of Python or numpy, outside of these

@@ -3,7 +3,6 @@ batch."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardwise.capture import state
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import rank_rows
 from shardwise.core.mesh import Mesh
@@ -111,11 +111,8 @@ def _length(value: Any) -> int | None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Let what runs inside draw random numbers that nobody misses: of Python's, numpy's and torch's generators."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that collators use
-    with torch.random.fork_rng(devices=[]):
+    with state.generators_kept(), torch.random.fork_rng(devices=[]):
         yield
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
 
 
 class RankBatches:

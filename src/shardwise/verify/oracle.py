@@ -163,7 +163,7 @@ class Oracle:
         fields = self._fields(batch)
         if not self._probed or self._decides:
             self._probe(fields)
-        self._order = list(range(_rows(fields)))
+        self._order = []
         if self.turns and not self._draws_by_place:
             fields, self._order = turned(fields, self.microbatches * self.parts, self.turns)
         loss = self._accumulate(fields)
@@ -221,7 +221,7 @@ class Oracle:
                 self._show({name: self._history[self.version(name, at)][name] for name in self.masters})
             with self._modes():
                 some = {k: v[start:stop] if has_rows(k) else v for k, v in fields.items()}
-                numbers = self._order[start:stop] if self.turns else start
+                numbers = self._order[start:stop] or start
                 value, targets = self._forward(self.module, some, numbers, self.parts)
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
