@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.capture.computation import Computation
 from shardwise.capture.eager_calls import EagerCalls
 from shardwise.capture.encoding import NotEncoded, decoded, encoded
@@ -88,7 +89,7 @@ def key_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Di
 
 def _hash_of(module: nn.Module, batch: Mapping[str, Tensor], loss: Any, varies: Dims, *options: Any) -> str:
     parts: list[Any] = [FORMAT, sys.version_info[:2], torch.__version__, _own_sources(), *map(str, options)]
-    parts += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.cuda.is_available()]
+    parts += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), Backend.here().type]
     for name, shape, dtype in form_of(batch):
         first, symbolic = (1 if has_rows(name) else 0), varies.get(name, ())
         parts.append((name, ["any" if d in symbolic else size for d, size in enumerate(shape, first)], str(dtype)))
