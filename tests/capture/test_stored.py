@@ -334,6 +334,33 @@ def test_ways_of_a_model_that_reads_something_else_in_python_are_kept_apart(fold
         assert ways() == number
 
 
+class Packed(nn.Module):
+    """It puts the words of all rows one behind the other, as many as a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        words = self.first(x.flatten(0, 1).index_select(0, mask.flatten().nonzero().squeeze(-1)))
+        h = self.second(words).reshape(words.shape[0], 2, 2)
+        lengths = mask.sum(1).tolist()
+        parts = torch.split(h if max(lengths) < 5 else h / 5, lengths)
+        return F.cross_entropy(self.head(torch.stack([one.sum(0) for one in parts]).flatten(1)), y)
+
+
+def test_a_number_that_is_found_while_capturing_is_one_on_disk_too(folder: Path, exported: list[str]) -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
+    given = {**batch(), "mask": mask}
+    first = capture(Packed(), given, rows=4)
+    exported.clear()
+    second = capture(Packed(), given, rows=4)
+    assert not exported and texts(second) == texts(first)
+    assert [10, 2, 2] in [node.args[1] for node in first.graph.nodes if len(node.args) == 2]
+    for captured in (first, second):
+        assert not [node for node in captured.graph.nodes if isinstance(node.meta.get("val"), int | torch.SymInt)]
+
+
 class Placed(nn.Module):
     """A function of it reads a value of each place of each row."""
 

@@ -53,6 +53,7 @@ from shardwise.capture.wrapped import (
 from shardwise.core.errors import ConfigError, describe
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.specialised import put_known_numbers
 from shardwise.graph.torch_private import Assumed, assumed, conversions_skipped, exporting, exports_modules_unhooked
 from shardwise.graph.vmaps import without_vmaps
 from shardwise.initial.copies import copied
@@ -291,6 +292,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None, va
         )
     without_drawn(program.graph_module.graph)
     without_vmaps(program.graph_module)
+    put_known_numbers(program.graph_module)
     places = program.graph_module.graph.find_nodes(op="placeholder")
     if others := [node for node in places if not isinstance(node.meta.get("val"), Tensor)]:
         raise Uncapturable(

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured
-from shardwise.graph.torch_private import HigherOrderOperator, Symbols, storage_key
+from shardwise.graph.torch_private import HigherOrderOperator, Symbols, known_number, storage_key
 
 Shapes = Mapping[str, Sequence[int]]
 """The shape of each field of a batch; the number of rows in it does not matter."""
@@ -48,6 +48,26 @@ def specialised(captured: Captured, shapes: Shapes) -> Captured | None:
 def holds_for(captured: Captured, shapes: Shapes) -> bool:
     """Whether what ``captured`` assumed of its sizes holds for these ``shapes``."""
     return _solved(captured, shapes) is not None
+
+
+def put_known_numbers(owner: fx.GraphModule) -> None:
+    """Put sizes that a capture has found to be one number where ops take them, in place of the nodes that read them:
+    ``torch.split(x, [2, 3])`` has found that of an ``x`` as long as values say.
+
+    So a graph on disk, where a number is nothing else, and the one that it was written from are the same."""
+    for node in list(owner.graph.nodes):
+        if node.op == "get_attr" and isinstance(inner := getattr(owner, str(node.target)), fx.GraphModule):
+            put_known_numbers(inner)
+        number = known_number(node.meta.get("val"))
+        if number is None:
+            continue
+        for user in list(node.users):
+            if isinstance(user.target, HigherOrderOperator):  # the sub-graph has no placeholder for it any more
+                user.args = tuple(one for one in user.args if one is not node)
+            user.args, user.kwargs = fx.map_arg(
+                (user.args, user.kwargs), lambda one, node=node, number=number: number if one is node else one
+            )
+        owner.graph.erase_node(node)
 
 
 def _fields(captured: Captured) -> dict[str, Tensor]:

@@ -160,6 +160,18 @@ def _bound(value: Any) -> int | None:
     return int(value) if value.is_Integer else None
 
 
+_PLAIN_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def known_number(value: Any) -> int | float | bool | None:
+    """Return a symbolic number of a capture as a plain one, where the capture knows it; else None."""
+    kind = _PLAIN_KINDS.get(type(value))
+    if kind is None or (expression := value.node.expr).free_symbols:
+        return None
+    found: int | float | bool = kind(expression)
+    return found
+
+
 class Symbols:
     """Numbers in place of some symbols of a capture, beside that of the number of ``rows``; ``mode`` is the one that
     the values of the capture belong to."""
@@ -196,7 +208,7 @@ class Symbols:
     def of(self, value: Any) -> Any:
         """Return a symbolic number with the numbers in it: itself where none is, or a number, or one that is symbolic
         in what is left."""
-        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if type(value) not in _PLAIN_KINDS:
             return value
         before = value.node.expr
         after = before.xreplace(self._numbers)
@@ -206,7 +218,7 @@ class Symbols:
 
     def number(self, expression: Any, kind: type) -> Any:
         """Return an expression as a number of a ``kind`` of torch's, plain where it has no symbol."""
-        plain = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[kind]
+        plain = _PLAIN_KINDS[kind]
         if not expression.free_symbols:
             return plain(expression)
         if kind is torch.SymBool:
