@@ -13,7 +13,7 @@ from shardwise.estimate.devices import Device
 from shardwise.estimate.prefetch import MOST, forward_seconds
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.subject import forecast, load_anywhere
-from shardwise.lower import compiled
+from shardwise.lower import traced_model
 
 FACTORY = """
 import torch
@@ -106,7 +106,7 @@ def chosen(
     unit ahead.
     """
     slow = Rates(flops=1e9, memory=1e18, link=Link(0.0, 2e8))
-    monkeypatch.setattr(compiled, "rates", lambda *_: slow)
+    monkeypatch.setattr(traced_model, "rates", lambda *_: slow)
     return forecast(load_anywhere(None, [*given, *more]), Device("a device", kind, budget, budget))
 
 
