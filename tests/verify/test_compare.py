@@ -122,4 +122,8 @@ def test_limits_of_noise() -> None:
     assert found["a"].limit == pytest.approx(2e-8) and found["a"].within(1e-10)
     assert not found["b"].within(1e-10)
     assert found["c"].limit == 1e-6 and not found["c"].within(1e-10)
+    assert [found[n].multiplied(1e-10) for n in "abcd"] == [False, False, True, False]
+    raised, multiplied = ours.limited(noise).notes(1e-10)
+    assert raised.startswith("1 of the differences") and "1 of the 2 differences that are too large" in multiplied
+    assert "up to 1e-03" in multiplied and not ours.notes(1e-10)
     assert not ours.limited(noise).passes() and [d.name for d in ours.limited(noise).worst(2)] == ["c", "b"]

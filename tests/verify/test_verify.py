@@ -411,6 +411,28 @@ def test_rounding_has_a_limit_where_random_numbers_belong_to_rows() -> None:
     assert any("with the rows in another order" in note for note in report.notes)
 
 
+class Vanishing(nn.Module):
+    """Inputs so small that the first norms have their eps alone to divide by: each multiplies gradients by 316."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = scale
+        self.norms = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(4, 4), nn.BatchNorm1d(4))))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.norms(self.scale * x.mean((2, 3)) @ torch.eye(3, 4))), y)
+
+
+def test_a_model_that_multiplies_rounding_is_named_as_such() -> None:
+    plan = Plan.of(Mesh.of(dp=2))
+    assert verify(Vanishing(1.0), [images()], plan).passed
+    report = verify(Vanishing(1e-14), [images()], plan)
+    assert not report.passed and report.largest > 1e-4
+    assert any("the model multiplies rounding" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.5])
 def test_a_limit_of_its_own_hides_no_error(monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
     statistics = norms._SyncBatchNorm.forward
@@ -421,4 +443,5 @@ def test_a_limit_of_its_own_hides_no_error(monkeypatch: pytest.MonkeyPatch, chan
     monkeypatch.setattr(norms._SyncBatchNorm, "forward", staticmethod(wrong))
     module = Rounding()
     module.out = nn.Sequential(nn.Dropout(chance), module.out)
-    assert not verify(module, [images()] * 3, Plan.of(Mesh.of(dp=2))).passed
+    report = verify(module, [images()] * 3, Plan.of(Mesh.of(dp=2)))
+    assert not report.passed and not any("multiplies rounding" in note for note in report.notes)

@@ -26,18 +26,24 @@ differ by 20 e, but never by more than 1e-6."""
 class Difference:
     """This is the relative error of one tensor after one step.
 
-    ``what`` is "loss", "grad_norm", "gradient", "parameter" or "buffer".  ``limit`` is that of one device's own noise
-    in this tensor; 0 where it was not measured, or where the noise is none."""
+    ``what`` is "loss", "grad_norm", "gradient", "parameter" or "buffer".  ``noise`` is what one device by itself
+    differs by in this tensor, and ``limit`` what a plan may differ by for that; both are 0 where it was not measured,
+    or where the noise is none."""
 
     name: str
     step: int
     what: str
     error: float
     limit: float = 0.0
+    noise: float = 0.0
 
     def within(self, tolerance: float) -> bool:
         """Return whether the error is no larger than ``tolerance``, or than the tensor's own limit."""
         return self.error <= max(tolerance, self.limit)
+
+    def multiplied(self, tolerance: float) -> bool:
+        """Return whether the error is larger than that, where one device by itself comes to differ as much."""
+        return not self.within(tolerance) and math.isfinite(self.noise) and self.error <= NOISE_FACTOR * self.noise
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infinities: bool = False) -> float:
@@ -122,10 +128,31 @@ class Comparison:
         own: dict[tuple[str, int, str], float] = {}
         for d in noise.differences:  # islands have the same names
             key = (d.name, d.step, d.what)
-            own[key] = max(own.get(key, 0.0), min(NOISE_FACTOR * d.error, LARGEST_LIMIT))
-        return Comparison(
-            [replace(d, limit=max(d.limit, own.get((d.name, d.step, d.what), 0.0))) for d in self.differences]
-        )
+            own[key] = max(own.get(key, 0.0), d.error)
+        found = []
+        for d in self.differences:
+            most = max(d.noise, own.get((d.name, d.step, d.what), 0.0))
+            found.append(replace(d, noise=most, limit=min(NOISE_FACTOR * most, LARGEST_LIMIT)))
+        return Comparison(found)
+
+    def notes(self, tolerance: float) -> list[str]:
+        """Return what a reader should know of errors above ``tolerance`` that one device by itself has as well."""
+        notes, factor = [], round(NOISE_FACTOR)
+        if raised := sum(d.error > tolerance and d.within(tolerance) for d in self.differences):
+            notes.append(
+                f"{raised} of the differences are above {tolerance:.0e} and within {factor} times what one device "
+                "differs from itself with the rows in another order: these tensors are rounding (a bias before a "
+                "BatchNorm)"
+            )
+        if multiplied := [d for d in self.differences if d.multiplied(tolerance)]:
+            beyond, most = sum(not d.within(tolerance) for d in self.differences), max(d.noise for d in multiplied)
+            notes.append(
+                f"{len(multiplied)} of the {beyond} differences that are too large are within {factor} times what one "
+                f"device differs from itself with the rows in another order, up to {most:.0e}: "
+                "the model multiplies rounding, and nobody can tell by these whether the plan is right (a BatchNorm "
+                "whose input hardly varies, a choice between equal values)"
+            )
+        return notes
 
     def worst(self, count: int = 10) -> list[Difference]:
         """Return the ``count`` largest errors, those beyond their own limits first; among equals the earlier step."""

@@ -208,11 +208,7 @@ def verify(
         )
     if plan.numeric.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
-    if raised := sum(d.error > tolerance and d.within(tolerance) for d in comparison.differences):
-        notes.append(
-            f"{raised} of the differences are above {tolerance:.0e} and within 20 times what one device differs from "
-            "itself with the rows in another order: these tensors are rounding (a bias before a BatchNorm)"
-        )
+    notes += comparison.notes(tolerance)
     if oracle.promotions:
         notes.append(
             f"{oracle.promotions} casts to fp32 or lower inside the model were made casts to fp64, on both sides"
