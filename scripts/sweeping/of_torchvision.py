@@ -212,6 +212,7 @@ def detector(name: str, count: int) -> nn.Module:
     from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.models.detection.ssd import SSD, SSDHead
+    from torchvision.ops import MultiScaleRoIAlign
 
     anchors = AnchorGenerator(((12,), (24,)), ((0.5, 1.0, 2.0),) * 2)
     sizes: dict[str, Any] = {"min_size": 64, "max_size": 64, "_skip_resize": True}  # else each image draws its size
@@ -230,6 +231,7 @@ def detector(name: str, count: int) -> nn.Module:
         "mask_rcnn": lambda: m.MaskRCNN(
             Maps(),
             **regions,
+            mask_roi_pool=MultiScaleRoIAlign(["0", "1"], output_size=4, sampling_ratio=2),
             mask_head=m.mask_rcnn.MaskRCNNHeads(16, (16,), 1),
             mask_predictor=m.mask_rcnn.MaskRCNNPredictor(16, 16, count),
         ),
