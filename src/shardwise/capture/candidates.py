@@ -14,12 +14,17 @@ from shardwise.core.errors import of_library
 PARTS = 12  # the most parts of functions that are tried at a time
 
 
-def candidates(errors: Sequence[BaseException], known: Sequence[FunctionType]) -> Iterator[FunctionType]:
+def candidates(
+    errors: Sequence[BaseException], known: Sequence[FunctionType], whole: object = None
+) -> Iterator[FunctionType]:  # fmt: skip
     """Yield the functions in which errors were raised, those of the last error first, beginning with the innermost,
-    without those ``known``, and then parts of them."""
+    without those ``known``, and then parts of them.  The ``whole`` forward is last: it reads parameters, which nothing
+    that runs as written may, and is there for what it does besides, which a message tells."""
     stops = [stop for error in reversed(errors) for stop in _stops(error)]
-    yield from dict.fromkeys(function for function, *_ in stops if function not in known)
+    functions = list(dict.fromkeys(function for function, *_ in stops if function not in known))
+    yield from (one for one in functions if one is not whole)
     yield from islice(_parts(stops, known), PARTS)
+    yield from (one for one in functions if one is whole)
 
 
 Stop = tuple[FunctionType, FrameType, int, bool]

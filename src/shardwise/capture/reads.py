@@ -152,6 +152,15 @@ class Operand(NamedTuple):
     """It stands for a tensor that is read."""
 
 
+class Unanswered(Exception):
+    """A read by a function that is answered, of what has no value: with answers to more functions it has none either.
+    ``why`` is what stopped forward there."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 class UnlikeRead(Exception):
     """Forward reads something else than in the run that gave the answers, or what has too many answers."""
 
@@ -215,6 +224,7 @@ class _Asking:
         self.known, self.functions, self.checks = known, functions, checks
         self.reads: list[Read] = []
         self.assumed: list[int] = []  # the checks whose answers were taken
+        self.unanswered = False  # whether such a read is going on
         self._at = -1
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
@@ -246,7 +256,10 @@ class _Asking:
             self.reads.append(Read(func, (Operand(),), check.answer, check.place, assumed=True))
             return check.answer
         if func not in self.functions or kwargs or any(one is None for one in values):
-            return proceed(func, args, kwargs)
+            self.unanswered = func in self.functions
+            found = proceed(func, args, kwargs)
+            self.unanswered = False
+            return found
         with without_modes(), without_torch_functions():
             answer = func(*values)
         if any(isinstance(one, float) for one in tree_leaves(answer)):
@@ -341,7 +354,7 @@ def asked(
     keys the random numbers, if it is a step's, and results of ``calls`` have no values.  Reads of
     truth values that have none have the answers of ``checks``; return also which of these were taken.
 
-    Whatever stops a forward without values is raised: among it reads of what depends on parameters."""
+    Whatever stops a forward without values is raised, :class:`Unanswered` for reads of what depends on parameters."""
     mode = fake_mode()
     values = _Values(list(module.parameters()), mode)
     telling = (
@@ -349,5 +362,10 @@ def asked(
     )
     asking, coins = _Asking(values, functions, checks), Coins(drawing, rows, values.of_argument, values.take)
     with mode, values, exporting(), torch.enable_grad(), Intercept(asking, coins), telling:
-        forward(fields)
+        try:
+            forward(fields)
+        except Exception as error:
+            if asking.unanswered:
+                raise Unanswered(error) from error
+            raise
     return asking.reads, asking.assumed

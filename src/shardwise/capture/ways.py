@@ -28,7 +28,7 @@ from shardwise.capture.host_draws import Drawn, DrawsHere, Looking
 from shardwise.capture.known import AS_IT_IS, Known, Tried, Way
 from shardwise.capture.named import NotNamed
 from shardwise.capture.parts import part_of
-from shardwise.capture.reads import PICKS, Answering, Read, asked
+from shardwise.capture.reads import PICKS, Answering, Read, Unanswered, asked
 from shardwise.capture.reasons import not_captured
 from shardwise.capture.seen_calls import READS, NotEager, OpenSize
 from shardwise.capture.wrapped import Watched, rows_in
@@ -44,6 +44,10 @@ CHECKS = 64  # that a forward may take for granted
 
 class OtherWay(Uncapturable):
     """Forward goes another way by values that a step alone knows."""
+
+
+class NoAnswer(Uncapturable):
+    """Forward reads what answers to more functions would not answer either."""
 
 
 class Depends(Uncapturable):
@@ -160,7 +164,7 @@ class Ways:
             return found
         error, chosen, refused = stopped[0], tuple[FunctionType, ...](), list[NotEager]()
         while len(chosen) < MOST:
-            for one in candidates(stopped, chosen):
+            for one in candidates(stopped, chosen, type(self.module).forward):
                 try:
                     found, another = self.answered((*chosen, one))
                 except OpenSize:
@@ -194,8 +198,10 @@ class Ways:
     def answered(self, functions: tuple[FunctionType, ...]) -> tuple[Made | None, list[Uncapturable]]:
         """Return a capture with as few answers as it takes, around ``functions``; or None, and what stopped each
         way."""
-        stopped = []
+        stopped, unanswered = list[Uncapturable](), set[bool]()
         for reads, assumes in ANSWERS:
+            if assumes in unanswered:
+                continue
             way = Way(functions, reads, assumes)
             try:
                 found = self.one(way)
@@ -207,6 +213,8 @@ class Ways:
                 stopped.append(error)
                 if isinstance(error, OtherWay):
                     break
+                if isinstance(error, NoAnswer):
+                    unanswered.add(assumes)
             else:
                 self.known.way = way
                 return found, []
@@ -256,6 +264,8 @@ class Ways:
             self.take(checks, assumed, calls)
         except (NotEager, OtherWay):
             raise
+        except Unanswered as error:
+            raise NoAnswer(not_captured(error.why, asking.module)) from error.why
         except Exception as error:  # the user's code may raise anything where there are no values
             raise Uncapturable(not_captured(error, asking.module)) from error
         if not reads:
