@@ -10,6 +10,9 @@ import torch
 from test_eager_calls import PLANS
 from torch import Tensor, nn
 
+from captures import apart
+from shardwise.capture import ways
+from shardwise.capture.assumed import BRANCHES
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
@@ -295,6 +298,20 @@ class Hidden(Model):
         if h.sum() > 0:
             h = h * (2.0 if h.detach().numpy().max() > 1e7 else 1.0)
         return self.head(self.blocks[1](h)).tanh().square().mean()
+
+
+def test_no_more_answers_are_looked_for_where_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from parameters has no value, by whatever functions forward reads."""
+    asked, found = ways.asked, list[Any]()
+
+    def noted(*args: Any) -> Any:
+        found.append(args[3])
+        return asked(*args)
+
+    monkeypatch.setattr(ways, "asked", noted)
+    with apart():
+        Compiled(Branch(), PLANS["dp"], {"x": batches()[0]["x"].float()})
+    assert found == [BRANCHES, BRANCHES]  # as answers that follow from the batch, and as checks
 
 
 def test_a_part_that_reads_more_than_its_test_runs_for_all_rows() -> None:
