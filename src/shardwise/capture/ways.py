@@ -164,7 +164,7 @@ class Ways:
             return found
         error, chosen, refused = stopped[0], tuple[FunctionType, ...](), list[NotEager]()
         while len(chosen) < MOST:
-            for one in candidates(stopped, chosen, type(self.module).forward):
+            for one in candidates(stopped, chosen, getattr(type(self.module), "forward", None)):
                 try:
                     found, another = self.answered((*chosen, one))
                 except OpenSize:
