@@ -305,7 +305,9 @@ def given() -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", EVERY)
+@pytest.mark.parametrize("model", [
+    pytest.param(one, marks=[pytest.mark.slow] if one is Shrinks else [], id=one.__name__) for one in EVERY
+])  # fmt: skip
 def test_the_numbers_are_those_of_one_device_or_an_error_says_so(model: type[Hard], plan: str) -> None:
     torch.manual_seed(0)
     try:
