@@ -15,7 +15,7 @@ PARTS = 12  # the most parts of functions that are tried at a time
 
 
 def candidates(
-    errors: Sequence[BaseException], known: Sequence[FunctionType], whole: object = None
+    errors: Sequence[BaseException], known: Sequence[FunctionType], whole: object
 ) -> Iterator[FunctionType]:  # fmt: skip
     """Yield the functions in which errors were raised, those of the last error first, beginning with the innermost,
     without those ``known``, and then parts of them.  The ``whole`` forward is last: it reads parameters, which nothing

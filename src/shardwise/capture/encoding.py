@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from shardwise.core.fields import has_rows
 from shardwise.graph.captured import Captured
 from shardwise.graph.torch_private import (
+    SYMBOLIC,
     Assumed,
     HigherOrderOperator,
     OpOverload,
@@ -29,7 +30,6 @@ from shardwise.graph.torch_private import (
 )
 from shardwise.ops.custom_function import WholeCall
 
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 ARITHMETIC = frozenset({
     "abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "le", "lt", "mod", "mul", "ne", "neg", "not_", "or_",

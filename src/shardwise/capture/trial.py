@@ -28,6 +28,7 @@ from shardwise.capture.running import users_line
 from shardwise.capture.state import generators_kept
 from shardwise.core.structure import like
 from shardwise.graph.torch_private import (
+    SYMBOLIC,
     TorchDispatchMode,
     exporting,
     fake_device,
@@ -42,7 +43,6 @@ from shardwise.graph.torch_private import (
 RUNS, RUNS_UNSEEN = 3, 2  # the second where no change was seen, as in most models
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")  # a size that depends on data
 DEVICE = torch.ops.prim.device.default
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 WORDS, EXTREME = 624, 64  # the words of a Mersenne twister's state, and how many of them give an extreme number
 
 

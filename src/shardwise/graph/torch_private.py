@@ -160,12 +160,13 @@ def _bound(value: Any) -> int | None:
     return int(value) if value.is_Integer else None
 
 
-_PLAIN_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS = dict(zip(SYMBOLIC, (int, float, bool), strict=True))  # of plain numbers
 
 
 def known_number(value: Any) -> int | float | bool | None:
     """Return a symbolic number of a capture as a plain one, where the capture knows it; else None."""
-    kind = _PLAIN_KINDS.get(type(value))
+    kind = _KINDS.get(type(value))
     if kind is None or (expression := value.node.expr).free_symbols:
         return None
     found: int | float | bool = kind(expression)
@@ -208,7 +209,7 @@ class Symbols:
     def of(self, value: Any) -> Any:
         """Return a symbolic number with the numbers in it: itself where none is, or a number, or one that is symbolic
         in what is left."""
-        if type(value) not in _PLAIN_KINDS:
+        if not isinstance(value, SYMBOLIC):
             return value
         before = value.node.expr
         after = before.xreplace(self._numbers)
@@ -218,7 +219,7 @@ class Symbols:
 
     def number(self, expression: Any, kind: type) -> Any:
         """Return an expression as a number of a ``kind`` of torch's, plain where it has no symbol."""
-        plain = _PLAIN_KINDS[kind]
+        plain = _KINDS[kind]
         if not expression.free_symbols:
             return plain(expression)
         if kind is torch.SymBool:

@@ -38,12 +38,12 @@ class LoweredModel(TracedModel):
         programs = self.programs(traces[0], len(traces), batches, part)
         if all(one is traces[0] for one in traces):  # each step asks for them
             return programs
-        if len({tuple(unit.differentiable for unit in one.units) for one in traces}) > 1:
-            wrong = "by the way that forward takes for their rows some are cut into other units than others"
-            raise ConfigError.on("microbatches", wrong, "1")
         key = (tuple(traces), batches, part)
         with self._lock:
             if key not in self._renamed:
+                if len({tuple(unit.differentiable for unit in one.units) for one in traces}) > 1:
+                    wrong = "by the way that forward takes for their rows some are cut into other units than others"
+                    raise ConfigError.on("microbatches", wrong, "1")
                 cuts = [self.stages_of(one) for one in traces]
                 same = all(cut.sent == cuts[0].sent for cut in cuts)
                 found = programs if same else renamed(programs, cuts)
